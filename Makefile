@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-browser pictures cards workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -65,6 +65,9 @@ test-farm: $(READY)
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full" tests/host
+
+test-full-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
 
 test-browser: $(READY)
@@ -104,7 +107,9 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dispatch.py
 	$(PY) benchmarks/startup.py
+	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py
 	$(PY) benchmarks/lossy.py --dry
 	$(PY) benchmarks/clips.py

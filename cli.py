@@ -100,7 +100,27 @@ def report(arguments: argparse.Namespace) -> int:
         return _kernels(arguments)
     if arguments.memory:
         return _memory(arguments)
+    if arguments.share is not None:
+        return _share(arguments)
     print(hardware_report(arguments.device, Path(arguments.state).expanduser(), arguments.again).text())
+    return 0
+
+
+def _share(arguments: argparse.Namespace) -> int:
+    """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
+    from .compat.durable import replacing, require_writable
+    from .pipelines.machines import HINT, this_machine
+
+    path = Path(arguments.share)
+    require_writable(path, JOB_BYTES, "--share")
+    text = this_machine(arguments.device, Path(arguments.state).expanduser()).text()
+    print(text)
+    if sys.stdin.isatty() and input(f"Write this to {path}? [y/N] ").strip().lower() not in ("y", "yes"):
+        print("nothing was written")
+        return 0
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    print(f"{path}: {HINT}")
     return 0
 
 
@@ -145,6 +165,7 @@ def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
+    from .pipelines.receipts import tags_for
 
     if arguments.save_job is not None:
         return _save_job(arguments)
@@ -153,8 +174,8 @@ def render(arguments: argparse.Namespace) -> int:
     progress, output = Printed(), Path(arguments.output)
     started = time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
-    frames, fps = rendered(arguments, progress)
-    path = write_mp4(frames, fps, output)
+    frames, fps, receipt = rendered(arguments, progress)
+    path = write_mp4(frames, fps, output, tags_for(receipt))
     size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
     print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
     return 0
@@ -197,7 +218,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
     progress = Printed()
     try:
-        frames, _ = rendered(arguments, progress)
+        frames, *_ = rendered(arguments, progress)
     except NotFinite as error:
         print(error)
         return 1
@@ -219,12 +240,13 @@ def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
     return watch
 
 
-def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
-    """Frames (F, H, W, 3) and fps for the arguments of ``render``: the same functions that the nodes call."""
+def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, Any]:
+    """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
-    from .pipelines import jobs, stages
+    from .pipelines import jobs, receipts, stages
     from .pipelines.latents import convert, recovery
+    from .pipelines.vae.plan import Form
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
@@ -236,10 +258,36 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float]:
             progress.notify(str(decision))
         if arguments.recover is None:
             made = jobs.run(job, machine, progress, pipeline)
-            return made.frames, made.latents.fps
+            return made.frames, made.latents.fps, receipts.decoded_receipt(made.latents, job.decode)
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
-        return stages.decode(pipeline, latents, progress, arguments.decode), latents.fps
+        frames = stages.decode(pipeline, latents, progress, arguments.decode)
+        return frames, latents.fps, receipts.decoded_receipt(latents, Form(arguments.decode))
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Make the video of a file again, and say whether it is the same; 1 if it is another."""
+    from .compat.durable import require_writable
+    from .pipelines.demo import MODELS
+    from .pipelines.jobs import Machine, Places
+    from .pipelines.movie import write_mp4
+    from .pipelines.receipts import decoded_receipt, tags_for
+    from .pipelines.replays import replay as again
+
+    progress, path = Printed(), Path(arguments.file)
+    output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
+    require_writable(output, OUTPUT_BYTES, "--output")
+    searched = tuple(map(Path, arguments.search))
+    machine = Machine(
+        places=Places((*searched, MODELS), (path.parent, Path(), *searched)),
+        state=Path(arguments.state).expanduser(),
+        device=arguments.device,
+    )
+    made = again(path, machine, progress)
+    latents = made.rendered.latents
+    write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
+    print(f"{output}: {made.text()}")
+    return 1 if made.same is False else 0
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
@@ -353,6 +401,8 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     told.add_argument(
         "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
     )
+    share = "show and write this machine as a small file without names, for our tables; nothing is sent"
+    told.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
@@ -365,7 +415,13 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         _render_arguments(rendering)
         _render_arguments(watched)
         watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
-    for command in (told, tried, rendering, watched):
+    again = commands.add_parser("replay", help="make the video of a file again from the receipt in it")
+    again.add_argument("file", help="a video or latents that AnyGPU saved")
+    again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
+    again.add_argument("--output", help="default: the file's name with .replay.mp4")
+    again.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
+    again.set_defaults(run=replay)
+    for command in (told, tried, rendering, watched, again):
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")

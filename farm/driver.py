@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from ..compat.device.facts import first_line
+from ..compat.device.facts import first_line, value_or
 from ..compat.errors import InputError, PackError
 from ..pipelines.job_folder import JobFolder, lines_of
 from .schedule import Schedule, Task
@@ -67,11 +67,13 @@ class Driver:
     def __init__(
         self, ray: Any, folder: JobFolder, task_of: Callable[[str], Task], reached: Callable[[Task], float], say: Say
     ) -> None:
+        self.watching = False
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
         self.name = f"{socket.gethostname()}-{os.getpid()}"
         self.schedule, self.hands, self.tally = Schedule(), [], Tally()
         self._calls: dict[Any, Hand] = {}
-        self._seen: set[str] = set()
+        self._open: set[str] = set()  # keys of jobs that wait or run
+        self._read: dict[Path, int] = {}  # job files of a watched folder, and when each was changed
         self._looked = self._shown = 0.0
         self._steps: dict[str, float] = {}
 
@@ -95,16 +97,22 @@ class Driver:
                 self.say(f"a line is no job: {error}")
                 self.tally.failed[line[:60]] = str(error)
                 continue
-            if task.key in self._seen:
+            if task.key in self._open:
                 continue
-            self._seen.add(task.key)
             if task.key in done:
                 self.tally.skipped += 1
             elif again or not self.folder.failure(task.key):
+                self._open.add(task.key)
                 tasks.append(task)
         if again:
             self.folder.ask_again(task.key for task in tasks)
         self.schedule.add(tasks)
+
+    def watch(self) -> NoReturn:
+        """Work at whatever is put into the folder, for ever."""
+        self.watching = True
+        while True:
+            self.turn()
 
     def run(self) -> Tally:
         """Work until nothing waits and nothing runs."""
@@ -124,6 +132,8 @@ class Driver:
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
             self._cancel()
+            if self.watching:
+                self._read_jobs()
         if now - self._shown >= SHOW_SECONDS:
             self._show(now)
         if not self._calls:
@@ -179,6 +189,7 @@ class Driver:
         if outcome.status == DONE:
             hand.finished += 1
             self.tally.done += 1
+            self._open.discard(task.key)
             self.say(f"{task.key[:12]} done by {hand.name} in {outcome.seconds:.1f} s")
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
@@ -212,6 +223,7 @@ class Driver:
     def _fail(self, task: Task, text: str) -> None:
         self.folder.fail(task.key, text)
         self.tally.failed[task.key] = text
+        self._open.discard(task.key)
         self.say(f"{task.key[:12]} failed: {text}")
 
     def _refuse_what_nobody_can(self) -> None:
@@ -222,7 +234,7 @@ class Driver:
             self._fail(task, errors)
 
     def _cancel(self) -> None:
-        keys = self.folder.cancelled()
+        keys = self.folder.cancelled() & self._open
         if not keys:
             return
         for task in self.schedule.drop(keys):
@@ -230,6 +242,14 @@ class Driver:
         for hand in self.hands:
             if hand.task is not None and hand.task.key in keys:
                 hand.actor.cancel.remote(hand.task.key)
+
+    def _read_jobs(self) -> None:
+        """Take in the jobs of files that are new or were written again."""
+        for path in self.folder.job_files():
+            changed = value_or(lambda path=path: path.stat().st_mtime_ns, 0)
+            if changed and self._read.get(path) != changed:
+                self._read[path] = changed
+                self.add(lines_of(path), again=False)
 
     def _show(self, now: float) -> None:
         """Write down what the workers do, for those who see only the folder."""

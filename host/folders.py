@@ -10,7 +10,7 @@ import folder_paths
 
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
-from ..paint.loading import PAGES, is_paint_folder
+from ..paint.choices import PAGES, is_paint_folder
 from ..pipelines.demo import demo_loras, demo_models
 from ..pipelines.latents.steps import FOLDER
 from ..pipelines.loading.download import published_family, remedy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import torch
 from server import PromptServer
 
 from ..compat.decision import Decision
+from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left
 from .families import latent_format_of
@@ -41,12 +43,18 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
 
 
 def with_an_end(node: Any) -> Any:
-    """``node``, a class, whose text and record end also when a run of it is cancelled or fails."""
+    """``node``, a class, whose text and record end also when a run of it is cancelled or fails.
+
+    Numbers are checked that ComfyUI lets pass: NaN is below no limit and above none.
+    """
     run = node.execute.__func__
 
     @functools.wraps(run)
     def execute(cls: Any, *arguments: Any, **inputs: Any) -> Any:
         try:
+            for name, value in inputs.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise InputError(f"{name} {value}", expected="a finite number", fix=f"Set {name} to a number.")
             return run(cls, *arguments, **inputs)
         except BaseException as error:  # a cancel is no Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..compat.errors import PackError
-from ..paint.loading import PaintRequest
-from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.choices import CACHE_LIMIT
 from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.loading import PaintRequest
 
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
@@ -68,6 +70,9 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
     """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    from ..paint.loading import PaintRequest
+    from ..paint.networks.compile import settings_for
+
     given = {**PAINT_INPUTS, **inputs}
     return PaintRequest(
         folders.paint_path(given["model"]),

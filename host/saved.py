@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,15 @@ import folder_paths
 from comfy.cli_args import args
 
 from ..compat.errors import CheckpointError, InputError
+from ..pipelines.base import Latents
 from ..pipelines.latents.store import Origin, kind_of
+from ..pipelines.receipts import TAG, with_receipt
+from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
 DEEPEST = 4
 OUTPUT = " [output]"
+MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
 
 _kinds: dict[tuple[str, int, int], str] = {}
 
@@ -32,7 +39,7 @@ def target_folder(prefix: str) -> tuple[Path, str]:
     """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
 
     Raises:
-        InputError: a name that leads out of the output folder or into a loop of links, or no name.
+        InputError: a name that leads out of the output folder or into a loop of links, no name, or a long one.
     """
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
@@ -47,6 +54,11 @@ def target_folder(prefix: str) -> tuple[Path, str]:
             fix="Remove leading slashes and '..', and end with a file name.",
         )
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
+    longest = max(len(os.fsencode(part)) for part in inside.parts)
+    if longest > MOST_BYTES:
+        raise InputError(
+            f"filename_prefix with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
+        )
     return inside.parent, inside.name
 
 
@@ -68,6 +80,34 @@ def origin(prompt: Any, extra: Any) -> Origin:
         return Origin()
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return Origin({**texts, **{name: json.dumps(value) for name, value in (extra or {}).items()}})
+
+
+def signed(latents: Latents, **made: Any) -> Latents:
+    """``latents`` with the receipt of what made them, unless ComfyUI was told to save no metadata.
+
+    Args:
+        made: the other arguments of :func:`receipts.with_receipt`.
+    """
+    return latents if args.disable_metadata else with_receipt(latents, **made)
+
+
+class SignedVideo(InputImpl.VideoFromComponents):
+    """A VIDEO whose file says what made it, whoever saves it; :attr:`receipt` is None for one that says nothing."""
+
+    receipt: Mapping[str, Any] | None = None
+
+    def save_to(self, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
+        """Save as core does, with the receipt beside core's own metadata."""
+        if self.receipt is not None and not args.disable_metadata:
+            metadata = {**(metadata or {}), TAG: dict(self.receipt)}
+        super().save_to(*given, metadata=metadata, **more)
+
+
+def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
+    """The VIDEO of frames (F, H, W, 3)."""
+    made = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
+    made.receipt = receipt
+    return made
 
 
 def choices(kind: str) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from ..host import preview
-from ..host.api import InputImpl, Types, io
+from ..host import preview, saved
+from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import batch
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.receipts import decoded_receipt
 from ..pipelines.vae.plan import METHODS, Form
 from .inputs import Pipeline, schema
 
@@ -82,14 +83,15 @@ class Decode(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         form = Form(method, tile_size, tile_overlap, frames_per_chunk)
 
-        videos, clips = batch.videos_of(latent), []
+        videos, clips, receipts = batch.videos_of(latent), [], []
         for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True):
             latents = latent_format.from_core(pipeline, video, progress.notify)
             latents = stages.with_decode_noise(pipeline, latents, decode_timestep, decode_noise_scale, progress)
             clips.append(stages.decode(pipeline, latents, part, form=form))
+            receipts.append(decoded_receipt(latents, form, decode_timestep, decode_noise_scale))
             rate = Fraction(fps or latents.fps).limit_denominator(1001)
         frames = clips[0]
         size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {float(rate):g} fps"
         progress.finish(size, f"{len(clips)} videos" if len(clips) > 1 else "", in_short(pipeline, "vae"))
-        films = [InputImpl.VideoFromComponents(Types.VideoComponents(images=images, frame_rate=rate)) for images in clips]
+        films = [saved.video(images, rate, receipt) for images, receipt in zip(clips, receipts, strict=True)]
         return io.NodeOutput(clips, films, ui=preview.clips(clips, float(rate), cls))

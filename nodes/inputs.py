@@ -10,6 +10,7 @@ from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..host.api import io
 from ..pipelines.family import SCHEDULERS
+from ..pipelines.latents.batch import MOST_VIDEOS
 
 Pipeline = io.Custom("ANYGPU_PIPELINE")
 Prompt = io.Custom("ANYGPU_PROMPT")
@@ -80,7 +81,7 @@ def sampling_inputs() -> list[Any]:
 def batch_input() -> Any:
     """How many videos one run samples."""
     return io.Int.Input(
-        "batch_size", default=1, min=1, max=64, optional=True, advanced=True,
+        "batch_size", default=1, min=1, max=MOST_VIDEOS, optional=True, advanced=True,
         tooltip="How many videos to sample, one after the other, with seed, seed + 1 and so on. Takes the memory of one.",
     )
 

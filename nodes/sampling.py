@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..compat.transforms import step_cache
 from ..compat.transforms.step_cache import StepCacheSettings
-from ..host import folders
+from ..host import folders, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
@@ -17,6 +18,7 @@ from ..pipelines.decisions import in_short
 from ..pipelines.demo.stand_in import own_inputs
 from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.latents.steps import KeptSteps
 from ..pipelines.registry import FAMILIES
 from ..pipelines.speed import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
@@ -87,11 +89,14 @@ class Sample(io.ComfyNode):
 
         def sample(index: int, seed: int, part: Any) -> Latents:
             start = starts[index % len(starts)]
-            latents = stages.sample(pipeline, encoded, image, replace(chosen, seed=seed, **start), part)
+            asked = replace(chosen, seed=seed, **start)
+            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            latents = stages.sample(pipeline, encoded, image, asked, part, steps)
+            latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)
             recovery.keep(folders.kept_folder(), latents, progress.notify)
             return latents
 
-        return finished(progress, pipeline, batch.sampled(batch_size * len(starts), chosen.seed, progress, sample))
+        return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample, len(starts)))
 
 
 class SampleFramePack(io.ComfyNode):
@@ -157,8 +162,12 @@ class SampleFramePack(io.ComfyNode):
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
 
         def sample(_index: int, seed: int, part: Any) -> Latents:
-            keeper = recovery.KeptSections(folders.kept_folder(), progress.notify)
-            return stages.sample_framepack(pipeline, encoded, image, replace(chosen, seed=seed), framepack, part, keeper)
+            asked = replace(chosen, seed=seed)
+            made = {"pipeline": pipeline, "prompt": encoded, "image": image, "settings": asked, "framepack": framepack}
+            sign = partial(saved.signed, **made)
+            keeper = recovery.KeptSections(folders.kept_folder(), progress.notify, describe=sign)
+            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            return sign(stages.sample_framepack(pipeline, encoded, image, asked, framepack, part, keeper, steps))
 
         return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample))
 

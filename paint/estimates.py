@@ -78,7 +78,9 @@ def paint_needs(
         if part not in pipeline.weights:
             continue
         kept = sum(size for other, size in stays.items() if other != part)
-        needs.append(StageNeed(name, kept, pipeline.weights[part].resident(mode, part), activations))
+        size = pipeline.weights[part]
+        own, ahead = size.resident(mode, part), size.ahead(mode, part)
+        needs.append(StageNeed(name, kept, own, activations, ahead=ahead))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
     return tuple(needs)

@@ -76,7 +76,8 @@ class Pipeline(KnownToHost):
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
     watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
-    model runs; empty otherwise.
+    model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
+    by.
     """
 
     spec: FamilySpec
@@ -98,6 +99,7 @@ class Pipeline(KnownToHost):
     doctor: Any = None
     resuming: Any = None
     stands_in_for: str = ""
+    request: Any = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -148,10 +150,27 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A picture that an image condition was encoded from.
+
+    Args:
+        content: hash of its pixels. fit: how it was brought to size. vision: whether another encoder looked at it.
+    """
+
+    content: str
+    fit: str
+    frame: int
+    strength: float
+    seed: int
+    vision: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ImageCondition:
     """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
 
-    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength).
+    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
+    pictures that it was encoded from, in order; empty where somebody else encoded them.
     """
 
     family: str
@@ -159,6 +178,7 @@ class ImageCondition:
     width: int
     height: int
     anchors: tuple[tuple[str, int, float], ...] = ()
+    sources: tuple[PictureSource, ...] = ()
 
     def __repr__(self) -> str:
         return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"

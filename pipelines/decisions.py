@@ -39,7 +39,10 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
-    return f"{', '.join((title_of(pipeline), *_variant(pipeline)))}: {in_short(pipeline)}, on {pipeline.facts.name}"
+    what = ", ".join((title_of(pipeline), *_variant(pipeline)))
+    if getattr(pipeline, "stands_in_for", ""):  # pipelines that paint have none
+        what = f"demo model in place of {pipeline.stands_in_for!r}"
+    return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
 
 def in_short(pipeline: Any, part: str = "transformer") -> str:

@@ -1,15 +1,10 @@
-"""A render as one JSON document: the same for the command, nodes, other machines, receipts and replay.
-
-Models, LoRAs, pictures and videos are named by what they contain; their names are hints where to look. What only says
-where and how fast a job runs is left out of its key.
-"""
+"""Renders jobs: finds their models and pictures on this machine, and runs them through the stages."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,123 +12,32 @@ from typing import Any
 import torch
 
 from ..compat.checkpoints.identity import content_of, picture_content
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError
-from ..compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
-from ..compat.transforms.step_cache import OFF, StepCacheSettings
+from ..compat.errors import CheckpointError, InputError, PackError
 from . import stages
-from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress, PromptRequest, SampleSettings
-from .family import FITS
+from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress
+from .job_format import PLACES as PLACES
+from .job_format import Adapter as Adapter
+from .job_format import Caching as Caching
+from .job_format import Content as Content
+from .job_format import Job as Job
+from .job_format import Picture as Picture
+from .job_format import Value as Value
+from .job_format import job_in as job_in
+from .job_format import load_inputs as load_inputs
+from .job_format import read_job as read_job
+from .job_format import write_job as write_job
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
-from .loading.folder import AUTO, LoadRequest, find_models, load
+from .loading.folder import LoadRequest, find_models, load
 from .loading.single_file import Files
 from .movie import read_frames
-from .requests import LOAD_INPUTS, load_request
+from .receipts import with_receipt
+from .requests import load_request
 from .speed import with_step_cache
-from .vae.plan import Form
 
-VERSION, HEAD, KIND = 1, "anygpu_job", "video"
-MOST_BYTES = 16 * 1024**2  # of a job file; the prompts are in it
-PLACES = (  # inputs of loading that say where and how fast, not what
-    *("offload", "attention", "keep_free_gb", "transformer_device", "text_device", "vae_device", "kernels"),
-    *("compile", "compile_mode", "compile_dynamic", "compile_cache_size", "compile_vae"),
-)
-Value = str | float | int | bool
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """A model folder, a file, or pictures.
-
-    Args:
-        name: where it may be, below a folder that is searched. content: its hash; empty for whatever has that name.
-    """
-
-    name: str
-    content: str = ""
-
-
-CONTENT = {item.name for item in fields(Content)}
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA, as ``with_lora`` takes it."""
-
-    file: Content
-    strength: float = 1.0
-    blocks: str = ""
-    mode: str = lora.MODES[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture or clip to start from, as :class:`ImageRequest` takes it."""
-
-    file: Content
-    frame: int = 0
-    strength: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Caching:
-    """A lossy step cache: its preset, and the numbers of ``custom``."""
-
-    preset: str = OFF
-    settings: StepCacheSettings = field(default_factory=StepCacheSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One render.
-
-    Args:
-        model: folder of a pipeline or of a transformer, or the transformer's file where ``files`` names it.
-        prompt, settings, framepack, decode: as the stages take them; ``framepack`` for its family alone.
-        family: id of the model's family, a hint for people and schedulers.
-        base, image_encoder: folders that provide parts; None for ``auto``.
-        files: part name to single file, for a pipeline composed of them. task: of such a pipeline.
-        load: inputs of loading that are not at their defaults, by the names of ``LOAD_INPUTS``.
-        pictures: to start from, in the order in which they join. fit: how they are brought to size.
-        video: to start from, in place of noise alone; ``settings.denoise`` says how much of it is redrawn.
-        decode_timestep, decode_noise_scale: below 0 the model's own.
-    """
-
-    model: Content
-    prompt: PromptRequest = field(metadata={WITHOUT: ("image",)})
-    settings: SampleSettings = field(metadata={WITHOUT: ("latents", "noise_mask", "guidance_steps")})
-    family: str = ""
-    base: Content | None = None
-    image_encoder: Content | None = None
-    files: Mapping[str, Content] = field(default_factory=dict)
-    task: str = AUTO
-    load: Mapping[str, Value] = field(default_factory=dict)
-    loras: tuple[Adapter, ...] = ()
-    step_cache: Caching = field(default_factory=Caching)
-    pictures: tuple[Picture, ...] = ()
-    fit: str = FITS[0]
-    video: Content | None = None
-    framepack: FramePackSettings | None = None
-    decode: Form = field(default_factory=Form)
-    decode_timestep: float = -1.0
-    decode_noise_scale: float = -1.0
-
-    @property
-    def key(self) -> str:
-        """A hash of what decides the video: equal on machines whose paths, devices and speeds differ."""
-        return _hash(_by_content({**plain(self), "family": ""}))
-
-    @property
-    def model_key(self) -> str:
-        """A hash of what has to be loaded: jobs that share it can share a pipeline."""
-        names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
-        return _hash(plain({name: getattr(self, name) for name in names}))
-
-    def record(self) -> dict[str, Any]:
-        """The job as JSON has it."""
-        return {HEAD: VERSION, "kind": KIND, **plain(self)}
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
+MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
 
 
 @dataclass(slots=True)
@@ -189,7 +93,9 @@ class Places:
         if content in self.known:
             return read_frames(self.known[content])
         paths = [path for path in _inside(self.files, content.name) if path.is_file()]
-        path = self._first(content, paths, lambda path: picture_content(read_frames(path)[0]))
+        path = self._first(content, paths, _pixels)
+        if path is None and content.content:
+            path = self._first(content, [path for root in self.files for path in _pictures(root)], _pixels)
         return read_frames(path or self._other(content, paths, self.files, "Put the picture beside the job file"))
 
     def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
@@ -219,6 +125,7 @@ class Machine:
         places: where its models and pictures are. state: folder for probe results and kept latents.
         device: None for the default device. trace: file for a profile; None for none.
         host: further arguments of ``load``: how a host around us frees memory and moves weights.
+        single: what else pipelines of single files may take: other files, tokenizers.
         unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
             None for the one with the kept latents.
     """
@@ -228,6 +135,7 @@ class Machine:
     device: Any = None
     trace: Path | None = None
     host: Mapping[str, Any] = field(default_factory=dict)
+    single: Files | None = None
     unfinished: Path | None = None
 
 
@@ -238,61 +146,6 @@ class Rendered:
     frames: torch.Tensor
     latents: Latents
     kept: str
-
-
-def read_job(path: Path) -> Job:
-    """The job in a file.
-
-    Raises:
-        CheckpointError: the file cannot be read. InputError: it is no job that this version can run; says why.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read", expected="a job file", fix="Give another.") from error
-    if len(content) > MOST_BYTES:
-        raise InputError(f"{path.name!r} of more than {MOST_BYTES} bytes", expected="a job file", fix="Give another.")
-    return job_in(json_in(content, repr(path.name)))
-
-
-def write_job(path: Path, job: Job) -> Path:
-    """Write ``job`` to a file, whole or not at all; returns ``path``."""
-    text = json.dumps(job.record(), indent=1, ensure_ascii=False) + "\n"
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character: JSON's escape
-    return path
-
-
-def job_in(record: Any) -> Job:
-    """The job that a JSON object describes.
-
-    Raises:
-        InputError: no job, a newer version, an unknown field, or a value of a wrong type.
-    """
-    if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(f"no job but {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
-    if record[HEAD] > VERSION:
-        raise InputError(
-            f"a job of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
-        )
-    if record.get("kind", KIND) != KIND:
-        raise wrong("a job of kind", record["kind"], repr(KIND))
-    job = parse(Job, {name: value for name, value in record.items() if name not in (HEAD, "kind")}, "the job")
-    for name, value in job.load.items():
-        if name not in LOAD_INPUTS:
-            raise InputError(
-                f"unknown field {shown(name)} in the job.load", expected=f"one of {', '.join(LOAD_INPUTS)}", fix=FIX
-            )
-        kind = type(LOAD_INPUTS[name].default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise wrong(f"the job.load.{name}", value, f"a value such as {LOAD_INPUTS[name].default!r}")
-    return job
-
-
-def load_inputs(values: Mapping[str, Any]) -> dict[str, Value]:
-    """The inputs of loading among ``values`` that are not at their defaults, for :attr:`Job.load`."""
-    return {name: values[name] for name, row in LOAD_INPUTS.items() if values.get(name, row.default) != row.default}
 
 
 def request_of(job: Job, machine: Machine) -> LoadRequest:
@@ -309,7 +162,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
         model=parts.get("transformer") or find(job.model),
         base=None if job.base is None else find(job.base),
         image_encoder=None if job.image_encoder is None else find(job.image_encoder),
-        files=Files(parts, task=job.task) if parts else None,
+        files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
         device=machine.device,
         search=machine.places.models,
         state=machine.state,
@@ -357,13 +210,18 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     steps = KeptSteps(unfinished / FOLDER, progress.notify)
     if not pipeline.spec.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
+        latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
         kept = recovery.keep(store, latents, progress.notify)
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
-        keeper = recovery.KeptSections(unfinished, progress.notify)
         framepack = job.framepack or FramePackSettings(clip_seconds=5.0)
+        signed = partial(
+            with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
+        )
+        keeper = recovery.KeptSections(unfinished, progress.notify, describe=signed)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper, steps)
+        latents = signed(latents)
         kept = next(iter(keeper.names.values()), "")
     if kept:
         progress.notify(f"the latents are kept: --recover {kept} decodes them again")
@@ -383,7 +241,7 @@ def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
             frame=picture.frame,
             strength=picture.strength,
             previous=condition,
-            seed=job.settings.seed,
+            seed=job.settings.seed if picture.seed < 0 else picture.seed,
         )
         condition = stages.encode_image(pipeline, request, job.fit, progress)
     return condition, start
@@ -406,15 +264,18 @@ def _inside(roots: tuple[Path, ...], name: str) -> list[Path]:
     return [root / place for root in roots]
 
 
-def _by_content(record: Any) -> Any:
-    """A record without names where there is a content, and without what says where it runs."""
-    if isinstance(record, dict):
-        if record.keys() == CONTENT:
-            return record["content"]
-        return {name: _by_content(value) for name, value in record.items() if name not in PLACES}
-    return [_by_content(item) for item in record] if isinstance(record, list) else record
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
+    except OSError:
+        return []
+    return paths[:MOST_PICTURES]
 
 
-def _hash(record: Any) -> str:
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+def _pixels(path: Path) -> str:
+    """The content of a picture file; empty for what is none."""
+    try:
+        return picture_content(read_frames(path)[0])
+    except PackError:
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from ..compat.packages import imported
 CODECS = ("libx264", "h264", "mpeg4")
 
 
-def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
+def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
     """The path of an MP4 with ``frames``, written whole or not at all.
 
     Args:
         frames: (F, H, W, 3) in 0..1; odd sides lose one row or column, as H.264 needs even ones.
-        fps: frames per second.
+        fps: frames per second. tags: texts by name, for the file's metadata.
 
     Raises:
         UnsupportedError: this PyAV has no encoder for MP4. CheckpointError: the file cannot be written.
@@ -32,7 +33,9 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path) -> Path:
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
     pixels: Any = (frames[:, :rows, :columns].clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
     try:
-        with replacing(path, ".mp4") as temporary, av.open(str(temporary), "w") as container:
+        options = {"movflags": "use_metadata_tags"}  # without it MP4 drops names it does not know
+        with replacing(path, ".mp4") as temporary, av.open(str(temporary), "w", options=options) as container:
+            container.metadata.update(tags or {})
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = pixels.shape[2], pixels.shape[1], "yuv420p"
             for picture in pixels:
@@ -76,6 +79,25 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
             f"frames of several sizes in {str(path)!r}", expected="one size", fix="Convert the video to one size."
         )
     return torch.stack(pictures).float() / 255, rate
+
+
+def tags_of(path: Path) -> dict[str, str]:
+    """The texts in the metadata of a video file, by name.
+
+    Raises:
+        CheckpointError: no such file, or no video.
+    """
+    av = imported("av")
+    try:
+        plain_status(path)
+        with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
+            return {str(name): str(text) for name, text in container.metadata.items()}
+    except PackError:
+        raise
+    except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read ({first_line(error)})", expected="a video file", fix="Give another file."
+        ) from error
 
 
 def _codec(av: object) -> str:

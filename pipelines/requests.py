@@ -101,3 +101,15 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
     profile = None if trace is None else Profile(trace)
     speed = SpeedRequest(compile=compiling, profile=profile, **chosen(SpeedRequest))
     return LoadRequest(**folders, speed=speed, devices=part_devices(**chosen(part_devices)), **chosen(LoadRequest))
+
+
+def inputs_of(request: LoadRequest) -> dict[str, Any]:
+    """The inputs that make ``request``, but for the devices of single parts."""
+    compiling = request.speed.compile
+    holders: dict[Any, Any] = {LoadRequest: request, SpeedRequest: request.speed, CompileSettings: compiling}
+    values: dict[str, Any] = {"compile": compiling is not None}
+    for name, row in LOAD_INPUTS.items():
+        holder = holders.get(row.target)
+        if holder is not None:
+            values[name] = getattr(holder, row.argument or name)
+    return values

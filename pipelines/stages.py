@@ -29,6 +29,7 @@ from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size, resized
+from .receipts import sources_of, texts_of
 from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
@@ -38,7 +39,7 @@ from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
-MOST_STG = 20.0
+MOST_STG, MOST_SHIFT = 20.0, 100.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
@@ -73,7 +74,6 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
-    texts = {"text": request.text, "negative_text": request.negative}
     usual = family.defaults
     run = planned_run(pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
@@ -84,7 +84,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
             release_text(pipeline, family)
-    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts)
+    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts_of(request))
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
@@ -142,7 +142,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
-    return condition
+    return replace(condition, sources=sources_of(frames, request, fit))
 
 
 def encode_video(
@@ -417,8 +417,8 @@ def _completed(
         cfg=settings.cfg or defaults.cfg,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
     )
-    for name in ("cfg_start", "cfg_end", "denoise"):
-        require_range(name, getattr(settings, name), 0, 1)
+    for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
+        require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:
         raise InputError(
             f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",

@@ -87,8 +87,29 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
 _unlisted: list[str] = []
 
 
-# Tables of which `make test` runs these cells and `make test-full` all; a table that is not here runs whole.
+# Tables of which `make test` and `make test-host` run these cells, and `make test-full` and `make test-full-host` all;
+# a table that is not here runs whole.
 SAMPLES: dict[str, tuple[str, ...]] = {
+    "test_core_fit.py::test_bytes_of_scores_stay_within_the_budget": ("LTX-2", "Wan 2.1", "MiniMax H3", "SDXL"),
+    "test_core_fit.py::test_every_simulated_machine_gives_what_fp32_gives": ("no-conv3d", "mps-like", "gtx16xx"),
+    "test_core_fit.py::test_safe_fp16_on_simulated_machines": ("gfx1151",),
+    "test_core_fit.py::test_a_machine_that_needs_nothing_gives_the_very_object_back": ("xpu-like",),
+    "test_core_fit.py::test_a_vae_decodes_and_encodes_where_there_is_no_conv3d": ("Wan 2.1", "LTX", "Mochi"),
+    "test_core_fit.py::test_a_wrong_decode_is_done_again_in_fp32_and_said": ("SD-values",),
+    "test_core_fit.py::test_every_sampling_is_kept_and_comes_back": ("LTX-2",),
+    "test_core_fit.py::test_packed_layers_are_safe_or_left_to_the_card_s_own_kernels": (
+        "float8_e4m3fn-False",
+        "nvfp4-False",
+        "int8_tensorwise-True",
+    ),
+    "test_core_fit.py::test_what_lies_on_top_or_below_works_as_before": (
+        "lora",
+        "lowvram",
+        "attention above",
+        "context windows",
+        "cfg nodes",
+        "compile above",
+    ),
     "test_families.py::test_equals_the_cpu": ("mochi-group", "ltx image-model"),
     "test_families.py::test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved": ("group",),
     "test_families.py::test_modes_need_less_memory_in_their_order": (),

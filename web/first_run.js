@@ -14,10 +14,10 @@ app.registerExtension({
     const { copyButton, make, style } = await import("./elements.mjs");
     style();
     const label = "No model yet: what to download, and where to put it";
-    const area = make("textarea", { readonly: "", rows: 8, spellcheck: "false", "aria-label": label });
+    const area = make("textarea", { readonly: "", rows: 5, spellcheck: "false", "aria-label": label });
     area.value = text;
     const element = make("div", { class: "anygpu anygpu-first" }, area, copyButton(text));
-    node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => 190 });
-    node.setSize?.([Math.max(node.size[0], 420), node.computeSize()[1]]);
+    node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => 140 });
+    node.setSize?.([Math.max(node.size[0], 380), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
   },
 });

@@ -227,8 +227,14 @@ export function open(element) {
     notice.replaceChildren(
       ...[
         found.problem && make("p", { class: "anygpu-bad", role: "status" }, found.problem),
-        found.first_run && make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
-        found.first_run && copyButton(found.first_run),
+        found.first_run &&
+          folded(
+            "first run",
+            "anygpu-choices",
+            make("summary", {}, "No model is installed: what to download"),
+            make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
+            copyButton(found.first_run),
+          ),
       ].filter(Boolean),
     );
     parts.machine.fill(

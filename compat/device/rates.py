@@ -17,7 +17,18 @@ from torch.utils.flop_counter import flop_registry
 TERA, GIGA = 1e12, 1e9
 PCIE_3, PCIE_4, PCIE_5 = 15.754 * GIGA, 31.508 * GIGA, 63.015 * GIGA  # x16, one direction, after 128b/130b coding
 LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
-FREE = ("empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "record_stream", "resize_", "set_")
+FREE = (
+    "empty",
+    "new_empty",
+    "_has_compatible_shallow_copy_type",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift_fresh",
+    "detach",
+    "record_stream",
+    "resize_",
+    "set_",
+)
 WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tensor")
 
 

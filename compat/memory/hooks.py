@@ -1,7 +1,8 @@
 """Weights that come to the device for one block or one layer and leave it again, while they stay in host memory.
 
 Nothing is copied back: the tensors of a group point at their host weights again, so a device that damages what it
-returns does no harm, and the traffic is half of a move there and back. Hooks, not patched forwards: they survive what
+returns does no harm, and the traffic is half of a move there and back. While one group computes, the next ones come
+(:mod:`.prefetch`). Hooks, not patched forwards: they survive what
 others wrap around ``forward``, and a group leaves the device after an error or a cancel too.
 """
 
@@ -11,14 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..device.failures import is_shortage
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of
 from .parts import Silent, StageText
+from .prefetch import CopyStream, Layout, is_dense
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, send_together, set_data, tensors_of, transfer_for
 
@@ -39,8 +43,10 @@ class WeightGroup:
         self.host_weights = [(tensor, tensor.data) for tensor in tensors]
         self.hooks = hooks
         self.total_bytes = sum(data.nbytes for _, data in self.host_weights)
-        self.behind = hooks.device if all(data.is_pinned() for _, data in self.host_weights) else None
         self.depth = 0
+        dense = [data for _, data in self.host_weights if is_dense(data)]
+        whole = hooks.copies is not None and len(dense) == len(tensors)
+        self.layout = Layout(dense) if whole else None  # else its tensors travel one by one, and are waited for
 
     @property
     def execution_device(self) -> torch.device:
@@ -50,18 +56,11 @@ class WeightGroup:
     def onload(self) -> None:
         """Bring the tensors to the device, until :meth:`offload` was called as often."""
         if self.depth == 0:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                self.hooks.memory_stats.moving(self.total_bytes, self.behind),
-            ):
+            with _as_they_are():
                 try:
-                    sources, send = [data for _, data in self.host_weights], self.hooks.send
-                    alone = enumerate(map(send, sources))  # a copy of locked memory is not waited for
-                    for index, there in alone if self.behind else send_together(sources, send):
-                        set_data(self.host_weights[index][0], there)
+                    self.hooks.bring(self)
                 except BaseException:
-                    self._restore()
+                    self.restore()
                     raise
         self.depth += 1
 
@@ -69,25 +68,31 @@ class WeightGroup:
         """End one use; after the last one the tensors are their host weights again."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            self._restore()
+            with _as_they_are():
+                self.hooks.leave(self)
 
-    def _restore(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
+    def restore(self) -> None:
+        """Make every tensor its host weight, whatever was cut short."""
+        self.depth = 0
+        with _as_they_are():
             for tensor, host_weight in self.host_weights:
                 set_data(tensor, host_weight)
 
 
 class GroupHooks:
-    """The hooks on one part that bring each group of its weights for the length of a forward.
+    """The hooks on one part that bring each group of its weights for the length of a forward, and the next ones ahead.
 
     Args:
         module: the part, on the host.
         device: where it computes.
         by_block: whether the members of its lists of blocks move whole; else each layer moves by itself.
-        memory_stats: counts bytes and time.
+        memory_stats: counts bytes, and the time that the computation waits for them.
         part: its name, for the progress.
         pinned: whether the host weights move into locked host memory.
+        copies: to the device beside its computation; None where every copy is waited for.
         progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
+
+    ``ahead_bytes`` is what the groups that come ahead may take on the device.
     """
 
     def __init__(
@@ -99,11 +104,17 @@ class GroupHooks:
         *,
         part: str = "part",
         pinned: bool = False,
+        copies: CopyStream | None = None,
         progress: Any = None,
     ) -> None:
         self.module, self.device, self.by_block, self.memory_stats = module, device, by_block, memory_stats
-        self.part, self.progress = part, progress or Silent()
+        self.part, self.progress, self.copies = part, progress or Silent(), copies
         self.groups: list[WeightGroup] = []
+        self.ahead_bytes = 0
+        self._inner: list[WeightGroup] = []  # those inside lists of blocks
+        self._ahead: dict[WeightGroup, tuple[torch.Tensor, torch.Event]] = {}
+        self._next: dict[WeightGroup, WeightGroup] = {}
+        self._last: WeightGroup | None = None
         self._views = views_of(module)
         self._transfers: dict[torch.dtype, Transfer] = {}
         self._came, self._reported = 0, time.monotonic()
@@ -112,30 +123,112 @@ class GroupHooks:
         if pinned:
             pin(tensors_of(module))
         self._attach()
+        self._next = dict(pairwise(self.groups))
         self.total_bytes = sum(group.total_bytes for group in self.groups)
         module.__dict__[HOOKS] = self
 
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest group inside a list of blocks; of all where there is none."""
+        return max((group.total_bytes for group in self._inner or self.groups), default=0)
+
+    def bring(self, group: WeightGroup) -> None:
+        """Make the tensors of ``group`` their copies on the device, which the computation waits for."""
+        if self._last is not None:
+            self._next[self._last] = group
+        starts, self._last = self._last is None, group
+        if group.layout is None or self.copies is None:
+            sources = [data for _, data in group.host_weights]
+            with self.memory_stats.moving(group.total_bytes):
+                for index, there in send_together(sources, self.send):
+                    set_data(group.host_weights[index][0], there)
+            return
+        if group not in self._ahead:
+            self._ahead.clear()  # another order than the last time
+            self._ahead[group] = self._copy(group, group.layout, self.copies)
+        memory, arrived = self._ahead.pop(group)
+        with self.memory_stats.moving(0, self.device):
+            self.copies.wait_for(arrived)
+        for (tensor, _), place in zip(group.host_weights, group.layout.places, strict=True):
+            set_data(tensor, place.within(memory))
+        if starts:
+            self._bring_ahead(self.copies)
+
+    def leave(self, group: WeightGroup) -> None:
+        """Bring the next groups ahead, behind what is computing now, and give ``group`` up."""
+        if group.layout is None or self.copies is None:
+            group.restore()
+            return
+        try:
+            self._bring_ahead(self.copies)
+        finally:
+            group.restore()
+            self.copies.leave()
+
+    def _bring_ahead(self, copies: CopyStream) -> None:
+        """Copy the groups that come next, as many as there is room for; those in use are there already."""
+        room = self.ahead_bytes - sum(group.total_bytes for group in self._ahead)
+        group = self._next.get(self._last) if self._last is not None else None
+        for _ in self.groups:
+            if group is None or group is self._last:
+                return
+            if not group.depth and group.layout is not None and group not in self._ahead:
+                room -= group.total_bytes
+                if room < 0:
+                    return
+                try:
+                    self._ahead[group] = self._copy(group, group.layout, copies)
+                except RuntimeError as error:
+                    if not is_shortage(error):
+                        raise
+                    self.give_up_ahead()  # what computes needs the room
+                    return
+            group = self._next.get(group)
+
+    def _copy(self, group: WeightGroup, layout: Layout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
+        """The memory of ``group`` on the device, and when it is there."""
+        for dtype in {weight.dtype for _, weight in group.host_weights}:
+            self._transfer(dtype)  # which refuses a device that damages copies
+        arriving = copies.bytes_on_device(layout, self.progress.check)
+        self.memory_stats.add(group.total_bytes, 0.0)
+        self._tell(group.total_bytes)
+        return arriving
+
+    def give_up_ahead(self) -> bool:
+        """Bring nothing ahead from now on; whether anything was."""
+        was, self.ahead_bytes = self.ahead_bytes > 0, 0
+        self._ahead.clear()
+        return was
+
+    def _transfer(self, dtype: torch.dtype) -> Transfer:
+        if dtype not in self._transfers:
+            self._transfers[dtype] = transfer_for(self.device, dtype)
+        return self._transfers[dtype]
+
     def send(self, host_weight: torch.Tensor) -> torch.Tensor:
         """A copy of a host weight on the device; a cancel is obeyed before it, and before each slice of a large one."""
-        if host_weight.dtype not in self._transfers:
-            self._transfers[host_weight.dtype] = transfer_for(self.device, host_weight.dtype)
         staged = self._views.staged and self._views.holds(host_weight)
-        there = self._transfers[host_weight.dtype].to_device(host_weight, self.progress.check, staged)
+        there = self._transfer(host_weight.dtype).to_device(host_weight, self.progress.check, staged)
+        self._tell(host_weight.nbytes)
+        return there
+
+    def _tell(self, count: int) -> None:
+        """Tell the progress, once in a while, that ``count`` more bytes came."""
         now = time.monotonic()
-        if self._came + host_weight.nbytes > self.total_bytes:  # the next forward begins
+        if self._came + count > self.total_bytes:  # the next forward begins
             self._came, self._reported = 0, now
-        self._came += host_weight.nbytes
+        self._came += count
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             text = f"{self.part} {amount(self._came, self.total_bytes)}"
             self.progress.step(self._came, self.total_bytes, StageText("moving", text, True))
-        return there
 
     def offload(self) -> None:
-        """Make every tensor its host weight, whatever was cut short."""
+        """Make every tensor its host weight, whatever was cut short, and forget what came ahead."""
+        self._ahead.clear()
+        self._last = None
         for group in self.groups:
-            group.depth = 1
-            group.offload()
+            group.restore()
 
     def remove(self) -> None:
         """Take the hooks off; the part is on the host, as it was."""
@@ -149,7 +242,7 @@ class GroupHooks:
 
     def _attach(self) -> None:
         group_of_tensor: dict[int, WeightGroup] = {}
-        for owner, members in _groups_in(self.module, self.by_block):
+        for owner, members, inside in _groups_in(self.module, self.by_block):
             tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
             own = [tensor for key, tensor in tensors.items() if key not in group_of_tensor]
             # T5 shares its embedding between two modules: whichever runs brings the group that has it
@@ -157,6 +250,7 @@ class GroupHooks:
             if own:
                 groups.append(WeightGroup(own, self))
                 self.groups.append(groups[-1])
+                self._inner += groups[-1:] if inside else []
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
             for group in groups:
                 self._handles.append(owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True))
@@ -166,6 +260,13 @@ class GroupHooks:
             for member in members if groups else ():
                 member.__dict__[GROUP] = groups[-1]
                 self._marked.append(member)
+
+
+@contextmanager
+def _as_they_are() -> Iterator[None]:
+    """The block, in which weights move, outside of modes that change what operations do: a layer computed in fp32."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,11 +379,14 @@ def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _groups_in(module: nn.Module, by_block: bool) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Each module whose forward brings a group, and the modules whose own tensors belong to it."""
-    yield module, [module]
+def _groups_in(
+    module: nn.Module, by_block: bool, inside: bool = False
+) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
+    """Each module whose forward brings a group, the modules whose own tensors belong to it, and whether it is inside a
+    list of blocks."""
+    yield module, [module], inside
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):
-            yield child, list(child.modules())
+            yield child, list(child.modules()), True
         else:
-            yield from _groups_in(child, by_block)
+            yield from _groups_in(child, by_block, inside or isinstance(module, nn.ModuleList))

@@ -24,6 +24,7 @@ PINNED, PLAIN, DISK = "pinned", "unpinned", "disk-backed"
 VIEWS = "_anygpu_views"  # on a module: which of its tensors are views of a file
 PINNED_SHARE = 0.5  # of the free host memory: Windows locks no more, and others need some
 SLAB_BYTES = 2**28  # torch rounds each request for locked memory up to a power of two
+ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,8 @@ def pin(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor up to where the next one may begin."""
-    return -(-tensor.data.nbytes // 64) * 64
+    """Bytes of a tensor up to where the next one begins, so that neighbours may travel in one copy."""
+    return -(-tensor.data.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def _slabs(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -19,12 +19,13 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, indexed, value_or
+from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, free_bytes, indexed, value_or
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
 from .parts import BY_BLOCK, WHOLE, Adapters, Parts, Silent, adapters_on, role_of
+from .prefetch import copy_stream
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
 
@@ -38,7 +39,8 @@ COSTS: dict[str, str] = {
     "none": "every part stays on the device once it has been used; fastest, needs room for transformer and VAE "
     "together",
     "model": "one part at a time; needs room for the largest part, and copies it once per stage",
-    "group": "one block at a time; needs little room, but copies the whole transformer at every step",
+    "group": "one block at a time, and the next one while it computes; needs little room, but copies the whole "
+    "transformer at every step",
     "sequential": "one layer at a time; needs the least room, by far the slowest",
     HOSTED: "ComfyUI loads, streams and evicts the weights like those of its own models; this is auto inside ComfyUI",
 }
@@ -287,6 +289,9 @@ class StandaloneOffloader:
             return f"with offload {mode}"
         module = self.parts.read(part)
         hooks = hooks_on(module)
+        if hooks is not None and hooks.give_up_ahead():
+            empty_cache(self.device)
+            return "without copying ahead"
         progress = None if hooks is None else hooks.progress
         remove_hooks(module)
         self._move(part, module, HOST)
@@ -307,10 +312,13 @@ class StandaloneOffloader:
                 self._move(part, module, HOST, progress)
                 hooks = self._hook(part, module, progress)
             hooks.progress = progress or Silent()
+            hooks.ahead_bytes = self._room_ahead(hooks, activation_bytes)
             try:
                 yield
             finally:
                 hooks.offload()
+                if hooks.copies is not None:
+                    empty_cache(device)  # what torch keeps for the stream of copies serves nobody else
             return
         remove_hooks(module)
         stays = mode == "none" or device.type == HOST.type
@@ -342,8 +350,16 @@ class StandaloneOffloader:
             self.memory_stats,
             part=part,
             pinned=part in self.options.host_weights.of(PINNED),
+            copies=None if self.options.host_weights.shared else copy_stream(self.device_of(part)),
             progress=progress,
         )
+
+    def _room_ahead(self, hooks: GroupHooks, activation_bytes: int) -> int:
+        """Bytes for groups that come ahead: one of the largest, or what is left beside it and a forward."""
+        free, largest = free_bytes(hooks.device), hooks.largest_bytes
+        if hooks.copies is None or free is None:
+            return 0 if hooks.copies is None else largest
+        return max(0, min(largest, free - self.options.keep_free_bytes - activation_bytes - largest))
 
     def _by_block(self, part: str) -> bool:
         """Whether the blocks of ``part`` move whole; else each layer moves by itself."""

@@ -25,6 +25,7 @@ Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
 BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
 DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
+BETWEEN_SPARES = 0.55  # of them, which are gone when a block has ended and the next one comes
 BY_BLOCK = ("transformer", "unet", "text_encoder")  # under offload group; other parts come layer by layer
 WHOLE = "image_encoder"  # in every mode: its attention pooling reads weights that hooks on its layers do not see
 
@@ -269,6 +270,17 @@ class PartBytes:
         if by_block and self.single:
             largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
         return max(largest, self.outer - activations // 2)
+
+    def ahead(self, mode: str, part: str, activations: int = 0) -> int:
+        """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has."""
+        if mode not in ("group", "sequential") or part == WHOLE:
+            return 0
+        if mode == "sequential" or not part.startswith(BY_BLOCK):
+            return self.inner or self.layer
+        if not self.single:
+            return self.block
+        together = max(self.single * (1 + self.block // self.single), 2 * self.block)
+        return max(0, together - int(BETWEEN_SPARES * activations) - self.resident(mode, part, activations))
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffers: int = 0) -> PartBytes:

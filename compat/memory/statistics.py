@@ -1,4 +1,4 @@
-"""Memory statistics of a run: bytes copied to the device, the time that took, and the peak of each stage."""
+"""Memory statistics of a run: bytes copied to the device, the time it waited for them, and the peak of each stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ GIGABYTE, MEGABYTE = 1e9, 1e6
 class StageNeed:
     """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations.
 
-    ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``.
+    ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
+    is what weights that come ahead take beside it, which it can do without.
     """
 
     name: str
@@ -36,10 +37,11 @@ class StageNeed:
     weights: int
     activations: int
     form: str = ""
+    ahead: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at the stage's peak."""
+        """Bytes at the stage's peak, with nothing ahead."""
         return self.kept + self.weights + self.activations
 
 
@@ -49,7 +51,7 @@ class StageCost:
 
     Args:
         peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
-        moved_bytes, moving_seconds: to the device and back. seconds: of the whole stage.
+        moved_bytes: to the device and back. moving_seconds: that the stage waited for them. seconds: of all of it.
         reading_seconds: of them, for weights that were read from disk.
         precision: of the pipeline.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,

@@ -32,7 +32,7 @@ from ..device.failures import is_shortage
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
-from .host_weights import views_of
+from .host_weights import ALIGNED_BYTES, views_of
 from .parts import StageText
 from .statistics import MemoryStats, amount
 
@@ -41,7 +41,6 @@ HALVES = (torch.bfloat16, torch.float16)
 SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
-ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
 WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
 # The kinds of device whose driver takes a mapped page as it does any other that is not locked; of the rest nobody told.

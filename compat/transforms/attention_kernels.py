@@ -55,9 +55,9 @@ class KernelNeed:
     def place(self) -> str:
         """Where this row runs, in words."""
         if self.capability == (0, 0):
-            return " or ".join(self.backends)
+            return " or ".join("an AMD GPU (rocm)" if backend == "rocm" else backend for backend in self.backends)
         low, high = self.capability
-        named = f"sm{low} and newer" if high >= NEWEST else f"sm{low}"
+        named = f"an NVIDIA GPU of sm{low}{' and newer' if high >= NEWEST else ''}"
         return f"{named} with Triton below {self.triton_below}" if self.triton_below else named
 
 

@@ -72,6 +72,7 @@ PREFERRED: dict[tuple[str, str], tuple[Conv3dForm, str]] = {  # (backend, kind o
     ("mps", "patches"): (Conv3dForm.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "pointwise"): (Conv3dForm.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "general"): (Conv3dForm.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("xla", "pointwise"): (Conv3dForm.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
 }
 PRODUCTS = (Conv3dForm.POINTWISE, Conv3dForm.PATCHES)
 INSTEAD: dict[str, tuple[Conv3dForm, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run

@@ -160,7 +160,7 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) 
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIBIBYTE:.1f} GB"
+    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
 
 
 def _room() -> int | None:

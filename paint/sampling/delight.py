@@ -28,6 +28,9 @@ CORRECTION = 0.95  # share of the means that the colour correction moves
 SOLID = 0.5  # alpha above which a pixel counts as the object
 
 
+LARGEST = 2048  # pixels of a side: the widget's
+
+
 @dataclass(frozen=True, slots=True)
 class DelightSettings:
     """How a picture is delit; the defaults are the published ones.
@@ -74,10 +77,10 @@ def delight_image(
             expected="a delight pipeline",
             fix="Load hunyuan3d-delight-v2-0.",
         )
-    if settings.size % 64 or settings.size < 64:
+    if settings.size % 64 or not 64 <= settings.size <= LARGEST:
         raise InputError(
             f"size {settings.size} for delighting",
-            expected="a multiple of 64 from 64 pixels",
+            expected=f"a multiple of 64 from 64 to {LARGEST} pixels",
             fix="The model was made for 512.",
         )
     what = f"delighting a picture of {settings.size} pixels"

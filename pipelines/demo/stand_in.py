@@ -33,8 +33,8 @@ def own_inputs(pipeline: Pipeline, inputs: Mapping[str, Any], notify: Callable[[
     if "text" in inputs and scene_in(inputs["text"]) is None:
         own["text"] = EXAMPLE
         words = "; ".join(", ".join(words) for words in (SHAPES, COLOURS, MOTIONS.values()))
-        notify(f"the demo model does not know this text: it draws {EXAMPLE!r}. Its words: {words}")
-    if inputs.get("negative"):
-        own["negative"] = ""
+        notify(f"the demo model draws {EXAMPLE!r} instead of this text. Its words: {words}")
+    elif inputs.get("negative"):
         notify("the demo model knows no negative prompt: it is left out")
+    own |= {"negative": ""} if "negative" in inputs else {}
     return {**inputs, **own}

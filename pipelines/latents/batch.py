@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from ..base import Latents, Progress, SubProgress
+from ..grid import require_range
 from .convert import KEY, to_core
 
 BATCH = "batch"  # under our key: what each video's own is, where there are several
 ROWS = "batch_index"  # of core's Latent From Batch: which of the videos it left
 MASK = "noise_mask"
 SEEDS = 2**64
+MOST_VIDEOS = 64
 
 
 def parts_of(progress: Progress, count: int) -> list[Progress]:
@@ -25,14 +27,19 @@ def parts_of(progress: Progress, count: int) -> list[Progress]:
 
 
 def sampled(
-    count: int, seed: int, progress: Progress, sample: Callable[[int, int, Progress], Latents]
+    batch_size: int, seed: int, progress: Progress, sample: Callable[[int, int, Progress], Latents], starts: int = 1
 ) -> list[Latents]:
-    """``count`` videos.
+    """``batch_size`` videos of each of ``starts`` latents to start from.
 
     Args:
         seed: of the first; each further one has the next.
         sample: makes the video of an index, with its seed.
+
+    Raises:
+        InputError: a batch of none, or of more than the widget takes.
     """
+    require_range("batch_size", batch_size, 1, MOST_VIDEOS, "videos")
+    count = batch_size * starts
     return [sample(index, (seed + index) % SEEDS, part) for index, part in enumerate(parts_of(progress, count))]
 
 

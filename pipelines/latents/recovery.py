@@ -153,12 +153,17 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
 
 @dataclass(slots=True)
 class KeptSections:
-    """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`."""
+    """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`.
+
+    Args:
+        describe: adds what made the latents to them, before they are written.
+    """
 
     folder: Path
     notify: Callable[[str], None]
     limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
+    describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
         """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
@@ -183,6 +188,7 @@ class KeptSections:
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is kept of this sampling by all sections so far."""
+        latents = self.describe(latents)
         name = self.names.setdefault(key, _new_id(latents.family, latents.seed))
         record: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}

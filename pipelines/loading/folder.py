@@ -114,8 +114,7 @@ def load(
         make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
 
     Raises:
-        CheckpointError: a folder, file or tensor is missing, damaged, or of an unknown family.
-        InputError, UnsupportedError: a choice that this model or machine cannot do.
+        PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
     with reading(request.model):
@@ -160,6 +159,7 @@ def load(
         probes=probes,
         storage=storage.smaller(files),
         stands_in_for=request.stands_in_for,
+        request=request if single is None else _resolved(request, single),
     )
     return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
@@ -170,6 +170,13 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
     if fault := device_fault(facts.device):
         raise unusable_device(facts, fault)
     return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+
+
+def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
+    """``request`` with the file of each part, also of those that were left to ``auto``."""
+    assert request.files is not None
+    files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
+    return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
 
 
 def _sources(

@@ -25,6 +25,7 @@ from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
+from ..grid import require_range
 from ..loading.part import PartFiles
 from ..time.choice import quickest, times_of
 from ..time.forecast import Run
@@ -32,6 +33,7 @@ from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transfor
 from .forecast import forecast
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
+MOST_KEPT_FREE = 1023.0  # GB: the widget's
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
 
@@ -55,8 +57,7 @@ def offload_options(
         raise InputError(
             f"a device for {unknown[0]!r}", expected=f"one of {', '.join(PARTS)}", fix="Name one of these."
         )
-    if not 0 <= keep_free_gb < 1024:
-        raise InputError(f"keep_free_gb {keep_free_gb}", expected="0 to 1024 GB", fix="The nearest valid value is 0.")
+    require_range("keep_free_gb", keep_free_gb, 0, MOST_KEPT_FREE, "GB")
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }

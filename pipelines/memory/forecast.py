@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...compat.memory.offloader import MODES
+from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..vae.plan import planned_decode
@@ -20,12 +21,17 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        """Bytes at the highest point of the run."""
+        """Bytes at the highest point of the run, with what comes ahead."""
+        return max(stage.total + stage.ahead for stage in self.stages)
+
+    @property
+    def least(self) -> int:
+        """Bytes that the run cannot do without."""
         return max(stage.total for stage in self.stages)
 
     def fits(self, room: int) -> bool:
         """Whether the run is taken to fit into ``room`` bytes."""
-        return self.peak * SPARE <= room
+        return self.least * SPARE <= room
 
 
 def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None) -> Forecast:
@@ -46,12 +52,25 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = 
         kept = vae if stays else 0
     if text:
         active = {part: text_bytes(pipeline, part) for part in text}
-        needs = (StageNeed("text", kept, weights[p].resident(mode, p, active[p]), active[p]) for p in text)
+        needs = (
+            StageNeed(
+                "text",
+                kept,
+                weights[p].resident(mode, p, active[p]),
+                active[p],
+                ahead=weights[p].ahead(mode, p, active[p]),
+            )
+            for p in text
+        )
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    stages.append(StageNeed("sampling", kept, max(own, all_own), forward))
-    stages.append(_decoding(pipeline, size, StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size)), room))
+    ahead = max(weights[part].ahead(mode, part, forward) for part in weights if denoises(part))
+    stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead))
+    whole = StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size), ahead=weights[VAE].ahead(mode, VAE))
+    stages.append(_decoding(pipeline, size, whole, room))
+    if room is not None:
+        stages = [replace(stage, ahead=max(0, min(stage.ahead, room - stage.total))) for stage in stages]
     return Forecast(mode, tuple(stages))
 
 

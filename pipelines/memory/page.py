@@ -91,7 +91,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
         stages = ", ".join(
             " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form))) for stage in each.stages
         )
-        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.peak * SPARE - room)}"
+        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.least * SPARE - room)}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
         if each.mode in times:
             lines.append(f"{each.mode}: {times[each.mode]}: {', '.join(map(str, times[each.mode].stages))}")

@@ -307,7 +307,7 @@ def decoding(
     form = checked_form(form or Form(), pipeline.spec.ratio)
     if form.method == CHUNKED and not pipeline.spec.causal_decoder:
         raise UnsupportedError(
-            f"decode method {CHUNKED!r} for {pipeline.family}, whose decoder looks ahead",
+            f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )

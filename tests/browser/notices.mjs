@@ -1,10 +1,11 @@
 // The side bar tab, the notices of errors, what the load node says without a model, and what axe-core says of them.
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { readFile, readdir, rename } from "node:fs/promises";
+import { mkdir, readFile, readdir, rename, rmdir } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { picture } from "./reporting.mjs";
 import { ended, queue, shrink, source } from "./running.mjs";
 
 const AXE = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
@@ -141,7 +142,7 @@ const MISTAKES = [
   [{ steps: 1 }, "AnyGPUSample", "steps 1", "Set steps to 2 or more."],
 ];
 
-export async function errorsSayWhatToDo({ page }, shot) {
+export async function errorsSayWhatToDo({ page }) {
   for (const [index, [mistake, type, found, fix]] of MISTAKES.entries()) {
     await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
     await shrink(page, { seed: 30 + index, ...mistake });
@@ -157,7 +158,6 @@ export async function errorsSayWhatToDo({ page }, shot) {
     const selected = await page.evaluate(() => Object.values(window.app.canvas.selected_nodes ?? {}).map((node) => node.type));
     assert.deepEqual(selected, [type], "the button selects the node");
     if (index === 0) {
-      await shot?.("error.png");
       await inBothThemes(page, async (theme) => {
         assert.deepEqual(await violations(page, ".anygpu-toast"), [], `axe-core in the ${theme} theme`);
       });
@@ -214,11 +214,55 @@ export async function memoryIsMended({ page }) {
   await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
 }
 
-/** With every model taken away: the load node says what to download, and running says it too. */
+/** Run an LTX-Video workflow without LTX-Video, as it is: the demo model draws in its place, and the nodes say so. */
+async function drawsAtOnce(page, nodes2) {
+  await page.evaluate(() => fetch("/free", { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) }));
+  await queue(page);
+  const seen = await ended(page);
+  assert.equal(seen.ending, "execution_success", seen.message);
+  for (const said of ["in place of 'LTX-Video'", "draws at its own size: width 704", "draws 'a red circle moves left on blue' instead"]) {
+    assert.ok(seen.texts.some((text) => text.replaceAll("&#39;", "'").includes(said)), `${said} in ${seen.texts}`);
+  }
+  await page.waitForFunction(() => [...document.querySelectorAll("video")].some((video) => video.videoWidth === 64), null, { timeout: 60000 });
+  await showAll(page);
+  await picture(page, nodes2 ? "first_run_nodes2.png" : "first_run.png");
+}
+
+/** The same, as it looks in a smaller window and in a narrow one, with the tab open. */
+async function looksRight(page, nodes2) {
+  if (nodes2) return;
+  await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.ColorPalette", "light"));
+  await page.setViewportSize({ width: 1280, height: 800 });
+  await showAll(page);
+  await page.evaluate(() => {
+    const { ds } = window.app.canvas; // near enough that texts are drawn: from the prompt on
+    const first = window.app.graph._nodes.find(({ type }) => type === "AnyGPUEncodePrompt");
+    ds.scale = 0.72;
+    ds.offset[0] = 100 / ds.scale - first.pos[0];
+    ds.offset[1] = 190 / ds.scale - first.pos[1];
+    window.app.canvas.setDirty(true, true);
+  });
+  await picture(page, "first_run_1280.png", { height: 800 });
+  await page.setViewportSize({ width: 420, height: 800 });
+  await page.locator(".anygpu-tab-button").click();
+  await part(page, "This graph").locator("article").first().waitFor();
+  await picture(page, "panel_420.png", { height: 800 });
+  const { width } = await panel(page).boundingBox();
+  assert.ok(width > 200 && width <= 420, `the tab is ${width} pixels wide in a window of 420`);
+  assert.ok(await panel(page).evaluate((element) => element.scrollWidth <= element.clientWidth + 1), "it scrolls sideways");
+  await page.locator(".anygpu-tab-button").click();
+  await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.ColorPalette", "dark"));
+  await page.setViewportSize({ width: 1600, height: 900 });
+}
+
+/**
+ * With every model taken away: the load node says what to download; a workflow of the demo model's family runs with it,
+ * one of another says which files it needs.
+ */
 export async function firstRun(nodes2) {
   const models = join(process.env.COMFYUI_BASE, "models", "diffusers");
   await rename(models, `${models}.away`);
-  await import("node:fs/promises").then(({ mkdir }) => mkdir(models));
+  await mkdir(models);
   const open = await openPage({ nodes2 });
   const { page } = open;
   try {
@@ -235,15 +279,18 @@ export async function firstRun(nodes2) {
     const sent = await page.evaluate(async () => (await window.app.graphToPrompt()).output);
     const loader = Object.values(sent).find((node) => node.class_type === "AnyGPULoadPipeline");
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
+    await drawsAtOnce(page, nodes2);
+    await looksRight(page, nodes2);
+    await loadWorkflow(page, await source("mochi_text_to_video"), "mochi_text_to_video");
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
     const said = await notice(page);
-    assert.ok(said.Found.startsWith("no model 'LTX-Video'"), JSON.stringify(said));
-    assert.ok(/^Download https:..huggingface.co.Lightricks.LTX-Video \(only .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
+    assert.ok(said.Found.startsWith("no model 'mochi-1-preview'"), JSON.stringify(said));
+    assert.ok(/^Download https:..huggingface.co.genmo.mochi-1-preview \(only .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();
-    await import("node:fs/promises").then(({ rmdir }) => rmdir(models));
+    await rmdir(models);
     await rename(`${models}.away`, models);
   }
 }

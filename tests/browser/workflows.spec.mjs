@@ -120,7 +120,7 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 400, picture: 360, prompt: 420, encoded: 380, sample: 760, decode: 460, save: 400, recover: 180, lora: 240, small: 160 };
+const ROOM = { load: 540, picture: 360, prompt: 420, encoded: 380, sample: 760, decode: 460, save: 540, recover: 180, lora: 240, small: 160 };
 const NOTE = [{ key: "note", width: 440, height: 560 }];
 const SEE = {
   group: "See",

@@ -36,3 +36,14 @@ def test_a_stage_in_words_keeps_its_name_and_whether_it_counts():
     assert (plain, plain.name, plain.counted) == ("sampling", "sampling", False)
     assert (moving, moving.name, StageText(moving).counted) == ("moving vae 1 of 3 GB", "moving", True)
     assert (part, StageText(part).name, part.counted) == ("encoding image part 2 of 3", "encoding", True)
+
+
+def test_comfyui_shows_no_path_before_the_message_of_any_of_our_errors():
+    """It names the class with its module, which is the folder that the pack lies in."""
+    import anygpu.compat.output_check as output_check
+
+    kinds = [PackError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert output_check.NotFinite in kinds
+    assert {kind.__module__ for kind in kinds if kind.__module__.startswith("anygpu")} == {"anygpu"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -181,6 +182,80 @@ def test_the_desk_takes_jobs_and_files_and_no_other_names(ray: Any, driver: Driv
             ray.get(call)
     assert ray.get(desk.result.remote("../../etc/passwd")) is None
     ray.kill(desk)
+
+
+CLIENT = """
+import json, sys, types
+from pathlib import Path
+for name in ("folder_paths", "anygpu.host.api", "anygpu.host.progress"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["anygpu.host.api"].InputImpl = None
+class NodeProgress:
+    lines = []
+    def check(self): pass
+    def step(self, *told): pass
+sys.modules["anygpu.host.progress"].NodeProgress = NodeProgress
+from anygpu.host.farm import jobs_named, render_at, report_of
+from anygpu.pipelines.job_folder import JobFolder
+jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
+back = render_at(sys.argv[2], jobs, NodeProgress())
+texts = [path.read_text() for path in back.files]
+print(json.dumps([texts, back.failed, report_of(jobs, back, jobs.folder.workers())]))
+"""
+
+
+@dataclass
+class Copier:
+    """Writes the job's prompt as its video; refuses hares."""
+
+    folder: Path
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        """The file of a job."""
+        from anygpu.compat.errors import InputError
+        from anygpu.farm.render import job_of
+
+        job = job_of(line)
+        if "hare" in job.prompt.text:
+            raise InputError("a hare", expected="a fox", fix="Use a fox.")
+        picture = (self.folder / job.pictures[0].file.name).read_bytes()
+        path = self.folder / "results" / f"{job.key}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{job.prompt.text}, {len(picture)} bytes")
+        return {}
+
+
+def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_errors_back(
+    ray: Any, tmp_path: Path
+) -> None:
+    """As ComfyUI does it, in a process of its own."""
+    from anygpu.farm import render
+    from anygpu.pipelines.job_lists import Batch, queue_jobs
+    from PIL import Image
+
+    model, here, there = tmp_path / "model", JobFolder(tmp_path / "here"), JobFolder(tmp_path / "there")
+    model.mkdir()
+    there.root.mkdir()
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    queue_jobs(here, "foxes", model, Batch(["a fox", "a hare"], [1, 2], [tmp_path / "red.png"]))
+    driver = Driver(ray, there, render.task_of, lambda _task: 0.0, lambda _text: None)
+    driver.hire(2, Copier(there.root), {"num_cpus": 1})
+    desk = open_desk(driver)
+    driver.watching = True
+    words = [sys.executable, "-c", CLIENT, str(here.root), ray.get_runtime_context().gcs_address]
+    client = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while client.poll() is None:
+        driver.turn()
+    output, errors = client.communicate()
+    assert client.returncode == 0, errors[-3000:]
+    files, failed, report = json.loads(output.splitlines()[-1])
+    size = (tmp_path / "red.png").stat().st_size
+    assert files == [f"a fox, {size} bytes"] * 2
+    assert set(failed.values()) == {"a hare; expected a fox. Use a fox."} and len(failed) == 2
+    assert report.startswith("2 of 4 done") and report.count(" finished") == 2
+    ray.kill(desk)
+    for hand in driver.hands:
+        ray.kill(hand.actor)
 
 
 def test_a_driver_without_token_mode_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import jobs, stages, tiny
+from anygpu.pipelines import jobs, receipts, stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.latents import musubi, recovery, store
@@ -43,6 +43,7 @@ from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
+from anygpu.pipelines.machines import machine_in, page_of, read_machine
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
@@ -164,6 +165,35 @@ class Readers:
         recovery.KeptSections(path.parent, lambda _: None).found("key")
         latent = store.load_latent(path, lambda _: None, rng.choice(("refuse", "clamp")), rng.choice(store.DTYPES))
         store.described(latent)
+
+    def machine(self, rng: Random) -> None:
+        """A machine that somebody shared, and the page."""
+        record: Any = {"anygpu_machine": 1, "device": "RTX", "backend": "cuda", "arch": "sm75", "driver": "1"}
+        record |= {"memory_gb": 6.0, "versions": {"torch": "2.8"}, "precision": {"LTX-Video": "fp16"}}
+        record |= {"answers": [{"probe": "float8", "status": "ok", "milliseconds": 0.5}]}
+        record |= {"runs": [{"stage": "text", "pipeline": "ltx", "mode": "none", "precision": "", "seconds": 1.0}]}
+        for _ in range(rng.randint(0, 2)):
+            record = mutated(record, rng)
+        content = json.dumps(record).encode()
+        path = self.folder / "machine.json"
+        path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
+        machine = read_machine(path)
+        assert machine_in(machine.text()) == machine and page_of([machine]).count("<") == 0
+
+    def receipt(self, rng: Random) -> None:
+        """The receipt of a video, and its job."""
+        record: Any = {"anygpu_receipt": 1, "latents": "ab", "made_with": {"torch": "2.8"}, "device": {"device": "RTX"}}
+        record |= {"decisions": [["precision", "fp16"]], "missing": []}
+        record["job"] = {"anygpu_job": 1, "kind": "video", "model": {"name": "LTX"}, "prompt": {"text": "x"}}
+        record["job"]["settings"] = {"width": 64, "height": 64, "frames": 9}
+        for _ in range(rng.randint(0, 2)):
+            record = mutated(record, rng)
+        text = damaged(json.dumps(record).encode(), rng).decode(errors="replace") if rng.random() < 0.2 else ""
+        tags = {"anygpu": (text or json.dumps(record)).replace("\0", "")}
+        path = write_mp4(torch.zeros(1, 32, 32, 3), 8.0, self.folder / "receipt.mp4", tags)
+        read = receipts.read_receipt(path)
+        receipts.differences_from(read, self.pipeline)
+        receipts.job_of(read)
 
     def steps(self, rng: Random) -> None:
         """The state of an unfinished sampling."""

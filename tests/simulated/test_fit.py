@@ -21,6 +21,7 @@ from simulated.fitting import FAMILIES, SHARES, forget, heavy, peak, run
 from simulated.test_families import CASES, loaded_for, rendered
 
 FULL = pytest.mark.full
+EPS = torch.finfo(torch.float32).eps
 ROUNDING = 1e-5  # fp32; the same sums in another order
 WITHIN = 0.15
 SAMPLE = {("ltx", 15)}
@@ -39,9 +40,13 @@ def on_host(tiny_folder):
     return of
 
 
+ULPS = 64  # of the largest value: two steps of sums in another order, over whole blocks; 31 were seen
+
+
 def same(found, expected) -> None:
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
+        largest = float(other.abs().max())
+        torch.testing.assert_close(one, other, atol=max(ROUNDING, ULPS * EPS * largest), rtol=ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +131,7 @@ def test_sampling_goes_on_from_the_last_step_when_memory_runs_out(acc, tiny_fold
 
     with accelerator.hook("aten::addmm*", before=refuse):
         found = run(pipeline, progress)
-    said = [text for text in progress.said if "goes on" in text]
+    said = [text for text in progress.said if "continuing" in text]
     assert said and "with offload group, after the last finished step" in said[0], progress.said
     assert [done for done, _, stage in progress.steps if stage == "sampling"] == [1, 2], "a step ran twice"
     same(found, on_host("ltx"))
@@ -144,6 +149,7 @@ def test_out_of_memory_while_a_part_moves_loses_nothing(acc, tiny_folder, on_hos
                 raise AssertionError("it fitted")
         except torch.OutOfMemoryError:
             pass
+    gc.collect()  # frames of the error refer to each other, and to the tensor that was on its way; so does each retry
     assert accelerator.memory().allocated_bytes == 0
     same(run(pipeline), on_host("ltx"))
 

@@ -92,7 +92,8 @@ def test_nothing_is_locked_where_the_host_is_small(acc, tiny_folder, monkeypatch
         assert not any(tensor.is_pinned() for tensor in transformer.parameters())
         for group in hooks_on(transformer).groups:
             group.onload(), group.offload()
-    assert seen and not any(locked for locked, _ in seen)
+    largest = max(group.total_bytes for group in hooks_on(transformer).groups)
+    assert seen and all(locked and count <= largest + 2**16 for locked, count in seen), "by way of two buffers"
 
 
 def test_a_system_that_locks_no_more_is_no_failure(monkeypatch, caplog):
@@ -287,9 +288,10 @@ def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch
     total = hooks_on(transformer).total_bytes
     told = [step for step in progress.steps if step[2].startswith("moving transformer ")]
     done = [step[0] for step in told]
-    half = len(done) // 2
-    assert done[:half] == sorted(done[:half]) and done[-1] == done[half - 1] == total and done[half] < total
-    assert told[-1][2].endswith(f"{total / 1e6:.1f} of {total / 1e6:.1f} MB")
+    first, second = [place for place, count in enumerate(done) if count == total]
+    assert done[: first + 1] == sorted(done[: first + 1]) and done[first + 1] < total
+    assert second == 2 * first + 1 and max(done[second + 1 :]) < total, "what came ahead for a third forward"
+    assert told[first][2].endswith(f"{total / 1e6:.1f} of {total / 1e6:.1f} MB")
 
 
 def test_a_device_without_an_index_is_that_of_its_tensors(acc):

@@ -226,14 +226,21 @@ def package(monkeypatch: pytest.MonkeyPatch, choice: str, attend: Any, versions:
 
 REFUSED = {  # choice, facts, dtype, head width, installed -> what the line says
     "unknown": ("fast", facts(), torch.float32, 128, {}, "attention 'fast'; expected one of auto"),
-    "cudnn on a CPU": ("native_cudnn", facts(), torch.float32, 128, {}, "on cpu (cpu); expected sm80 and newer"),
+    "cudnn on a CPU": (
+        "native_cudnn",
+        facts(),
+        torch.float32,
+        128,
+        {},
+        "on cpu (cpu); expected an NVIDIA GPU of sm80 and newer",
+    ),
     "flash on Turing": (
         "flash",
         facts("cuda", "sm75"),
         torch.float16,
         128,
         {"flash-attn": "2.8"},
-        "on NVIDIA sm75 (sm75); expected sm80",
+        "on NVIDIA sm75 (sm75); expected an NVIDIA GPU of sm80",
     ),
     "sage on Turing with a new Triton": (
         "sage",
@@ -257,7 +264,7 @@ REFUSED = {  # choice, facts, dtype, head width, installed -> what the line says
         torch.float16,
         128,
         {"sageattention": "1"},
-        "expected sm80 and newer or sm75 with Triton below 3.3",
+        "expected an NVIDIA GPU of sm80 and newer or an NVIDIA GPU of sm75 with Triton below 3.3",
     ),
     "sage on Apple": ("sage", facts("mps"), torch.float16, 128, {"sageattention": "1"}, "'sage' on mps (mps)"),
     "no package": ("xformers", facts("cuda", "sm86"), torch.float16, 128, {}, "without the package 'xformers'"),

@@ -212,6 +212,8 @@ def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) ->
         (FORBIDDEN, GENERAL, Conv3dForm.FRAMES),
         (FORBIDDEN, POINTWISE, Conv3dForm.POINTWISE),
         ({"conv3d": False, "backend": "xla"}, GENERAL, Conv3dForm.FRAME_CHUNKS),
+        ({"backend": "xla"}, POINTWISE, Conv3dForm.POINTWISE),
+        ({"backend": "xla"}, GENERAL, None),
         ({"conv3d": False, "conv2d": False}, GENERAL, Conv3dForm.MATMUL),
         ({"conv3d": False, "conv2d": False, "conv3d_channels_last": True}, GENERAL, Conv3dForm.CHANNELS_LAST),
         ({"pad3d": False}, GENERAL, Conv3dForm.FRAMES),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import comfy.model_management as management
 import comfy.samplers
+import comfyui_version
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
@@ -16,6 +19,7 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
+from comfy.patcher_extension import WrappersMP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
@@ -217,6 +221,45 @@ def cost(name: str) -> dict[str, float]:
         "added": (counts[0] - counts[1] - counts[2] + counts[3]) / 2,
         "hooks": sum(len(module._forward_hooks) + ("forward" in vars(module)) for module in modules),
     }
+
+
+WIDE = "Wan 2.1 at the width of its smallest release, with two blocks"
+core_tiny.CASES[WIDE] = replace(
+    core_tiny.CASES["Wan 2.1"],
+    config={**core_tiny.WAN, "dim": 1536, "num_heads": 12, "ffn_dim": 8960, "freq_dim": 256, "text_dim": 4096},
+    shapes=((1, 16, 3, 16, 16),),
+    width=4096,
+)
+
+
+def timed(repeats: int) -> dict[str, Any]:
+    """Milliseconds of this thread: steps plain and watched in turn, and what watching does without the network.
+
+    A thread's own time, since other processes share the processor.
+    """
+    model = core_tiny.made(WIDE, torch.float32, None)
+    watched, _ = _watched(model, doctors.OFFER)
+    runs: dict[str, list[float]] = {"plain": [], "watched": []}
+    core_tiny.output(model, WIDE)  # loads it
+    for _ in range(repeats):
+        for name, one in (("plain", model), ("watched", watched)):
+            start = time.thread_time()
+            core_tiny.output(one, WIDE)
+            runs[name].append(1e3 * (time.thread_time() - start))
+    (wrapper,) = watched.get_all_wrappers(WrappersMP.APPLY_MODEL)
+    made = torch.randn(core_tiny.CASES[WIDE].shapes[0])
+
+    class Executor:
+        class_obj = model.model
+
+        def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
+            return made
+
+    start = time.thread_time()
+    for _ in range(100 * repeats):
+        wrapper(Executor(), made)
+    alone = 1e3 * (time.thread_time() - start) / (100 * repeats)
+    return {**runs, "alone": alone, "comfyui": comfyui_version.__version__, "torch": torch.__version__}
 
 
 class Counter(TorchDispatchMode):

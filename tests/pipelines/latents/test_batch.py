@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from anygpu.compat.errors import InputError
 from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.latents import batch
 from anygpu.pipelines.latents.convert import KEY, from_core, to_core
@@ -25,6 +27,12 @@ def seeds(latent):
 def test_seeds_count_up_and_around():
     assert [made.seed for made in sampled()] == [2**64 - 1, 0, 1]
     assert batch.seeds_of(sampled()) == f"3 videos, seeds {2**64 - 1} to 1" and batch.seeds_of(sampled(1)) == ""
+
+
+@pytest.mark.parametrize("size", [0, -1, 65])
+def test_a_batch_of_none_or_too_many_is_refused(size):
+    with pytest.raises(InputError, match=f"batch_size {size}; expected 1 to 64 videos"):
+        sampled(size)
 
 
 def test_one_video_is_the_latent_that_it_always_was():

@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include "order.h"
+
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
 
@@ -85,11 +87,15 @@ struct Block {
   c10::DeviceIndex index;
   int64_t bytes;
   void* raw;
+  void* data;
   c10::Storage host;
 };
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  if (clock_is_on()) {
+    forget_memory(block->data);
+  }
   discharge(block->index, block->bytes);
   if (block->raw != nullptr) {
     c10::free_cpu(block->raw);
@@ -100,7 +106,10 @@ void release(void* context) {
 c10::DataPtr held(c10::DeviceIndex index, int64_t bytes, void* raw, c10::Storage host) {
   charge(index, bytes);
   void* data = host ? host.mutable_data() : raw;
-  auto* block = new Block{index, bytes, raw, std::move(host)};
+  if (clock_is_on()) {
+    note_memory(data, index);
+  }
+  auto* block = new Block{index, bytes, raw, data, std::move(host)};
   return {data, block, &release, c10::Device(kType, index)};
 }
 

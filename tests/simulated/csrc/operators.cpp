@@ -1,6 +1,7 @@
 // Operators of the simulated devices: the CPU's own kernels over lent tensors, so results are equal bit for bit.
 #include "lending.h"
 #include "memory.h"
+#include "order.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -101,6 +102,10 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (any_watched && is_watched(watched().before, name)) {
     call_python("simulated::before", name, {arguments});
   }
+  const bool clocked = clock_is_on();
+  if (clocked) {
+    check_order(op, arguments);
+  }
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -108,6 +113,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     lending.lend();
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     lending.settle();
+  }
+  if (clocked) {
+    note_results(torch::jit::Stack(stack->end() - op.schema().returns().size(), stack->end()));
   }
   book_transfers(name, arguments);
   if (any_watched && is_watched(watched().after, name)) {

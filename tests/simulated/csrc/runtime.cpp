@@ -2,6 +2,7 @@
 #include "runtime.h"
 
 #include "memory.h"
+#include "order.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -26,10 +27,12 @@ constexpr uint64_t kSalt = 0x5EED0ACC;
 thread_local std::array<c10::StreamId, kDeviceCount> current_streams{};
 std::atomic<c10::StreamId> last_stream{0};
 
-// Which device recorded an event, and when.
+// Which device recorded an event, and when: on the wall, and on the streams while a clock is on.
 struct Event {
   Clock::time_point time;
   c10::DeviceIndex device;
+  bool clocked;
+  Moment moment;
 };
 
 // Who waited for whom: (device of the waiting stream, device of the stream that recorded), the newest last.
@@ -43,7 +46,8 @@ Waits& waits() {
   return *instance;
 }
 
-// Work is finished when a call returns, so streams are names and events are times; who waits for whom is remembered.
+// Work is finished when a call returns, so streams are names and events are times; who waits for whom is remembered, and
+// while a clock is on, what has ended by then.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
     return kType;
@@ -92,12 +96,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override {
     return true;
   }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (clock_is_on()) {
+      host_waits_for(moment_of(stream));
+    }
+  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override {
+    for (c10::StreamId id = 0; clock_is_on() && id <= last_stream; ++id) {
+      host_waits_for(moment_of(named(existing(index), id)));
+    }
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     delete static_cast<Event*>(*event);
-    *event = new Event{Clock::now(), stream.device_index()};
+    const bool clocked = clock_is_on();
+    *event = new Event{Clock::now(), stream.device_index(), clocked, clocked ? moment_of(stream) : Moment()};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -106,14 +119,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) {
       std::lock_guard<std::mutex> lock(waits().mutex);
       waits().pairs.emplace_back(stream.device_index(), static_cast<Event*>(event)->device);
+      if (clock_is_on()) {
+        wait_for(stream, static_cast<Event*>(event)->moment);
+      }
     }
   }
   bool queryEvent(void*) const override {
     return true;
   }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr && clock_is_on()) {
+      host_waits_for(static_cast<Event*>(event)->moment);
+    }
+  }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(begin != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
+    if (static_cast<Event*>(begin)->clocked && static_cast<Event*>(end)->clocked) {
+      return 1e3 * (static_cast<Event*>(end)->moment.seconds - static_cast<Event*>(begin)->moment.seconds);
+    }
     const auto span = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
     return std::chrono::duration<double, std::milli>(span).count();
   }

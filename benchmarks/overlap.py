@@ -1,0 +1,383 @@
+"""Modelled time of offload `group` at published sizes: ``python benchmarks/overlap.py [--families ltx ...]``.
+
+The published transformers, text encoders and decoders run under our own hooks on the simulated accelerator, whose clock
+has the rates of `compat/device/rates.py`: without values, so neither weights nor a GPU are needed. No figure is
+measured. Rows go to ``results/overlap.csv``, and the table of `docs/performance.md` is written anew.
+
+A block is run once by its operations; its like, on the same shapes, spend the time of these. Devices without bf16 units
+compute in fp16, at the cost of plain fp16. Attention counts its arithmetic and reads and writes its tensors once, as
+flash kernels do. All weights are taken to be in locked host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from table import RESULTS, append
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from anygpu.compat.device.rates import RATES, Rates  # noqa: E402
+from anygpu.compat.memory.hooks import GroupHooks  # noqa: E402
+from anygpu.compat.memory.prefetch import copy_stream  # noqa: E402
+from anygpu.compat.memory.statistics import MemoryStats  # noqa: E402
+from anygpu.pipelines.registry import FAMILIES  # noqa: E402
+from simulated import accelerator  # noqa: E402
+from simulated.clock import Clock, Times, clocked  # noqa: E402
+
+TABLE, PAGE = "overlap", ROOT / "docs" / "performance.md"
+FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
+KEYS = ("family", "stage", "size", "profile")
+TABLE_ON_PAGE = re.compile(r"(<!-- overlap -->).*?(<!-- /overlap -->)", re.DOTALL)
+DTYPE = torch.bfloat16
+Some = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of a family at a published size.
+
+    Args:
+        make: the part on a meta device. call: one use of it, from the part and a maker of tensors on the device.
+        size: in words.
+    """
+
+    family: str
+    name: str
+    size: str
+    make: Callable[[], nn.Module]
+    call: Callable[[Any, Some], Any]
+
+
+def _config(family: str, part: str, index: int = 0) -> dict[str, Any]:
+    import json
+
+    return dict(json.loads((FAMILIES[family].folder / f"{part}.json").read_text(encoding="utf-8"))[index]["config"])
+
+
+def _diffusers(family: str, part: str, index: int = 0) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import diffusers
+
+        config = _config(family, part, index)
+        module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
+        return module
+
+    return make
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu",
+            vocab_size=32128, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    return LlamaModel(
+        LlamaConfig(
+            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128320, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def _words(tokens: int) -> Callable[[Any, Some], Any]:
+    return lambda part, some: part(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=some(1).device))
+
+
+def _ltx(frames: int, rows: int, columns: int) -> Callable[[Any, Some], Any]:
+    return lambda part, some: part(
+        hidden_states=some(2, frames * rows * columns, 128), encoder_hidden_states=some(2, 128, 4096),
+        timestep=some(2), encoder_attention_mask=None, num_frames=frames, height=rows, width=columns,
+        rope_interpolation_scale=(8 / 25, 32, 32), return_dict=False,
+    )  # fmt: skip
+
+
+def _hunyuan(some: Some) -> dict[str, Any]:
+    device = some(1).device
+    return {
+        "timestep": torch.full((1,), 500, device=device),
+        "encoder_hidden_states": some(1, 256, 4096),
+        "encoder_attention_mask": torch.ones(1, 256, dtype=torch.long, device=device),
+        "pooled_projections": some(1, 768),
+        "guidance": some(1),
+        "return_dict": False,
+    }
+
+
+def _framepack(part: Any, some: Some) -> Any:
+    rows, columns, device = 76, 80, some(1).device
+
+    def places(count: int) -> Tensor:
+        return torch.arange(count, device=device)[None]
+
+    return part(
+        hidden_states=some(1, 16, 9, rows, columns), image_embeds=some(1, 729, 1152), indices_latents=places(9),
+        latents_clean=some(1, 16, 2, rows, columns), indices_latents_clean=places(2),
+        latents_history_2x=some(1, 16, 2, rows, columns), indices_latents_history_2x=places(2),
+        latents_history_4x=some(1, 16, 16, rows, columns), indices_latents_history_4x=places(16), **_hunyuan(some),
+    )  # fmt: skip
+
+
+def _hunyuan_15(part: Any, some: Some) -> Any:
+    device = some(1).device
+    return part(
+        hidden_states=some(1, 65, 31, 30, 53), timestep=torch.full((1,), 500, device=device),
+        encoder_hidden_states=some(1, 120, 3584), encoder_attention_mask=torch.ones(1, 120, device=device),
+        encoder_hidden_states_2=some(1, 8, 1472), encoder_attention_mask_2=torch.ones(1, 8, device=device),
+        image_embeds=torch.zeros(1, 729, 1152, dtype=DTYPE, device=device), return_dict=False,
+    )  # fmt: skip
+
+
+def _mochi(part: Any, some: Some) -> Any:
+    mask = torch.ones(2, 256, dtype=torch.bool, device=some(1).device)
+    return part(
+        hidden_states=some(2, 12, 15, 60, 106), encoder_hidden_states=some(2, 256, 4096), timestep=some(2),
+        encoder_attention_mask=mask, return_dict=False,
+    )  # fmt: skip
+
+
+def stages() -> Iterator[Stage]:
+    """What is clocked: every family at the size of its shipped workflow."""
+    ltx, hunyuan, newer, framepack, mochi = (
+        "704x480, 97 frames", "848x480, 73 frames", "848x480, 121 frames", "640x608, one section", "848x480, 85 frames",
+    )  # fmt: skip
+    yield Stage("ltx", "text", "T5-XXL, 128 tokens", _t5, _words(128))
+    yield Stage("ltx", "sampling", f"2B, {ltx}", _diffusers("ltx", "transformer"), _ltx(13, 15, 22))
+    yield Stage("ltx", "sampling", f"13B, {ltx}", _diffusers("ltx", "transformer", 1), _ltx(13, 15, 22))
+    yield Stage(
+        "ltx", "decoding", ltx, _diffusers("ltx", "vae"), lambda vae, some: vae.decode(some(1, 128, 13, 15, 22))
+    )
+    yield Stage("hunyuan_video", "text", "Llama 8B, 351 tokens", _llama, _words(351))
+    yield Stage(
+        "hunyuan_video", "sampling", hunyuan, _diffusers("hunyuan_video", "transformer"),
+        lambda part, some: part(hidden_states=some(1, 16, 19, 60, 106), **_hunyuan(some)),
+    )  # fmt: skip
+    yield Stage(
+        "hunyuan_video_15", "sampling", newer, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15
+    )  # fmt: skip
+    yield Stage("framepack", "sampling", framepack, _diffusers("framepack", "transformer"), _framepack)
+    yield Stage("mochi", "sampling", mochi, _diffusers("mochi", "transformer"), _mochi)
+    yield Stage(
+        "mochi", "decoding", mochi, _diffusers("mochi", "vae"), lambda vae, some: vae.decode(some(1, 12, 15, 60, 106))
+    )
+
+
+def on_host(stage: Stage) -> nn.Module:
+    """The part in host memory that nobody has touched, so that it takes none; with our fused forwards."""
+    from anygpu.compat.transforms.attention_processors import replace_attention_processors
+    from anygpu.compat.transforms.fused import fuse
+    from anygpu.compat.transforms.fused_vae import fuse_vae
+
+    with torch.device("meta"):
+        module = stage.make().to(DTYPE)
+    module = module.to_empty(device="cpu").eval().requires_grad_(False)
+    if stage.name == "sampling":
+        fuse(module)
+        replace_attention_processors(module, attend)
+    elif stage.name == "decoding":
+        fuse_vae(module)
+    if stage.name != "decoding":
+        remember_blocks(module)
+    return module
+
+
+@contextmanager
+def launched(device: torch.device) -> Iterator[None]:
+    """Our operations instead of their references: each is one operation of the clock."""
+    from anygpu.kernels import library
+
+    kept = library.LAUNCHED_ON, library.HAS_TRITON
+    library.LAUNCHED_ON, library.HAS_TRITON = device.type, True
+    try:
+        yield
+    finally:
+        library.LAUNCHED_ON, library.HAS_TRITON = kept
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **_named: Any) -> Tensor:
+    """Attention's result without its values, at the price of its arithmetic."""
+    batch, heads, tokens, width = query.shape
+    result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+    flops = 2 * batch * heads * tokens * key.shape[2] * (width + value.shape[-1])
+    Modelled.current.spend_work(flops, sum(t.nbytes for t in (query, key, value, result)), query.dtype)
+    return result
+
+
+class Modelled(Clock):
+    """A clock that notes the work of a block once, and spends it again for its like."""
+
+    current: Modelled
+
+    def __init__(self, rates: Rates, values: bool, index: int) -> None:
+        super().__init__(rates, values, index)
+        self.notes: list[tuple[float, int, torch.dtype]] | None = None
+        Modelled.current = self
+
+    def spend_work(self, flops: float, count: int, dtype: torch.dtype) -> None:
+        """One operation."""
+        if self.notes is not None:
+            self.notes.append((flops, count, dtype))
+        super().spend_work(flops, count, dtype)
+
+
+Known = dict[Any, tuple[list[tuple[float, int, torch.dtype]], Any]]
+
+
+def remember_blocks(module: nn.Module) -> None:
+    """Have each block of ``module`` run by its operations only where no other of its kind did on the same shapes."""
+    known: Known = {}
+    for owner in module.modules():
+        for block in owner if isinstance(owner, nn.ModuleList) else ():
+            block.forward = MethodType(
+                _remembered(
+                    type(block).forward if "forward" not in vars(block) else vars(block)["forward"].__func__, known
+                ),
+                block,
+            )
+
+
+def _remembered(forward: Callable[..., Any], known: Known) -> Callable[..., Any]:
+    def shape(value: Any) -> Any:
+        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+    def call(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        clock = Modelled.current
+        key = (type(block), tuple(tuple(p.shape) for p in block.parameters()), repr(tree_map(shape, (args, kwargs))))
+        if key not in known:
+            outer, clock.notes = clock.notes, []
+            result = forward(block, *args, **kwargs)
+            known[key] = clock.notes, tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, result)
+            clock.notes = outer if outer is None else outer + clock.notes
+            return result
+        work, outline = known[key]
+        for each in work:
+            clock.spend_work(*each)
+        return tree_map(lambda v: torch.empty_like(v, device=clock.device) if isinstance(v, Tensor) else v, outline)
+
+    return call
+
+
+@contextmanager
+def held(module: nn.Module, device: torch.device, by_block: bool, unified: bool) -> Iterator[GroupHooks]:
+    """The part under our hooks, with one of its largest groups ahead; shared host weights stay unlocked."""
+    copies = None if unified else copy_stream(device)
+    hooks = GroupHooks(module, device, by_block, MemoryStats(), pinned=not unified, copies=copies)
+    hooks.ahead_bytes = hooks.largest_bytes
+    try:
+        yield hooks
+    finally:
+        hooks.remove()
+
+
+def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int]:
+    """Seconds of the stage at ``rates``, and the bytes that it moved."""
+    with (
+        accelerator.fresh() as device,
+        torch.no_grad(),
+        launched(device),
+        clocked(rates, values=False, kind=Modelled) as clock,
+    ):
+
+        def some(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=DTYPE, device=device)
+
+        with held(module, device, stage.name != "decoding", rates.unified) as hooks:
+            before = clock.times()
+            for _ in range(FORWARDS[stage.name]):
+                stage.call(module, some)
+            return clock.times() - before, hooks.memory_stats.moved_bytes
+
+
+def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
+    """A row per profile; times are of one forward."""
+    module = on_host(stage)
+    for profile in profiles:
+        rates = RATES[profile]
+        rates = replace(rates, bfloat=max(rates.half, rates.bfloat))  # fp16 where bf16 has no units
+        times, moved = modelled(stage, module, rates)
+        count = FORWARDS[stage.name]
+        yield {
+            "family": stage.family,
+            "stage": stage.name,
+            "size": stage.size,
+            "profile": profile,
+            "copy_seconds": round(times.copying / count, 4),
+            "compute_seconds": round(times.computing / count, 4),
+            "waited_seconds": round((times.copying + times.computing) / count, 4),
+            "overlapped_seconds": round(times.elapsed / count, 4),
+            "over_bound": round(times.elapsed / times.bound, 3),
+            "stalled_seconds": round(times.waited_for_copies / count, 4),
+            "moved_gb": round(moved / count / 1e9, 2),
+        }
+
+
+def known_rows() -> list[dict[str, str]]:
+    """The last row of each stage and profile."""
+    path = RESULTS / f"{TABLE}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return list({tuple(row[name] for name in KEYS): row for row in rows}.values())
+
+
+def table() -> str:
+    """The rows as a Markdown table: a stage per line, a device per column."""
+    rows, names = known_rows(), list(RATES)
+    stages_known = list(dict.fromkeys((row["family"], row["stage"], row["size"]) for row in rows))
+    lines = [f"| Stage | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for stage in stages_known:
+        cells = []
+        for name in names:
+            row = next((r for r in rows if (r["family"], r["stage"], r["size"], r["profile"]) == (*stage, name)), None)
+            told = "" if row is None else f"{_seconds(row['waited_seconds'])} → {_seconds(row['overlapped_seconds'])}"
+            cells.append(told and f"{told} ({float(row['over_bound']):.2f})")  # type: ignore[index]
+        lines.append(f"| {stage[0]} {stage[1]}, {stage[2]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seconds(text: str) -> str:
+    value = float(text)
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def main() -> None:
+    """Clock the stages, append the rows and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--profiles", nargs="*", default=list(RATES))
+    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    there = {tuple(row[name] for name in KEYS) for row in known_rows()} if arguments.missing else set()
+    for stage in stages():
+        wanted = [p for p in arguments.profiles if (stage.family, stage.name, stage.size, p) not in there]
+        if stage.family in arguments.families and wanted:
+            append(TABLE, rows_of(stage, wanted))
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(TABLE_ON_PAGE.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

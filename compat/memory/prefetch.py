@@ -1,0 +1,174 @@
+"""Groups of weights that come while another group computes: copies on a stream of their own, in the order of use.
+
+The order is that of the modules until a forward has shown a better one. A group is one run of bytes on the device: from
+locked memory it arrives in one copy per slab, from other memory by way of two locked buffers, each written again only
+after its last copy has ended. The copies wait until the computation has left the memory that they fill, and the
+computation waits for the copy of what it needs, both by events.
+
+In diffusers' group offloading with a stream the host waits for that stream before each group, one group comes ahead
+whatever its size, and each tensor is a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..device.facts import locks_host_memory, value_or
+from .host_weights import ALIGNED_BYTES
+from .transfer import SLICE_BYTES
+
+BUFFER_BYTES = 64 * 1024**2  # of each staging buffer; torch rounds locked memory up to a power of two
+QUEUED_GROUPS = 2  # that the host may be ahead of the device, which computes them to the end after a cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host weight and the first of its bytes in the memory of its group."""
+
+    first: int
+    host_weight: torch.Tensor
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """The weight on the device, in the bytes of its group."""
+        own = memory[self.first : self.first + self.host_weight.nbytes].view(self.host_weight.dtype)
+        return own.as_strided(self.host_weight.shape, self.host_weight.stride())
+
+
+class Layout:
+    """How the weights of a group lie in one run of bytes: side by side, and as in locked memory where they are there.
+
+    Args:
+        host_weights: of the group; :func:`is_dense` holds for each.
+    """
+
+    def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
+        self.places: list[Place] = []
+        self.runs: list[tuple[int, torch.Tensor]] = []  # first byte on the device, and the bytes in host memory
+        self.locked = all(weight.is_pinned() for weight in host_weights)
+        end = 0
+        for weight in host_weights:
+            own = weight.as_strided((weight.numel(),), (1,)).view(torch.uint8)
+            first = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+            if self.locked and self.runs and _follows(self.runs[-1][1], own):
+                begin, source = self.runs.pop()
+                first = begin + own.storage_offset() - source.storage_offset()
+                own = source.as_strided((first - begin + own.numel(),), (1,))
+                self.runs.append((begin, own))
+            else:
+                self.runs.append((first, own))
+            self.places.append(Place(first, weight))
+            end = first + weight.nbytes
+        self.total_bytes = end
+
+
+def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
+    """Whether the bytes ``own`` come right behind ``source`` in the same memory, where a tensor may begin."""
+    same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    distance = own.storage_offset() - source.storage_offset()
+    return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
+
+
+def is_dense(weight: torch.Tensor) -> bool:
+    """Whether a weight is one run of bytes in host memory, in whatever order of its dimensions."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    ordered = weight.is_contiguous() or (
+        weight.ndim in formats and weight.is_contiguous(memory_format=formats[weight.ndim])
+    )
+    return bool(type(weight) is torch.Tensor and weight.nbytes and weight.device.type == "cpu" and ordered)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Locked memory through which other memory travels, and the end of the last copy out of it."""
+
+    memory: torch.Tensor
+    ended: torch.Event | None = None
+
+    def wait(self) -> None:
+        """Until the memory may be written again, or given up."""
+        if self.ended is not None:
+            self.ended.synchronize()
+
+
+class CopyStream:
+    """The copies to one device beside its computation.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self.device, self.stream = device, stream
+        self._buffers: list[_Buffer] = []
+        self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
+
+    def bytes_on_device(self, layout: Layout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
+        """The memory of a group on the device, and the event after which its bytes are there.
+
+        Args:
+            check: raises on a cancel; called before each slice.
+        """
+        if self._left:
+            self.stream.wait_event(self._left[-1])
+        with self.stream:
+            memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self.device)
+            for first, source in layout.runs if layout.locked else ():
+                for start in range(0, source.numel(), SLICE_BYTES):
+                    check()
+                    part = source[start : start + SLICE_BYTES]
+                    memory[first + start : first + start + part.numel()].copy_(part, non_blocking=True)
+            if not layout.locked:
+                self._stage(layout, memory, check)
+        return memory, self._mark(self.stream)
+
+    def wait_for(self, arrived: torch.Event) -> None:
+        """The computation goes on once the copy has ended; the host does not wait."""
+        torch.accelerator.current_stream(self.device).wait_event(arrived)
+
+    def leave(self) -> None:
+        """The computation so far may use memory that is given up now; the host stays at most a few groups ahead."""
+        self._left.append(self._mark(torch.accelerator.current_stream(self.device)))
+        if len(self._left) > QUEUED_GROUPS:
+            self._left.popleft().synchronize()
+
+    def _stage(self, layout: Layout, memory: torch.Tensor, check: Callable[[], None]) -> None:
+        """Copy a group by way of the buffers, one of which is filled while the other travels."""
+        size = min(BUFFER_BYTES, layout.total_bytes)
+        if not self._buffers or self._buffers[0].memory.numel() < size:
+            for buffer in self._buffers:
+                buffer.wait()
+            self._buffers = [_Buffer(_locked(size)) for _ in range(2)]
+        for start in range(0, layout.total_bytes, size):
+            check()
+            buffer = self._buffers.pop(0)
+            self._buffers.append(buffer)
+            buffer.wait()
+            end = min(start + size, layout.total_bytes)
+            for first, source in layout.runs:
+                begin, stop = max(first, start), min(first + source.numel(), end)
+                if begin < stop:
+                    buffer.memory[begin - start : stop - start].copy_(source[begin - first : stop - first])
+            memory[start:end].copy_(buffer.memory[: end - start], non_blocking=True)
+            buffer.ended = self._mark(self.stream)
+
+    def _mark(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device)
+        event.record(stream)
+        return event
+
+
+def _locked(size: int) -> torch.Tensor:
+    """Locked host memory; ordinary memory where the system locks no more, from which copies are waited for."""
+    return value_or(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8))
+
+
+def copy_stream(device: torch.device) -> CopyStream | None:
+    """A stream for copies to ``device``; None where it has none beside its computation, or cannot lock host memory."""
+    if not locks_host_memory(device):
+        return None
+    stream = value_or(lambda: torch.Stream(device), None)
+    return None if stream is None else CopyStream(device, stream)

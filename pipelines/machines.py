@@ -1,0 +1,195 @@
+"""A machine as one small file that its owner may share: device, versions, answers, decisions, last runs. No names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
+from ..compat.device.probe_results import probe_results_of
+from ..compat.device.probe_store import ProbeResult
+from ..compat.errors import CheckpointError, InputError
+from ..compat.memory.statistics import kept_stages
+from ..compat.precision import precision_for
+from ..compat.records import FIX, json_in, parse, plain, shown
+from ..compat.redaction import own_names, redact
+from .receipts import versions
+from .report import precisions
+
+VERSION, HEAD = 1, "anygpu_machine"
+MOST_BYTES, MOST_TEXT, MOST_ITEMS = 256 * 1024, 200, 400
+HINT = "never sent by AnyGPU: attach it to the issue form 'How it runs on my hardware' if you like"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stage of a run: ``pipeline`` is family and variant; peaks are 0 where the device does not tell."""
+
+    stage: str
+    pipeline: str
+    mode: str
+    precision: str
+    seconds: float
+    peak_gb: float = 0.0
+    moved_gb: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found: its status, and the milliseconds that it took."""
+
+    probe: str
+    status: str
+    milliseconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine.
+
+    Args:
+        device, backend, arch, driver: as :class:`DeviceFacts` has them. versions: of the pack and its packages.
+        precision: title of a family to what ``auto`` decides for it here.
+    """
+
+    device: str
+    backend: str
+    arch: str
+    driver: str
+    memory_gb: float
+    versions: dict[str, str]
+    answers: tuple[Answer, ...] = ()
+    precision: dict[str, str] = field(default_factory=dict)
+    runs: tuple[Run, ...] = ()
+
+    def text(self) -> str:
+        """The file's content."""
+        return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
+
+
+def this_machine(device: Any, state: Path | None) -> Machine:
+    """The machine with ``device``; probes that were not asked yet are.
+
+    Raises:
+        UnsupportedError: torch cannot reach the device.
+    """
+    facts = facts_for(device)
+    store = probe_results_of(facts, state)
+    store.ask_all(False)
+    return machine_of(facts, dict(store.items()), state, own_names())
+
+
+def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path | None, names: Iterable[str]) -> Machine:
+    """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
+
+    Args:
+        probes: answers by name. state: folder with the last runs; None for none.
+    """
+    runs = [
+        Run(
+            stage=cost.stage,
+            pipeline=cost.pipeline,
+            mode=cost.mode,
+            precision=cost.precision,
+            seconds=round(cost.seconds, 2),
+            peak_gb=round(cost.peak_bytes / 1e9, 2),
+            moved_gb=round(cost.moved_bytes / 1e9, 2),
+        )
+        for cost in ([] if state is None else kept_stages(state))
+        if cost.device == str(facts.device)
+    ]
+    decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in precisions().items()}
+    whole = Machine(
+        device=facts.name,
+        backend=facts.backend,
+        arch=facts.arch,
+        driver=facts.driver,
+        memory_gb=round(facts.total_bytes / GIBIBYTE, 1),
+        versions={**versions(), **facts.versions, "kernel": _number(facts.versions.get("kernel", ""))},
+        answers=tuple(Answer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
+        precision=decided,
+        runs=tuple(runs),
+    )
+    return parse(Machine, _short(redact(plain(whole), tuple(names))), "the machine")
+
+
+def machine_in(text: str | bytes) -> Machine:
+    """The machine that a shared file describes.
+
+    Raises:
+        InputError: no such file, a newer version, an unknown field, a value of a wrong type, or more than one shares.
+    """
+    if len(text) > MOST_BYTES:
+        raise InputError(
+            f"a machine of {len(text)} bytes", expected=f"at most {MOST_BYTES}", fix="Write the file again."
+        )
+    record = json_in(text, "the machine")
+    if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
+        raise InputError(f"no machine but {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+    if record[HEAD] > VERSION:
+        raise InputError(
+            f"a machine of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
+        )
+    plainly = {name: value for name, value in record.items() if name != HEAD}
+    if _short(plainly) != plainly:
+        raise InputError(
+            "a machine with longer texts or lists than AnyGPU writes", expected="a file as it was written", fix=FIX
+        )
+    return parse(Machine, plainly, "the machine")
+
+
+def read_machine(path: Path) -> Machine:
+    """The machine in a file.
+
+    Raises:
+        CheckpointError: it cannot be read. InputError: what :func:`machine_in` refuses.
+    """
+    try:
+        with path.open("rb") as file:
+            return machine_in(file.read(MOST_BYTES + 1))
+    except OSError as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read", expected="a machine's file", fix="Give another."
+        ) from error
+
+
+def page_of(machines: Iterable[Machine]) -> str:
+    """The tables of ``docs/machines.md``, one row per machine and per run."""
+    rows = sorted(machines, key=lambda one: (one.backend, one.device, one.memory_gb))
+    lines = ["| Device | Backend | Memory | Driver | torch | Probes | LTX-Video runs in |", "| --- " * 7 + "|"]
+    runs = ["| Device | Pipeline | Stage | Offload | Seconds | Peak, GB | Moved, GB |", "| --- " * 7 + "|"]
+    for one in rows:
+        statuses = [answer.status for answer in one.answers]
+        probes = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        cells = (one.device, f"{one.backend} {one.arch}".strip(), f"{one.memory_gb:g} GB", one.driver or "-")
+        more = (one.versions.get("torch", "-"), probes or "-", next(iter(one.precision.values()), "-"))
+        lines.append(_row(*cells, *more))
+        for run in one.runs:
+            figures = f"{run.seconds:g}", f"{run.peak_gb or '-'}", f"{run.moved_gb or '-'}"
+            runs.append(_row(one.device, run.pipeline, run.stage, run.mode, *figures))
+    return "\n".join([*lines, "", "## Runs", "", *(runs if len(runs) > 2 else ["None was shared yet."])]) + "\n"
+
+
+def _number(version: str) -> str:
+    """The number a version begins with: what follows one of a kernel is its builder's."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return match[0] if match else ""
+
+
+def _row(*cells: str) -> str:
+    """A row of a table; what somebody else wrote cannot leave its cell."""
+    escaped = (" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _short(value: Any) -> Any:
+    """``value`` with texts and lists no longer than a file may have."""
+    if isinstance(value, dict):
+        return {str(name)[:MOST_TEXT]: _short(item) for name, item in list(value.items())[:MOST_ITEMS]}
+    if isinstance(value, list):
+        return [_short(item) for item in value[:MOST_ITEMS]]
+    return value[:MOST_TEXT] if isinstance(value, str) else value

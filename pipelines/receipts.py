@@ -1,0 +1,265 @@
+"""What made a video: a record inside the file, without paths, from which the video is made again on any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compat.checkpoints.identity import DIGITS, content_of, picture_content
+from ..compat.checkpoints.latents import metadata_of, record_in
+from ..compat.device.facts import GIBIBYTE
+from ..compat.errors import CheckpointError, InputError, PackError
+from ..compat.records import FIX, json_in, shown
+from ..compat.redaction import own_names, redact
+from .base import (
+    FramePackSettings,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    PictureSource,
+    Pipeline,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
+from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
+from .loading import lora
+from .loading.folder import LoadRequest
+from .movie import tags_of
+from .requests import inputs_of
+from .vae.plan import Form
+
+VERSION, HEAD = 1, "anygpu_receipt"
+RECEIPT = "receipt"  # under a latent's extra values
+TAG = "anygpu"  # of a video's metadata
+LATENT_FILES = (".safetensors", ".latent")
+PACKAGES = ("torch", "diffusers", "transformers")
+PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+TEXT = "a prompt that was not encoded by AnyGPU Encode Prompt"
+
+
+def with_receipt(
+    latents: Latents,
+    pipeline: Pipeline,
+    prompt: Prompt,
+    image: ImageCondition | None,
+    settings: SampleSettings,
+    framepack: FramePackSettings | None = None,
+    video: Content | None = None,
+) -> Latents:
+    """``latents`` with the record of what made them; never raises.
+
+    Args:
+        video: what they started from, where that is the whole of a video in ``settings.latents``.
+    """
+    missing = _missing(prompt, image, settings, video)
+    record: dict[str, Any] = {HEAD: VERSION, "latents": latents_hash(latents)}
+    try:
+        job = replace(_job(pipeline, prompt, image, settings, framepack), video=video)
+        record["job"] = job.record()
+    except (PackError, OSError, TypeError) as error:
+        missing.append(f"a request that can be written down ({type(error).__name__})")
+    decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
+    told = {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
+    record |= redact(told, own_names())
+    if missing:
+        record["missing"] = missing
+    return replace(latents, extra={**latents.extra, RECEIPT: record})
+
+
+def texts_of(request: PromptRequest) -> dict[str, Any]:
+    """What a prompt remembers of how it was encoded, for receipts and for people."""
+    seen = {} if request.image is None else {"looks_at": picture_content(request.image)}
+    texts = {"text": request.text, "negative_text": request.negative}
+    return {**texts, **seen, "request": replace(request, image=None)}
+
+
+def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
+    """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
+    content, seen = picture_content(frames), request.vision is not None
+    source = PictureSource(content, fit, request.frame, request.strength, request.seed, seen)
+    return (*(request.previous.sources if request.previous is not None else ()), source)
+
+
+def decoded_receipt(latents: Latents, form: Form, timestep: float = -1.0, scale: float = -1.0) -> dict[str, Any] | None:
+    """The receipt of a video of ``latents``, decoded so; None where they have none."""
+    record = latents.extra.get(RECEIPT)
+    if not isinstance(record, dict):
+        return None
+    if record.get("latents") != latents_hash(latents):
+        record = {**record, "missing": [*record.get("missing", []), "what changed the latents after sampling"]}
+    with suppress(PackError):  # a record that somebody edited
+        job = job_in(record.get("job"))
+        job = replace(job, decode=form, decode_timestep=timestep, decode_noise_scale=scale)
+        return {**record, "job": job.record()}
+    return dict(record)
+
+
+def tags_for(record: Mapping[str, Any] | None) -> dict[str, str]:
+    """The metadata of a video with this receipt; none without one."""
+    return {} if record is None else {TAG: json.dumps(record)}
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """The receipt in a video or a file of latents.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has none. InputError: it is damaged, or of a newer version.
+    """
+    if path.suffix in LATENT_FILES:
+        record = record_in(metadata_of(path), path).get("extra", {})
+        record = record.get(RECEIPT) if isinstance(record, dict) else None
+    else:
+        text = tags_of(path).get(TAG)
+        record = None if text is None else json_in(text, f"the receipt of {path.name!r}")
+    if record is None:
+        raise CheckpointError(
+            f"no receipt in {path.name!r}",
+            expected="a video or latents that AnyGPU saved, with metadata",
+            fix="Choose another file; converting or uploading a video often removes its metadata.",
+        )
+    version = record.get(HEAD) if isinstance(record, dict) else None
+    if type(version) is not int or version < 1:
+        raise InputError(f"a receipt {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+    if version > VERSION:
+        raise InputError(
+            f"a receipt of version {version}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
+        )
+    return dict(record)
+
+
+def job_of(record: Mapping[str, Any]) -> Job:
+    """The job that makes a receipt's video again.
+
+    Raises:
+        InputError: something that made it is in no file: masks, latents of other nodes, core's CONDITIONING.
+    """
+    missing = record.get("missing")
+    if missing:
+        named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
+        raise InputError(
+            f"a receipt without {named}",
+            expected="a video made of prompts, pictures and settings alone",
+            fix="Open the workflow in the file instead: drop it onto ComfyUI.",
+        )
+    return job_in(record.get("job"))
+
+
+def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
+    """What differs between the machine of a receipt and this one, in versions, device and decisions."""
+    here = redact({"made_with": versions(), "device": device_of(pipeline)}, own_names())
+    lines = []
+    for group, now in here.items():
+        then = record.get(group)
+        then = then if isinstance(then, dict) else {}
+        lines += [
+            f"{key} {shown(then[key])}, here {now[key]!r}" for key in now if key in then and then[key] != now[key]
+        ]
+    then = record.get("decisions")
+    pairs = {str(pair[0]): pair[1] for pair in then if _is_pair(pair)} if isinstance(then, list) else {}
+    for line in pipeline.decisions:
+        verdict = redact(line.verdict, own_names())
+        if line.subject in pairs and pairs[line.subject] != verdict:
+            lines.append(f"{line.subject} {shown(pairs[line.subject])}, here {verdict!r}")
+    return lines
+
+
+def latents_hash(latents: Latents) -> str:
+    """A hash of every bit of the latents."""
+    values = latents.samples.detach().cpu().contiguous()
+    digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
+    digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:DIGITS]
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The pack's version, Python's, and those of the packages that compute."""
+    found = {"anygpu": pack_version(), "python": platform.python_version(), "system": platform.system()}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def pack_version() -> str:
+    """The pack's own version; empty where nobody tells."""
+    with suppress(OSError, ValueError):
+        if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
+            return match[1]
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("anygpu")
+    return ""
+
+
+def device_of(pipeline: Pipeline) -> dict[str, Any]:
+    """The device of a pipeline, as far as it decides what is computed."""
+    facts = pipeline.facts
+    known = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}
+    return {**known, "memory_gb": round(facts.total_bytes / GIBIBYTE, 1)}
+
+
+def _job(
+    pipeline: Pipeline,
+    prompt: Prompt,
+    image: ImageCondition | None,
+    settings: SampleSettings,
+    framepack: FramePackSettings | None,
+) -> Job:
+    request: LoadRequest = pipeline.request
+    parts = {} if request.files is None else request.files.parts
+    providers = {"base": request.base, "image_encoder": request.image_encoder}
+    sources = () if image is None else image.sources
+    cache = pipeline.step_cache
+    return Job(
+        model=_named(request.model),
+        family=pipeline.family,
+        prompt=prompt.extra.get("request", PromptRequest("")),
+        settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
+        files={part: _named(path) for part, path in parts.items()},
+        task="auto" if request.files is None else request.files.task,
+        load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
+        loras=tuple(Adapter(_named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
+        step_cache=Caching() if cache is None else Caching("custom", cache),
+        pictures=tuple(Picture(Content("", one.content), one.frame, one.strength, one.seed) for one in sources),
+        fit=sources[0].fit if sources else Job.__dataclass_fields__["fit"].default,
+        framepack=framepack,
+        **{name: _named(path) for name, path in providers.items() if path is not None},
+    )
+
+
+def _missing(
+    prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, video: Content | None
+) -> list[str]:
+    """What made a video and no file describes."""
+    looks = prompt.extra.get("looks_at", "")
+    sources = () if image is None else image.sources
+    absent = {
+        TEXT: "request" not in prompt.extra,
+        "the latents that it started from": settings.latents is not None and video is None,
+        "a noise mask": settings.noise_mask is not None,
+        "the pictures that it started from": image is not None and not sources,
+        "states of another image encoder": any(one.vision for one in sources),
+        "pictures fitted in several ways": len({one.fit for one in sources}) > 1,
+        "the picture that its text encoder saw": bool(looks) and looks not in [one.content for one in sources[:1]],
+    }
+    return [name for name, lacking in absent.items() if lacking]
+
+
+def _named(path: Path) -> Content:
+    return Content(path.name, content_of(path))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2

@@ -1,0 +1,119 @@
+"""A shared machine says what it is and nothing about its owner."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from anygpu import cli
+from anygpu.compat import redaction
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ProbeResult
+from anygpu.compat.errors import InputError
+from anygpu.compat.memory.statistics import StageCost
+from anygpu.pipelines import machines
+from anygpu.pipelines.machines import machine_in, machine_of, page_of, read_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRETS = (
+    *("/home/annette/models/x.safetensors", "~/secret/file", "C:\\Users\\Annette\\a.png", "\\\\nas\\films\\a.mp4"),
+    *("annette@example.org", "https://me:pass@host.example/x?token=1", "192.168.178.20", "fe80:0:0:0:1:2:3:4"),
+    *(
+        "hf_abcdefghijklmnopqrst",
+        "sk-abcdefghijklmnop",
+        "GPU-4f9c1a52-0b1d-4a4e-9d1c-5f2b6c7d8e9f",
+        "aa:bb:cc:dd:ee:ff",
+    ),
+)
+NAMES = ("annette", "annettes-tower")
+FACTS = replace(facts_for("cpu"), name="NVIDIA GeForce RTX 2060", backend="cuda", arch="sm75", driver="580.12")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+
+    def hidden() -> str:
+        words = ["".join(rng.choices(string.ascii_letters + ".,()=", k=rng.randint(1, 8))) for _ in range(3)]
+        words.insert(rng.randrange(4), rng.choice((*SECRETS, "Annette", "ANNETTES-TOWER")))
+        return " ".join(words)
+
+    cost = StageCost(hidden(), hidden(), hidden(), "cpu", seconds=1.0)
+    monkeypatch.setattr(machines, "kept_stages", lambda _: [cost])
+    monkeypatch.setattr(machines, "versions", lambda: {"torch": hidden(), hidden(): "1"})
+    facts = replace(FACTS, name=hidden(), driver=hidden(), versions={"cuda": hidden()})
+    probes = {"conv3d.bf16": ProbeResult("wrong", hidden(), 1.5), hidden(): ProbeResult("ok")}
+    text = machine_of(facts, probes, tmp_path, NAMES).text()
+    bare = [
+        *NAMES,
+        "example.org",
+        "192.168",
+        "fe80",
+        "hf_abc",
+        "sk-abc",
+        "4f9c1a52",
+        "aa:bb",
+        "secret",
+        "films",
+        "pass@",
+    ]
+    assert not [secret for secret in (*SECRETS, *bare) if secret.lower() in text.lower()]
+    assert machine_in(text).text() == text
+
+
+def test_plain_facts_stay(tmp_path: Path) -> None:
+    machine = machine_of(FACTS, {"conv3d.bf16": ProbeResult("ok", "", 1.25)}, None, NAMES)
+    assert (machine.device, machine.driver, machine.arch) == ("NVIDIA GeForce RTX 2060", "580.12", "sm75")
+    assert machine_of(replace(FACTS, versions={"kernel": "6.8.0-annette"}), {}, None, ()).versions["kernel"] == "6.8.0"
+    assert machine.versions["torch"] == FACTS.versions["torch"] and "LTX-Video" in machine.precision
+    assert machine.answers[0].milliseconds in (1.2, 1.3)
+    for text in ("AMD Ryzen 9 5950X 16-Core/32", "2.13.0+cu130", "torch 2.8, fp16/bf16", "6.18.44-fc-v669"):
+        assert redaction.redact(text, NAMES) == text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"anygpu_machine": 2}, "a machine of version 2"),
+        ({"anygpu_machine": "1"}, "no machine but"),
+        ({"owner": "x"}, "unknown field 'owner' in the machine"),
+        ({"memory_gb": "x"}, "the machine.memory_gb 'x'; expected a number"),
+        ({"device": "x" * 300}, "longer texts or lists"),
+        ({"runs": [{"stage": 1}]}, "the machine.runs[0]"),
+    ],
+)
+def test_a_file_that_was_edited_is_refused_in_one_line(change: dict[str, object], said: str) -> None:
+    record = json.loads(machine_of(FACTS, {}, None, NAMES).text())
+    with pytest.raises(InputError) as caught:
+        machine_in(json.dumps({**record, **change}))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_shared_text_cannot_leave_its_cell() -> None:
+    machine = replace(machine_of(FACTS, {}, None, NAMES), device="a | b\n<script>")
+    assert "| a \\| b &lt;script> |" in page_of([machine])
+
+
+def test_the_page_is_what_the_files_say() -> None:
+    files = sorted((ROOT / "benchmarks" / "machines").glob("*.json"))
+    assert files and (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").endswith(
+        page_of(map(read_machine, files))
+    )
+
+
+def test_the_command_shows_the_file_before_it_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = machine_of(FACTS, {}, None, NAMES)
+    monkeypatch.setattr(machines, "this_machine", lambda *_: machine)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer in ("n", "y"):
+        monkeypatch.setattr("builtins.input", lambda _question, answer=answer: answer)
+        assert cli.main(["report", "--share", str(tmp_path / "a.json"), "--state", str(tmp_path)]) == 0
+        assert machine.text() in capsys.readouterr().out
+        assert (tmp_path / "a.json").exists() == (answer == "y")
+    assert read_machine(tmp_path / "a.json") == machine

@@ -1,0 +1,149 @@
+"""A file says what made it, and is made again from that: bit for bit, or with the difference named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu import cli
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.transforms.step_cache import StepCacheSettings
+from anygpu.pipelines import jobs, receipts, replays, stages, tiny
+from anygpu.pipelines.base import ImageRequest, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.jobs import Machine, Places
+from anygpu.pipelines.latents import convert, recovery, store
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.movie import tags_of, write_mp4
+from anygpu.pipelines.receipts import RECEIPT, TAG, decoded_receipt, job_of, read_receipt, tags_for, with_receipt
+from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.vae.plan import Form
+
+PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+SETTINGS = SampleSettings(64, 64, 9, 2, seed=5)
+
+
+@pytest.fixture
+def made(tiny_folder: Path):
+    """A pipeline, and latents that it sampled from a picture, with their receipt."""
+    pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a fox", "blurry"), Silent())
+    image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "crop", Silent())
+    latents = stages.sample(pipeline, prompt, image, SETTINGS, Silent())
+    return pipeline, prompt, image, with_receipt(latents, pipeline, prompt, image, SETTINGS)
+
+
+def test_what_nodes_made_is_the_job_of_the_command(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Through a file of latents, on a machine where the model has another name and the picture lies beside it."""
+    _, _, _, latents = made
+    path = store.save_latent(tmp_path / "a.safetensors", convert.to_core(latents), print)
+    from PIL import Image
+
+    Image.fromarray((PICTURE[0] * 255).byte().numpy()).save(tmp_path / "whatever.png")
+    shutil.copytree(tiny_folder / "ltx", tmp_path / "models" / "another name")
+    machine = Machine(Places((tmp_path / "models",), (tmp_path,)), tmp_path / "state", "cpu")
+    again = replays.replay(path, machine, Silent())
+    assert again.same is True and again.differences == ()
+    assert again.text() == "the same latents, bit for bit"
+    assert torch.equal(again.rendered.latents.samples, latents.samples)
+    assert read_receipt(path)["job"]["load"] == {"precision": "fp32"}
+    kept = recovery.load(tmp_path / "state" / "kept", "newest", print)
+    assert kept["anygpu"]["extra"][RECEIPT]["latents"] == receipts.latents_hash(latents)
+
+
+def test_what_differs_is_named(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    pipeline, prompt, _, _ = made
+    latents = stages.sample(pipeline, prompt, None, SETTINGS, Silent())
+    record = with_receipt(latents, pipeline, prompt, None, SETTINGS).extra[RECEIPT]
+    record["made_with"]["torch"] = "1.0"
+    record["device"]["device"] = "NVIDIA GeForce GTX 1080"
+    record["job"]["settings"]["seed"] = 6
+    signed = replace(latents, extra={RECEIPT: record})
+    path = store.save_latent(tmp_path / "a.safetensors", convert.to_core(signed), print)
+    model = tmp_path / "models" / "ltx"
+    shutil.copytree(tiny_folder / "ltx", model)
+    (model / "model_index.json").write_text((model / "model_index.json").read_text() + "\n")
+    machine = Machine(Places((model.parent,)), tmp_path / "state", "cpu")
+    said = replays.replay(path, machine, Silent()).text()
+    assert said.startswith("other latents\n")
+    for part in (
+        "'ltx' has other content here",
+        "torch '1.0', here",
+        "device 'NVIDIA GeForce GTX 1080', here",
+        "by at most",
+    ):
+        assert part in said
+
+
+def test_a_video_carries_its_receipt_and_no_path(made: Any, tmp_path: Path, tiny_folder: Path) -> None:
+    _, _, _, latents = made
+    record = decoded_receipt(latents, Form("tiled", 64), 0.05)
+    path = write_mp4(torch.rand(3, 32, 32, 3), 8.0, tmp_path / "a.mp4", tags_for(record))
+    assert read_receipt(path) == json.loads(json.dumps(record))
+    job = job_of(read_receipt(path))
+    assert (job.decode, job.decode_timestep, job.settings, job.prompt.negative) == (
+        Form("tiled", 64),
+        0.05,
+        SETTINGS,
+        "blurry",
+    )
+    text = tags_of(path)[TAG]
+    assert str(tiny_folder) not in text and str(Path.home()) not in text and str(tmp_path) not in text
+    write_mp4(torch.rand(3, 32, 32, 3), 8.0, path)
+    with pytest.raises(CheckpointError, match=r"no receipt in 'a\.mp4'"):
+        read_receipt(path)
+
+
+def test_settings_of_loading_come_back(made: Any, tiny_folder: Path) -> None:
+    _, prompt, _, _ = made
+    speed = SpeedRequest(kernels="off")
+    request = LoadRequest(tiny_folder / "ltx", weights="int8", text_weights="int8", device="cpu", speed=speed)
+    pipeline = with_step_cache(load(request), "fast", StepCacheSettings())
+    latents = with_receipt(made[3], pipeline, prompt, None, replace(SETTINGS, sigmas=(1.0, 0.5, 0.0)))
+    job = job_of(latents.extra[RECEIPT])
+    assert job.load == {"weights": "int8", "text_weights": "int8"}, "where and how fast is the other machine's matter"
+    assert job.settings.sigmas == (1.0, 0.5, 0.0)
+    assert str(job.step_cache.settings) == str(pipeline.step_cache)
+
+
+def test_what_no_file_describes_is_said(made: Any) -> None:
+    pipeline, prompt, image, latents = made
+    masked = replace(SETTINGS, latents=latents, noise_mask=torch.ones(1, 1, 1, 2, 2))
+    foreign = Prompt(prompt.family, prompt.embeds)
+    record = with_receipt(latents, pipeline, foreign, replace(image, sources=()), masked).extra[RECEIPT]
+    with pytest.raises(InputError) as caught:
+        job_of(record)
+    for part in ("a prompt that was not encoded", "the latents that it started from", "a noise mask", "the pictures"):
+        assert part in str(caught.value)
+    changed = decoded_receipt(replace(latents, samples=latents.samples + 1), Form())
+    with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
+        job_of(changed or {})
+
+
+@pytest.mark.parametrize(
+    "record", ["{", "[]", '{"anygpu_receipt": 2}', '{"anygpu_receipt": "x"}', '{"anygpu_receipt": NaN}']
+)
+def test_a_damaged_receipt_is_one_line(tmp_path: Path, record: str) -> None:
+    path = write_mp4(torch.rand(2, 32, 32, 3), 8.0, tmp_path / "a.mp4", {TAG: record})
+    with pytest.raises(InputError):
+        read_receipt(path)
+
+
+def test_the_command_makes_a_file_again(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny.build("ltx", tiny_folder)
+    flags = ["--width", "64", "--height", "64", "--frames", "9", "--steps", "2", "--seed", "7", "--prompt", "a fox"]
+    here = ["--device", "cpu", "--state", str(tmp_path / "state")]
+    video = tmp_path / "fox.mp4"
+    assert cli.main(["render", "--model", str(model), *flags, *here, "--output", str(video)]) == 0
+    capsys.readouterr()
+    assert cli.main(["replay", str(video), "--search", str(model.parent), *here]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'fox.replay.mp4'}: the same latents, bit for bit\n"
+    assert job_of(read_receipt(tmp_path / "fox.replay.mp4")) == job_of(read_receipt(video))
+    capsys.readouterr()
+    assert cli.main(["replay", str(video), *here]) == 1, "the demo model has the same name"
+    assert "differs: 'ltx' has other content here than where it was made" in capsys.readouterr().out
+    assert jobs.job_in(read_receipt(video)["job"]).model.name == "ltx"
