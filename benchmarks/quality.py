@@ -156,7 +156,9 @@ FOOT = "\nRepeat it with `python benchmarks/quality.py`; the rows are in `benchm
 
 def line(name: str, how: str, score: dict[str, float], noise: float | None, alike: float | None) -> str:
     """A row of the page."""
-    figures = ["", ""] if noise is None or alike is None else ["equal" if noise == EQUAL else f"{noise:.1f}", f"{alike:.3f}"]
+    figures = (
+        ["", ""] if noise is None or alike is None else ["equal" if noise == EQUAL else f"{noise:.1f}", f"{alike:.3f}"]
+    )
     shares = [f"{score[key]:.0%}" for key in ("all", "shape", "motion")]
     return f"| {name} | {how} | {' | '.join([*shares, *figures])} |"
 
