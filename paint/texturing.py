@@ -89,7 +89,8 @@ def maps_of(
         raise InputError(f"normals {normals!r}", expected=f"one of {', '.join(NORMALS)}", fix="Choose auto.")
     table = cameras or DEFAULT_VIEWS
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
-    with Checked((progress or Silent()).check):
+    what = f"rendering maps of {size} pixels"
+    with Checked((progress or Silent()).check), explained(what, device or HOST, "Lower size."):
         surface = Surface.of(mesh, device)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
 
