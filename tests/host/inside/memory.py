@@ -15,7 +15,6 @@ import comfy.model_patcher
 import comfy.ops
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
-from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
@@ -26,7 +25,6 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from comfy.cli_args import args
 from safetensors.torch import save_file
 from simulated import accelerator
-from simulated.clock import clocked
 from torch import nn
 
 from host.inside.device import CASES, bytes_on_device, distance, encoded, loaded_for, rendered, sampled
@@ -125,36 +123,6 @@ def sampled_from(pipeline: Any, name: str, given: tuple[Any, Any]) -> torch.Tens
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
         return stages.sample_framepack(pipeline, *given, settings, framepack, Silent()).samples
     return stages.sample(pipeline, *given, settings, Silent()).samples
-
-
-def async_offload(name: str) -> dict[str, Any]:
-    """Sampling with everything streamed on core's streams for copies, which it makes of CUDA and XPU devices only."""
-    pipeline = loaded_for(name)
-    given = encoded(pipeline, name)
-    expected, device = sampled_from(pipeline, name, given), pipeline.offloader.device
-    management.unload_all_models()
-    streams = [torch.acc.Stream(device) for _ in range(2)]  # type: ignore[attr-defined]
-    copied = {True: 0, False: 0}
-
-    def note(_name: str, arguments: list[Any]) -> None:
-        target, source = arguments[:2]
-        if source.device.type == "cpu" and target.device == device:
-            copied[torch.accelerator.current_stream(device) in streams] += target.nbytes
-
-    core = {"NUM_STREAMS": 2, "STREAMS": {device: streams}, "current_stream": torch.accelerator.current_stream}
-    with (
-        state(vram_state=management.VRAMState.NO_VRAM),
-        patch.multiple(management, stream_counters={}, STREAM_CAST_BUFFERS={}, **core),
-        clocked(RATES["RTX 4090"]),
-        accelerator.hook("aten::copy_", before=note),
-    ):
-        latents = sampled_from(pipeline, name, given)
-    size = pipeline.offloader.patcher.model_size()
-    return {
-        "equal": bool(torch.equal(latents, expected)),
-        "beside": copied[True] / size,
-        "waited": copied[False] / size,
-    }
 
 
 def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
