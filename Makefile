@@ -28,6 +28,7 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/ltx_vae.py encoder
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py train
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py export
+	OMP_NUM_THREADS=1 $(PY) training/ltx.py lora
 
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)
@@ -106,6 +107,7 @@ demo-comfyui: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/overhead.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/dispatch.py
 	$(PY) benchmarks/startup.py
 	$(PY) benchmarks/watching.py
 	$(PY) benchmarks/steps.py

@@ -71,12 +71,24 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 def queue(arguments: argparse.Namespace) -> int:
     """Write a job for each prompt, seed and picture, as AnyGPU Queue Jobs does."""
+    from ..paint.jobs import model_item, paint_jobs
+    from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
-    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
     from ..pipelines.jobs import load_inputs
 
+    folder = JobFolder(Path(arguments.folder))
+    if arguments.meshes:
+        if arguments.pictures is None:
+            raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
+        meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
+        model, painting = model_item(Path(arguments.model)), PaintSettings(steps=arguments.steps)
+        made = paint_jobs(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input)
+        jobs = write_list(folder, arguments.name, made)
+        print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
+        return 0
     batch = Batch(
-        prompts_in(Path(arguments.prompts).read_text(encoding="utf-8")),
+        prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
         seeds_in(arguments.seeds),
         [] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
         arguments.negative,
@@ -84,7 +96,7 @@ def queue(arguments: argparse.Namespace) -> int:
         load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
         FramePackSettings(arguments.seconds) if arguments.seconds else None,
     )
-    jobs = queue_jobs(JobFolder(Path(arguments.folder)), arguments.name, Path(arguments.model), batch)
+    jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
     return 0
 
@@ -172,7 +184,8 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder")
     parser.add_argument("--name", default="jobs", help="of the job file")
     parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
-    parser.add_argument("--prompts", required=True, metavar="FILE", help="one prompt to a line")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt to a line")
+    parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")
     parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
     parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
     parser.add_argument("--negative", default="")

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from ..compat.device.facts import value_or
-from ..compat.durable import require_writable
+from ..compat.durable import replacing, require_writable
 from ..compat.records import json_in
-from ..pipelines.base import Pipeline, Progress
+from ..paint.jobs import KIND as PAINT
+from ..paint.jobs import Item, PaintJob, paint_job_in
+from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
-from ..pipelines.jobs import Job, Machine, Places, job_in, load_pipeline, run
-from ..pipelines.movie import write_mp4
+from ..pipelines.jobs import Content, Job, Machine, Places, job_in, load_pipeline, run
+from ..pipelines.movie import read_frames, write_mp4
 from ..pipelines.receipts import decoded_receipt, tags_for
 from .schedule import Task
 
@@ -26,18 +28,21 @@ OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
 USUAL_STEPS, USUAL_FRAMES, USUAL_SIDE = 30, 97, 512  # where a job leaves them to its model
 
 
-def job_of(line: str) -> Job:
+def job_of(line: str) -> Job | PaintJob:
     """The job of one line of a job file.
 
     Raises:
         InputError: it is none; says why.
     """
-    return job_in(json_in(line, "this line"))
+    record = json_in(line, "this line")
+    return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
 
 
 def task_of(line: str) -> Task:
     """What the schedule needs to know of a line; raises as :func:`job_of`."""
     job = job_of(line)
+    if isinstance(job, PaintJob):
+        return Task(job.key, job.model_key, float(job.paint.size**2 * (job.paint.steps or USUAL_STEPS)), line)
     settings = job.settings
     pixels = (settings.width or USUAL_SIDE) * (settings.height or USUAL_SIDE) * (settings.frames or USUAL_FRAMES)
     branches = 2 if settings.cfg > 1 else 1
@@ -57,32 +62,56 @@ class Renderer:
     models: tuple[Path, ...]
     state: Path
     device: Any = None
-    _pipeline: Pipeline | None = field(default=None, repr=False)
+    _pipeline: Any = field(default=None, repr=False)
     _model: str = ""
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line`` unless it is done; returns what is written down of it."""
+        """Render the job of ``line``; returns what is written down of it."""
         job, folder = job_of(line), JobFolder(self.folder)
-        kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
-        path = folder.results / f"{job.key}.mp4"
-        require_writable(path, OUTPUT_BYTES, "the folder of jobs")
+        require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
         if self._model != job.model_key:
-            self._pipeline, self._model = None, ""  # before the next is loaded, so that both are never held
+            self._pipeline, self._model = None, job.model_key  # before the next is loaded: both are never held
         started = time.monotonic()
+        with torch.no_grad():
+            name, made = (self._textured if isinstance(job, PaintJob) else self._video)(job, folder, progress)
+        digest = hashlib.sha256(made.contiguous().numpy().tobytes()).hexdigest()
+        seconds = round(time.monotonic() - started, 3)
+        return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
+
+    def _video(self, job: Job, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
+        """Name of the video's file, and its frames."""
+        kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
         places = Places((*self.models, DEMOS), (self.folder,))
         machine = Machine(places, self.state, self.device, unfinished=kept)
-        with torch.no_grad():
-            self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
-            self._model = job.model_key
-            rendered = run(job, machine, progress, self._pipeline)
-        write_mp4(rendered.frames, rendered.latents.fps, path, tags_for(decoded_receipt(rendered.latents, job.decode)))
+        self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
+        rendered = run(job, machine, progress, self._pipeline)
+        tags = tags_for(decoded_receipt(rendered.latents, job.decode))
+        path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4", tags)
         shutil.rmtree(kept, ignore_errors=True)
-        return {
-            "job": job.record(),
-            "file": path.name,
-            "frames_sha256": hashlib.sha256(rendered.frames.contiguous().numpy().tobytes()).hexdigest(),
-            "seconds": round(time.monotonic() - started, 3),
-        }
+        return path.name, rendered.frames
+
+    def _textured(self, job: PaintJob, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
+        """Name of the textured mesh's file, and its texture."""
+        from ..paint.geometry.mesh import load_mesh, write_glb
+        from ..paint.loading import PaintRequest, load_paint
+        from ..paint.texturing import OneStep, textured
+
+        def find(item: Item, *roots: Path) -> Path:
+            return Places(roots).model(Content(item.name, item.content))
+
+        if self._pipeline is None:
+            model = find(job.model, *self.models)
+            request = PaintRequest(model, precision=job.precision, device=self.device, state=self.state)
+            self._pipeline = load_paint(request, progress)
+        mesh, _ = load_mesh(find(job.mesh, folder.root), progress.check)
+        pictures = [read_frames(find(job.picture, folder.root))[0][0]]
+        settings = OneStep(job.paint, job.texture, job.max_views)
+        texture, _, _ = textured(mesh, pictures, self._pipeline, None, settings, progress)
+        both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)
+        path = folder.results / f"{job.key}.glb"
+        with replacing(path) as temporary:
+            write_glb(temporary, mesh, texture.colour, both)
+        return path.name, texture.colour
 
 
 def reached_in(folder: JobFolder, task: Task) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
@@ -16,12 +16,17 @@ from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from ..compat.records import json_in
+from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
-from ..pipelines.job_lists import PICTURES, JobList
-from ..pipelines.jobs import job_in
+from ..pipelines.job_lists import PICTURES, JobList, write_list
+from ..pipelines.jobs import Job, job_in
 from ..pipelines.movie import read_frames
 from .api import InputImpl
+from .folders import paint_path
 from .progress import NodeProgress
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.jobs import PaintJob
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 NAMESPACE, DESK = "anygpu", "desk"  # as farm/cluster.py names them
@@ -67,24 +72,39 @@ def job_folder(name: str) -> JobFolder:
 
 def picture_folders() -> list[str]:
     """``none``, then the folders with pictures below ComfyUI's input folder."""
-    root = Path(folder_paths.get_input_directory())
-    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in PICTURES}
-    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
+    return _folders_with(PICTURES)
 
 
-def picture_folder(name: str) -> Path:
-    """The folder of a listed name.
+def mesh_folders() -> list[str]:
+    """``none``, then the folders with meshes below ComfyUI's input folder."""
+    return _folders_with(MESH_FILES)
+
+
+def input_folder(name: str) -> Path:
+    """The folder of a listed name, of pictures or meshes.
 
     Raises:
         CheckpointError: it is not listed.
     """
-    if name not in picture_folders():
+    if name == NONE or name not in (*picture_folders(), *mesh_folders()):
         raise CheckpointError(
-            f"no folder of pictures {name!r}",
-            expected="a folder with pictures in ComfyUI's input folder",
+            f"no folder of pictures or meshes {name!r}",
+            expected="a folder with some in ComfyUI's input folder",
             fix="Put one there and press R.",
         )
     return Path(folder_paths.get_input_directory()) / name
+
+
+def queue_meshes(
+    folder: JobFolder, name: str, model: str, meshes: str, pictures: str, seeds: Sequence[int], steps: int
+) -> JobList:
+    """Write a job for each mesh of a listed folder, to be textured by a listed paint model."""
+    from ..paint.jobs import model_item, paint_jobs
+    from ..paint.sampling.painting import PaintSettings
+
+    item = model_item(paint_path(model), model)
+    sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
+    return write_list(folder, name, paint_jobs(item, *sources, seeds, PaintSettings(steps=steps), folder.add_input))
 
 
 def jobs_named(folder: JobFolder, name: str) -> JobList:
@@ -102,7 +122,7 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
             fix="Queue some, or correct the name.",
         )
     lines = tuple(lines_of(path))
-    return JobList(folder, path.stem, lines, tuple(job_in(json_in(line, path.name)).key for line in lines))
+    return JobList(folder, path.stem, lines, tuple(_job_of(line).key for line in lines))
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
@@ -175,16 +195,35 @@ def line_of(worker: Mapping[str, Any]) -> str:
     return "; ".join([*parts, *filter(None, [str(worker.get("error", ""))])])
 
 
+def _folders_with(suffixes: Sequence[str]) -> list[str]:
+    root = Path(folder_paths.get_input_directory())
+    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in suffixes}
+    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
+
+
 def _roots() -> list[Path]:
     known = folder_paths.folder_names_and_paths
     return [Path(path) for path in folder_paths.get_folder_paths(ROOTS)] if ROOTS in known else []
 
 
+def _job_of(line: str) -> Job | PaintJob:
+    from ..paint.jobs import KIND as PAINT
+    from ..paint.jobs import paint_job_in
+
+    record = json_in(line, "a line of the job file")
+    return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
+
+
 def _inputs_of(lines: Sequence[str]) -> list[str]:
     """The names of the files that jobs start from, each once."""
+    from ..paint.jobs import PaintJob
+
     names: dict[str, None] = {}
     for line in lines:
-        job = job_in(json_in(line, "a job"))
+        job = _job_of(line)
+        if isinstance(job, PaintJob):
+            names |= {job.mesh.name: None, job.picture.name: None}
+            continue
         names |= {picture.file.name: None for picture in job.pictures}
         if job.video is not None:
             names[job.video.name] = None

@@ -10,8 +10,8 @@ import folder_paths
 
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
-from ..paint.loading import PAGES, is_paint_folder
-from ..pipelines.demo import demo_models
+from ..paint.choices import PAGES, is_paint_folder
+from ..pipelines.demo import demo_loras, demo_models
 from ..pipelines.latents.steps import FOLDER
 from ..pipelines.loading.download import published_family, remedy
 from ..pipelines.loading.folder import family_of_folder, find_models
@@ -24,7 +24,7 @@ UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
 NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"
 NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE, NO_UPSCALER)  # entries of lists that have no other
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
 _listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
@@ -159,11 +159,16 @@ def loras() -> dict[str, Path]:
     return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
 
 
+def lora_choices() -> list[str]:
+    """The choices of the LoRA node: the user's files, none, then those for the demo models."""
+    return [*(loras() or [NO_LORA]), NONE, *demo_loras()]
+
+
 def lora_file(name: str) -> Path:
     """The file of a listed LoRA, as :func:`path_of` finds it."""
     searched = roots(LORA_KEYS)
     what = "LoRA", "a .safetensors file there"
-    return path_of(name, loras(), searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, {**demo_loras(), **loras()}, searched, what, f"Put it into {searched[0]} and press R.")
 
 
 def upscalers() -> dict[str, Path]:

@@ -6,15 +6,18 @@ import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
 
 from ..compat.errors import CheckpointError, InputError
-from ..paint.geometry.mesh import FORMATS, Mesh, load_mesh
-from ..paint.texturing import Texture
+from ..paint.choices import MESH_FILES
 from .api import Types
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.geometry.mesh import Mesh
+    from ..paint.texturing import Texture
 
 NO_FILE = "no mesh file found"
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
@@ -31,7 +34,7 @@ def mesh_files() -> list[str]:
 def _meshes_in(kind: str, mark: str) -> list[str]:
     root = Path(folder_paths.get_directory_by_type(kind))
     files = [*root.glob("*.*"), *root.glob("3d/**/*.*")]
-    return sorted(path.relative_to(root).as_posix() + mark for path in files if path.suffix.lower() in FORMATS)
+    return sorted(path.relative_to(root).as_posix() + mark for path in files if path.suffix.lower() in MESH_FILES)
 
 
 def _place(name: str) -> tuple[Path, Path]:
@@ -51,7 +54,7 @@ def mesh_path(name: str) -> Path:
     if name == NO_FILE or not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
             f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
-            expected=f"a file of {', '.join(FORMATS)}",
+            expected=f"a file of {', '.join(MESH_FILES)}",
             fix="Upload one with the button on the node, or put one into input/3d and press R.",
         )
     return path
@@ -65,6 +68,8 @@ def file_stamp(name: str) -> Any:
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh of a core FILE_3D, or of a listed file where that is None, and lines about it; ``check`` may cancel."""
+    from ..paint.geometry.mesh import load_mesh
+
     if file is None:
         return load_mesh(mesh_path(name), check)
     source = file.get_source()
@@ -83,6 +88,8 @@ def from_core(mesh: Any) -> Mesh:
     Raises:
         InputError: none or several, or something else.
     """
+    from ..paint.geometry.mesh import Mesh
+
     vertices, faces = getattr(mesh, "vertices", None), getattr(mesh, "faces", None)
     if vertices is None or faces is None:
         raise InputError(f"a MESH of {type(mesh).__name__}", expected="vertices and faces", fix="Connect a mesh.")

@@ -6,19 +6,20 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.latent_formats
 import comfy.model_management
 import latent_preview
 import torch
 
-from ..paint.pictures import saved
-from ..paint.sampling.painting import Painted
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
 from .folders import kept_folder
 from .progress import NodeProgress
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.sampling.painting import Painted
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class PaintProgress(NodeProgress):
 
 def keep_views(painted: Painted) -> tuple[str, Callable[[], None]]:
     """Painted views as pictures beside the kept latents: where they are, and what deletes them again."""
+    from ..paint.pictures import saved
+
     folder = kept_folder() / f"views-{uuid.uuid4().hex[:8]}"
     try:
         saved(painted.views, folder, "view")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import folder_paths
 
 from ..compat.errors import PackError
-from ..paint.loading import PaintRequest
-from ..paint.networks.compile import CACHE_LIMIT, settings_for
+from ..paint.choices import CACHE_LIMIT
 from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
+from ..pipelines.loading.single_file import Files
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.loading import PaintRequest
+    from ..pipelines.jobs import Machine
 
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
@@ -68,6 +74,9 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
     """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    from ..paint.loading import PaintRequest
+    from ..paint.networks.compile import settings_for
+
     given = {**PAINT_INPUTS, **inputs}
     return PaintRequest(
         folders.paint_path(given["model"]),
@@ -76,6 +85,27 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
         **{name: given[name] for name in PAINT_CHOICES},
         **_here(machine),
+    )
+
+
+def machine_of(folder: Path) -> Machine:
+    """This ComfyUI as the place where a job runs.
+
+    Args:
+        folder: of the file that says what to render, beside which its pictures may lie.
+    """
+    from ..pipelines.demo import MODELS
+    from ..pipelines.jobs import Machine, Places
+
+    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
+    single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
+    pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
+    return Machine(
+        places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures))),
+        state=folders.state_folder(),
+        device=memory_manager.compute_device(),
+        host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},
+        single=Files({}, model_files.offered(), AUTO, model_files.tokenizers()),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -14,13 +15,16 @@ from comfy.cli_args import args
 
 from ..compat.errors import CheckpointError, InputError
 from ..pipelines.base import Latents
-from ..pipelines.latents.store import Origin, kind_of
+from ..pipelines.latents.store import LATENT, Origin, kind_of
 from ..pipelines.receipts import TAG, with_receipt
 from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
+FILMS = (".mp4", ".webm", ".mkv", ".mov")
+NO_SIGNED = "no video or latents found"
 DEEPEST = 4
 OUTPUT = " [output]"
+MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
 
 _kinds: dict[tuple[str, int, int], str] = {}
 
@@ -37,7 +41,7 @@ def target_folder(prefix: str) -> tuple[Path, str]:
     """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
 
     Raises:
-        InputError: a name that leads out of the output folder or into a loop of links, or no name.
+        InputError: a name that leads out of the output folder or into a loop of links, no name, or a long one.
     """
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
@@ -52,6 +56,11 @@ def target_folder(prefix: str) -> tuple[Path, str]:
             fix="Remove leading slashes and '..', and end with a file name.",
         )
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
+    longest = max(len(os.fsencode(part)) for part in inside.parts)
+    if longest > MOST_BYTES:
+        raise InputError(
+            f"filename_prefix with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
+        )
     return inside.parent, inside.name
 
 
@@ -109,6 +118,41 @@ def choices(kind: str) -> list[str]:
     return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
 
+def signed_choices() -> list[str]:
+    """Names of the videos and latents that may carry a receipt, newest first; one entry that says so where none is."""
+    named = _signed()
+    return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [NO_SIGNED]
+
+
+def signed_file(name: str) -> Path:
+    """The file of a name from :func:`signed_choices`; nothing else can be named.
+
+    Raises:
+        CheckpointError: none of that name.
+    """
+    named = _signed()
+    if name in named:
+        return named[name]
+    found = f"no video or latents {name!r}" if name != NO_SIGNED else f"{name} in ComfyUI's input and output folders"
+    raise CheckpointError(found, expected="a file that AnyGPU made there", fix="Put it there and press R.")
+
+
+def signed_stamp(name: str) -> tuple[str, int, int]:
+    """Changes when the file of a name changes."""
+    path = _signed().get(name)
+    return (name, 0, 0) if path is None else (name, *_state(path))
+
+
+def _signed() -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
+        root = Path(folder)
+        for path in _files(root, (*SUFFIXES, *FILMS)):
+            if path.suffix in FILMS or _kind(path) == LATENT:
+                named[path.relative_to(root).as_posix() + mark] = path
+    return named
+
+
 def none_of(kind: str) -> str:
     """What a list without files says."""
     return f"no {kind} file found"
@@ -146,7 +190,7 @@ def _named(kind: str) -> dict[str, Path]:
     return named
 
 
-def _files(root: Path) -> list[Path]:
+def _files(root: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
     level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
@@ -157,7 +201,7 @@ def _files(root: Path) -> list[Path]:
                 continue
             seen.add(real)
             children = _children(folder)
-            files += [path for path in children if path.suffix in SUFFIXES and path.name[0] != "."]
+            files += [path for path in children if path.suffix in suffixes and path.name[0] != "."]
             deeper += [path for path in children if path.suffix == "" and path.name[0] != "." and path.is_dir()]
         level = deeper
     return files

@@ -25,6 +25,7 @@ from .loaders import ComposePipeline, LoadPipeline, LoRA
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
+from .replay import Replay
 from .sampling import Sample, SampleFramePack, StepCache
 from .tools import DownloadModel, HardwareReport, MemoryPlan
 
@@ -44,6 +45,7 @@ NODES = (
     FitModel, FitVAE, FitCLIP,
     Doctor,
     QueueJobs, Collect, Farm,
+    Replay,
 )
 
 

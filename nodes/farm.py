@@ -49,7 +49,7 @@ class QueueJobs(io.ComfyNode):
             node_id="AnyGPUQueueJobs",
             display_name="AnyGPU Queue Jobs",
             category=FARM,
-            description="Writes a job for each prompt, seed and picture into a folder, for `anygpu-farm` on this or "
+            description="Writes a job for each prompt, seed and picture, or for each mesh, into a folder, for `anygpu-farm` on this or "
                         "other machines. Nothing is rendered here. Jobs that are done already stay done.",
             search_aliases=["batch", "queue many", "render farm", "cluster", "seeds", "prompts"],
             inputs=[
@@ -87,13 +87,24 @@ class QueueJobs(io.ComfyNode):
                     "weights", default="auto", optional=True, advanced=True,
                     tooltip="How the weights are stored, as on AnyGPU Load Pipeline.",
                 ),
+                io.Combo.Input(
+                    "meshes", options=farm.mesh_folders(), default=farm.NONE, optional=True, advanced=True,
+                    tooltip="A folder in ComfyUI's input folder: every mesh in it is textured from the picture of the same "
+                            "name, there or in the folder of pictures, in place of videos.",
+                ),
+                io.Combo.Input(
+                    "paint_model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL], optional=True, advanced=True,
+                    tooltip="With meshes: a Hunyuan3D paint model, as in AnyGPU Load Paint Pipeline.",
+                ),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
             is_output_node=True,
         )
 
     @classmethod
-    def validate_inputs(cls, folder: str, model: str, pictures: str = farm.NONE) -> bool:
+    def validate_inputs(
+        cls, folder: str, model: str, pictures: str = farm.NONE, meshes: str = farm.NONE, paint_model: str = "",
+    ) -> bool:
         """Always: a name that is gone gets the error that says what to do."""
         return True
 
@@ -101,20 +112,28 @@ class QueueJobs(io.ComfyNode):
     def execute(
         cls, folder: str, name: str, model: str, prompts: str, seeds: str, width: int = 0, height: int = 0, frames: int = 0,
         negative: str = "", pictures: str = farm.NONE, steps: int = 0, cfg: float = 0.0, clip_seconds: float = 0.0,
-        precision: str = "auto", weights: str = "auto",
+        precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
     ) -> io.NodeOutput:
         """The jobs, and how many they are."""
-        progress, path = NodeProgress(cls.hidden.unique_id), folders.model_folder(model)
+        progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
+        if meshes != farm.NONE:
+            jobs = farm.queue_meshes(target, name.strip(), paint_model, meshes, pictures, seeds_in(seeds), steps)
+            return cls.queued(jobs, progress)
+        path = folders.model_folder(model)
         batch = Batch(
             prompts_in(prompts),
             seeds_in(seeds),
-            [] if pictures == farm.NONE else pictures_in(farm.picture_folder(pictures)),
+            [] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
             negative,
             {"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
             load_inputs({"precision": precision, "weights": weights}),
             FramePackSettings(clip_seconds) if clip_seconds else None,
         )
-        jobs = queue_jobs(farm.job_folder(folder), name.strip(), path, batch, model if ":" not in model else "")
+        return cls.queued(queue_jobs(target, name.strip(), path, batch, model if ":" not in model else ""), progress)
+
+    @classmethod
+    def queued(cls, jobs: Any, progress: NodeProgress) -> io.NodeOutput:
+        """The outputs, after saying how many jobs there are."""
         progress.finish(f"{len(jobs.keys)} jobs in {jobs.name}.jsonl, {farm.collect(jobs, False, progress).waiting} not done yet")
         return io.NodeOutput(jobs, len(jobs.keys))
 

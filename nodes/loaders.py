@@ -22,8 +22,6 @@ from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs
 
-NONE = "none"  # of the files of AnyGPU LoRA
-
 
 class LoadPipeline(io.ComfyNode):
     """Load a model folder."""
@@ -244,8 +242,8 @@ class LoRA(io.ComfyNode):
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
                 io.Combo.Input(
-                    "lora", options=[*(folders.loras() or [folders.NO_LORA]), NONE],
-                    tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one. none: the pipeline as it is.",
+                    "lora", options=folders.lora_choices(),
+                    tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one. none: the pipeline as it is. demo: made for the demo model.",
                 ),
                 io.Float.Input(
                     "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
@@ -287,7 +285,7 @@ class LoRA(io.ComfyNode):
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
         """The pipeline with one more LoRA."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        if lora == NONE:
+        if lora == folders.NONE:
             progress.finish("no LoRA chosen")
             return io.NodeOutput(pipeline, core_models.adapted(pipeline))
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)

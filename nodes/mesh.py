@@ -8,13 +8,7 @@ from ..compat.device.execution import Checked
 from ..host import memory_manager, meshes, preview
 from ..host.api import io
 from ..host.painting import PaintProgress
-from ..paint import texturing
-from ..paint.baking.bake import FORMS
-from ..paint.baking.fill import METHODS
-from ..paint.geometry.cameras import DEFAULT_VIEWS, ORTHO_SCALE, camera_table
-from ..paint.geometry.cleaning import FLOATERS, CleanSettings, cleaned
-from ..paint.geometry.mesh import Surface
-from ..paint.geometry.turntable import turntable
+from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, VIEWS
 from .inputs import Cameras, Paint, schema
 
 CATEGORY = "3d/AnyGPU"
@@ -96,6 +90,8 @@ class CleanMesh(io.ComfyNode):
     @classmethod
     def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
         """The cleaned mesh; colours and textures of the old one do not fit it any more."""
+        from ..paint.geometry.cleaning import CleanSettings, cleaned
+
         progress = PaintProgress(cls.hidden.unique_id)
         with Checked(progress.check):
             clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
@@ -123,15 +119,15 @@ class PaintCameras(io.ComfyNode):
                             "that show most of the unseen surface, up to max_views; needs the mesh.",
                 ),
                 io.String.Input(
-                    "azimuths", default=", ".join(f"{camera.azimuth:g}" for camera in DEFAULT_VIEWS),
+                    "azimuths", default=", ".join(f"{azimuth:g}" for azimuth, _, _ in VIEWS),
                     tooltip="Degrees, one per view, separated by commas. paint v2-0 and turbo know steps of 30.",
                 ),
                 io.String.Input(
-                    "elevations", default=", ".join(f"{camera.elevation:g}" for camera in DEFAULT_VIEWS),
+                    "elevations", default=", ".join(f"{elevation:g}" for _, elevation, _ in VIEWS),
                     tooltip="Degrees, -90 to 90. paint v2-0 and turbo know -90, -20, 0, 20 and 90; the PBR model takes any.",
                 ),
                 io.String.Input(
-                    "weights", default=", ".join(f"{camera.weight:g}" for camera in DEFAULT_VIEWS),
+                    "weights", default=", ".join(f"{weight:g}" for _, _, weight in VIEWS),
                     tooltip="How much each view counts where views overlap, 0 or more.",
                 ),
                 io.Float.Input(
@@ -153,6 +149,9 @@ class PaintCameras(io.ComfyNode):
         max_views: int = 8,
     ) -> io.NodeOutput:
         """The cameras."""
+        from ..paint import texturing
+        from ..paint.geometry.cameras import camera_table
+
         progress = PaintProgress(cls.hidden.unique_id)
         table = camera_table(azimuths, elevations, weights, ortho_scale)
         if choose == GREEDY:
@@ -182,7 +181,7 @@ class RenderViews(io.ComfyNode):
                     tooltip="Pixels. The published size is 2048; painting scales the maps down.",
                 ),
                 io.Combo.Input(
-                    "normals", options=list(texturing.NORMALS), default="auto", optional=True, advanced=True,
+                    "normals", options=list(NORMALS), default="auto", optional=True, advanced=True,
                     tooltip="auto: as each model was trained, flat for PBR and smooth for the others.",
                 ),
             ],
@@ -199,6 +198,8 @@ class RenderViews(io.ComfyNode):
         cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto",
     ) -> io.NodeOutput:
         """The maps, and the cameras they are of."""
+        from ..paint import texturing
+
         progress = PaintProgress(cls.hidden.unique_id)
         family = None if pipeline is None else pipeline.family
         given = (meshes.from_core(mesh), cameras, family, normals, size)
@@ -233,12 +234,12 @@ class BakeTexture(io.ComfyNode):
                     "metallic_roughness", optional=True, tooltip="From AnyGPU Paint Views with the PBR model.",
                 ),
                 io.Combo.Input(
-                    "form", options=list(FORMS), default="gather", optional=True, advanced=True,
+                    "form", options=list(BAKES), default="gather", optional=True, advanced=True,
                     tooltip="gather: each texel looks up its colour, which leaves no holes. scatter: each pixel "
                             "writes its colour into the texture, as the published v2-0 does.",
                 ),
                 io.Combo.Input(
-                    "fill", options=list(METHODS), default="auto", optional=True, advanced=True,
+                    "fill", options=list(FILLS), default="auto", optional=True, advanced=True,
                     tooltip="How to fill texels that no view saw, once colours have spread along the surface. auto: "
                             "pull_push, in torch. opencv: as published; needs the package.",
                 ),
@@ -267,6 +268,8 @@ class BakeTexture(io.ComfyNode):
         fill: str = "auto", view_size: int = 2048, exact: bool = False,
     ) -> io.NodeOutput:
         """The mesh in its texture, and the maps."""
+        from ..paint import texturing
+
         progress = PaintProgress(cls.hidden.unique_id)
         settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
         memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
@@ -307,6 +310,10 @@ class RenderTurntable(io.ComfyNode):
         cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0,
     ) -> io.NodeOutput:
         """The pictures."""
+        from ..paint import texturing
+        from ..paint.geometry.mesh import Surface
+        from ..paint.geometry.turntable import turntable
+
         progress = PaintProgress(cls.hidden.unique_id)
         texture = None if mesh.texture is None else mesh.texture[0]
         count = texturing.counted(progress, frames, "rendering")

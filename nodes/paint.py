@@ -12,14 +12,7 @@ from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
 from ..host.requests import paint_request
-from ..paint import texturing
-from ..paint.loading import VARIANTS, load_paint
-from ..paint.networks.compile import CACHE_LIMIT
-from ..paint.networks.weights import CHOICES as WEIGHTS
-from ..paint.pictures import cut_out
-from ..paint.sampling.delight import DelightSettings, delight_images
-from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
-from ..paint.sampling.solvers import SCHEDULERS, SPACINGS
+from ..paint.choices import CACHE_LIMIT, SCHEDULERS, SPACINGS, STORED_AS, VARIANTS
 from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint, schema, seed_input
 from .mesh import CATEGORY
 
@@ -78,7 +71,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     tooltip="v2-0 and turbo have the same tensors, so auto looks for the word turbo in the path.",
                 ),
                 io.Combo.Input(
-                    "weights", options=list(WEIGHTS), default="auto", advanced=True,
+                    "weights", options=list(STORED_AS), default="auto", advanced=True,
                     tooltip="Which file to read if a folder has a .bin and a .safetensors. auto reads the .bin, as "
                             "the published loader does. For turbo they come from different trainings; the node says "
                             "which one was read.",
@@ -125,6 +118,8 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
         """The pipeline."""
+        from ..paint.loading import load_paint
+
         progress = PaintProgress(cls.hidden.unique_id)
         pipeline = load_paint(paint_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.chosen(f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", pipeline.decisions)
@@ -189,6 +184,9 @@ class DelightImage(io.ComfyNode):
         cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any,
     ) -> io.NodeOutput:
         """The pictures in even light."""
+        from ..paint.pictures import cut_out
+        from ..paint.sampling.delight import DelightSettings, delight_images
+
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
         chosen = DelightSettings(scheduler=solver, **settings)
@@ -269,6 +267,11 @@ class PaintViews(io.ComfyNode):
         mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None, **settings: Any,
     ) -> io.NodeOutput:
         """The painted views, and their latents."""
+        from ..paint import texturing
+        from ..paint.pictures import cut_out
+        from ..paint.sampling.delight import DelightSettings
+        from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
+
         progress = PaintProgress(cls.hidden.unique_id)
         references = texturing.references_of(pipeline, cut_out(image, mask), None, DelightSettings(), progress)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
@@ -333,6 +336,10 @@ class TextureMesh(io.ComfyNode):
         mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
     ) -> io.NodeOutput:
         """The textured mesh and its maps; where UVs are missing, the same node behind core's Unwrap Mesh."""
+        from ..paint import texturing
+        from ..paint.pictures import cut_out
+        from ..paint.sampling.painting import PaintSettings
+
         if mesh.uvs is None:
             return unwrapped_first(cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"])
         progress = PaintProgress(cls.hidden.unique_id)

@@ -9,8 +9,7 @@ from ..compat.memory.offloader import MODES
 from ..host import folders, memory_manager
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
-from ..paint import estimates
-from ..paint.networks.published import KINDS
+from ..paint.choices import KINDS
 from ..pipelines import report as reports
 from ..pipelines.loading import download as downloads
 from ..pipelines.memory import page as memory_plan
@@ -68,6 +67,8 @@ class HardwareReport(Uncached):
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
+    from ..paint import estimates
+
     needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in MODES)
     side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"

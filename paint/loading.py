@@ -26,6 +26,8 @@ from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
+from .choices import PAGES
+from .choices import VARIANTS as VARIANTS
 from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
@@ -34,13 +36,6 @@ from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
 from .networks.weights import Weights, both_kinds, weights_in
-
-VARIANTS = (AUTO, "v2-0", "turbo")
-PAGES = {
-    "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
-    "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1",
-    "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +193,6 @@ def _offloader(
         why = "each part runs once or twice, so leaving after its stage costs a copy or two"
         decision = replace(decision, why=why, source=AUTO)
     return offloader, decision
-
-
-def is_paint_folder(folder: Path) -> bool:
-    """Whether a folder looks like a paint or delight checkpoint, by its names alone."""
-    return (folder / "unet").is_dir() and (folder / "vae").is_dir() and "hunyuan3d" in folder.name.lower()
 
 
 def _unet_place(model: Path) -> Path:

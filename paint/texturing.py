@@ -15,6 +15,7 @@ from ..compat.errors import InputError, PackError
 from ..compat.memory.parts import Silent
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
+from .choices import NORMALS as NORMALS
 from .geometry.cameras import DEFAULT_VIEWS, CameraTable
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
@@ -24,7 +25,6 @@ from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 from .shortage import explained
 
-NORMALS = ("auto", "smooth", "flat")
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
 Keep = Callable[[Painted], tuple[str, Callable[[], None]]]  # where the views are kept, and what forgets them
 
@@ -89,7 +89,8 @@ def maps_of(
         raise InputError(f"normals {normals!r}", expected=f"one of {', '.join(NORMALS)}", fix="Choose auto.")
     table = cameras or DEFAULT_VIEWS
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
-    with Checked((progress or Silent()).check):
+    what = f"rendering maps of {size} pixels"
+    with Checked((progress or Silent()).check), explained(what, device or HOST, "Lower size."):
         surface = Surface.of(mesh, device)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from ..compat.errors import InputError
 from .base import FramePackSettings, PromptRequest, SampleSettings
@@ -119,8 +120,24 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
         for prompt in batch.prompts
         for seed in batch.seeds
     ]
-    lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in every)
-    keys = tuple(job.key for job in every)
+    return write_list(folder, name, every)
+
+
+class Recorded(Protocol):
+    """A job of any kind."""
+
+    @property
+    def key(self) -> str:
+        """A hash of what it makes."""
+
+    def record(self) -> dict[str, Any]:
+        """The job as JSON has it."""
+
+
+def write_list(folder: JobFolder, name: str, jobs: Sequence[Recorded]) -> JobList:
+    """Write jobs into ``folder``; those of them that failed before are asked for again."""
+    lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in jobs)
+    keys = tuple(job.key for job in jobs)
     folder.ask_again(key for key in keys if not folder.is_done(key))
     folder.write_jobs(name, lines)
     return JobList(folder, name, lines, keys)

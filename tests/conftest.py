@@ -107,6 +107,7 @@ SAMPLES: dict[str, tuple[str, ...]] = {
         "lowvram",
         "attention above",
         "context windows",
+        "cfg nodes",
         "compile above",
     ),
     "test_families.py::test_equals_the_cpu": ("mochi-group", "ltx image-model"),

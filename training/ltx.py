@@ -6,12 +6,13 @@ import math
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import ltx_vae
 import torch
-from anygpu.pipelines.demo import MODELS
-from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
+from anygpu.pipelines.demo import LORAS, MODELS
+from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene, at_night
 from captions import caption, t5_tokenizer
 from code_of_blocks import Code
 from folder import write_folder
@@ -29,6 +30,7 @@ FIRST_FRAME = 0.1  # of the clips are given their first latent frame
 SHIFT = math.exp(0.95 + (8 - 1024) * (2.05 - 0.95) / (4096 - 1024))  # the published shift for 8 tokens
 FPS = 8.0
 NOISY = 5.0  # shift of the levels trained on: much noise, where words decide what comes of it, has most to learn
+RANK, ADAPTED = 8, ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_out"]  # of the LoRA
 SCHEDULER = {
     "use_dynamic_shifting": True,
     "base_shift": 0.95,
@@ -154,16 +156,20 @@ def know_places(transformer) -> None:
 
 
 class Latents:
-    """Latents of clips, coloured when they are asked for: the code is linear, and a clip is ground plus shape."""
+    """Latents of clips, coloured when they are asked for: the code is linear, and a clip is ground plus shape.
 
-    def __init__(self) -> None:
+    Args:
+        light: what becomes of a colour, (3,) in 0..255.
+    """
+
+    def __init__(self, light: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float) -> None:
         self.code = Code()
         state = STATES / f"{NAME}_pool.pt"
         if not state.exists():
             STATES.mkdir(parents=True, exist_ok=True)
             torch.save(self._pool(), state)
         self.pool = torch.load(state)
-        self.palette = {name: torch.tensor(rgb) / 127.5 - 1 for name, rgb in COLOURS.items()}
+        self.palette = {name: light(torch.tensor(rgb)) / 127.5 - 1 for name, rgb in COLOURS.items()}
         self.whole = self.code.channel(torch.ones(1, 9, 64, 64))
 
     def _pool(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -189,8 +195,26 @@ class Latents:
 
 def main(steps: int, shipped: bool = False) -> None:
     """Train, from ``shipped`` weights if asked; an interrupted training goes on in any case."""
-    parts, words, latents = shipped_models() if shipped else models(), tokenizer(), Latents()
-    trained, _ = trained_and_held_out()
+    parts = shipped_models() if shipped else models()
+    train(f"{NAME}_transformer", parts, loss_with(parts, Latents()), steps=steps, rate=1.5e-3, save_every=200)
+
+
+def lora(steps: int = 3000) -> None:
+    """Train a LoRA that draws everything at night, and write it in the names that diffusers gives it."""
+    from diffusers import LTXPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+
+    parts = shipped_models()
+    parts["text_encoder"].requires_grad_(False)
+    parts["transformer"].requires_grad_(False).add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ADAPTED))
+    train(f"{NAME}_night", parts, loss_with(parts, Latents(at_night)), steps=steps, rate=2e-3, save_every=200)
+    layers = {name: tensor.bfloat16() for name, tensor in get_peft_model_state_dict(parts["transformer"]).items()}
+    LTXPipeline.save_lora_weights(LORAS, layers, weight_name=f"{NAME}_night.safetensors")
+
+
+def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch.Tensor]:
+    """The loss of a step: rectified flow on clips and captions of scenes that may be trained on."""
+    words, (trained, _) = tokenizer(), trained_and_held_out()
 
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
         drawn = random.Random(step)
@@ -223,7 +247,7 @@ def main(steps: int, shipped: bool = False) -> None:
         error = (velocity - (noise - clean)).square().mean(-1)
         return (error * ~given).sum() / (~given).sum()
 
-    train(f"{NAME}_transformer", parts, loss_of, steps=steps, rate=1.5e-3, save_every=200)
+    return loss_of
 
 
 def export() -> None:
@@ -250,4 +274,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(20000), "continue": lambda: main(20000, True), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(20000), "continue": lambda: main(9000, True), "export": export, "lora": lora}[sys.argv[1]]()

@@ -17,7 +17,7 @@ from server import PromptServer
 
 from ...compat.errors import InputError, PackError, parts_of
 from .. import recovery
-from . import forecast, panel, runs
+from . import panel, runs
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -66,6 +66,8 @@ async def run(request: web.Request) -> Any:
 
 async def graph(request: web.Request) -> Any:
     """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
+    from . import forecast  # with all that loads and paints: at the first request, not at ComfyUI's start
+
     return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
 
 

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.errors import InputError
+from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
 from ..geometry.raster import Fragments, face_ids, fragments
 from ..geometry.views import VIEW_SIZE, View, on_screen, rasterised
 
-FORMS = ("gather", "scatter")
 MIN_COSINE = math.cos(math.radians(75))
 EXPONENT = 4  # of the cosine: the view that looks straight at the surface decides
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees

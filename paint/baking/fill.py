@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...compat.errors import InputError
 from ...compat.packages import imported
+from ..choices import FILLS as METHODS
 from ..geometry.mesh import Surface, welded
 from .bake import Baked, texel_places
 
-METHODS = ("auto", "pull_push", "opencv")
 NEAREST = 1e-4  # units of the frame: neighbours closer than this count as that far
 INPAINT_RADIUS = 3  # texels
 SMOOTHINGS = 32  # sweeps after the last new vertex: by then a hole of ten rings has settled

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compat.errors import InputError
+from ..choices import ORTHO_SCALE as ORTHO_SCALE
+from ..choices import VIEWS
 
-ORTHO_SCALE = 1.2  # width of the picture in units of the frame
 RADIUS = 0.575  # of the farthest vertex
 AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
 VIEWS_LIMIT = 44  # every camera that the model has a name for
@@ -60,16 +61,7 @@ class CameraTable:
         return iter(self.cameras)
 
 
-DEFAULT_VIEWS = CameraTable(
-    (
-        Camera(0, 0, 1.0),
-        Camera(90, 0, 0.1),
-        Camera(180, 0, 0.5),
-        Camera(270, 0, 0.1),
-        Camera(0, 90, 0.05),
-        Camera(180, -90, 0.05),
-    )
-)
+DEFAULT_VIEWS = CameraTable(tuple(Camera(*view) for view in VIEWS))
 RING_VIEWS = tuple(
     Camera(azimuth, elevation, 0.01) for azimuth in range(0, 360, AZIMUTH_STEP) for elevation in (20, -20)
 )

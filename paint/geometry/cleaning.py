@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ...compat.errors import InputError
+from ..choices import FLOATERS as FLOATERS
 from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
-
-FLOATERS = 0.005  # of all faces, as the published cleaning of generated meshes
 
 
 @dataclass(frozen=True, slots=True)

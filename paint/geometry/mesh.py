@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...compat.errors import CheckpointError, InputError
 from ...compat.packages import imported
+from ..choices import MESH_FILES as FORMATS
 from .cameras import RADIUS
 
-FORMATS = (".glb", ".gltf", ".obj", ".ply", ".stl")
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512

@@ -8,9 +8,9 @@ from torch import nn
 
 from ...compat.transforms.compile import Compilation, CompileSettings
 from ...compat.transforms.order import Order, Step, Undo
+from ..choices import CACHE_LIMIT as CACHE_LIMIT
 from .layers import Residual, Transformer
 
-CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
 PARTS = ("unet", "reference", "vae")
 VAE_BLOCKS = ("ResnetBlock2D",)
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ...compat.errors import CheckpointError
+from ..choices import KINDS as KINDS
 from .layers import Dtypes
 from .multiview import LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, MainStream, ReferenceStream
 from .pbr import PbrStream
 from .unet import STABLE_DIFFUSION_2, UNet, UNetShape
 
-KINDS = ("paint", "paint_pbr", "delight")
 DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
 SIGNS = {  # a tensor that only this kind has
     "paint": "unet.class_embedding.weight",

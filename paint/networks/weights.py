@@ -13,8 +13,8 @@ import torch
 from ...compat.checkpoints.headers import STORED, TensorEntry, declared, plain_status
 from ...compat.checkpoints.weights import read_tensors, weight_files
 from ...compat.errors import CheckpointError, InputError, PackError
+from ..choices import STORED_AS as CHOICES
 
-CHOICES = ("auto", "bin", "safetensors")
 DtypeOf = Callable[[str], torch.dtype]
 Advance = Callable[[int], None]
 

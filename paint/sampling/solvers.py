@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...compat.errors import InputError
 from ...compat.packages import attribute
+from ..choices import SCHEDULERS as SCHEDULERS
+from ..choices import SPACINGS as SPACINGS
 
 TRAIN_STEPS = 1000
 BETAS = (0.00085, 0.012)
 LAST_SHARE = 2.0**-24  # alpha-bar of step 999 in a zero-SNR table: zero would be a sigma of infinity
-SCHEDULERS = ("auto", "euler_ancestral", "euler", "lcm", "unipc")
-SPACINGS = ("auto", "trailing", "leading", "linspace", "karras")
 OFFSET = 1  # steps_offset of the published configurations
 KARRAS = (0.0292, 14.6146, 7.0)  # the usual range of Stable Diffusion; a ramp from 4096 would waste its steps
 LCM_GRID = 30  # timesteps the distillation used

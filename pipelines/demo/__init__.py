@@ -1,6 +1,7 @@
 """The demo models that ship with the pack: small, trained from nothing, of the real classes in the real folder layout.
 
-They draw what ``scenes.py`` describes. Each is a folder in ``models/`` with its model card.
+They draw what ``scenes.py`` describes. Each is a folder in ``models/`` with its model card; ``loras/`` has LoRAs for
+them.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from pathlib import Path
 
 from ..loading.folder import family_of_folder, find_models
 
-__all__ = ["MODELS", "demo_models"]
+__all__ = ["LORAS", "MODELS", "demo_loras", "demo_models"]
 
-MODELS = Path(__file__).parent / "models"
+MODELS, LORAS = Path(__file__).parent / "models", Path(__file__).parent / "loras"
 
 
 @functools.cache
@@ -25,3 +26,9 @@ def demo_models() -> dict[str, Path]:
         if family is not None and size:
             named[family.order] = f"demo: {family.title} ({round(size / 1e6)} MB)", folder
     return dict(named[order] for order in sorted(named))
+
+
+@functools.cache
+def demo_loras() -> dict[str, Path]:
+    """Choice to file, such as ``demo: ltx_night``: a LoRA is named after the model it is for, and what it does."""
+    return {f"demo: {file.stem}": file for file in sorted(LORAS.glob("*.safetensors"))}

@@ -24,7 +24,7 @@ from .counts import batches_of, decoding_work, sampling_work, sections_of, text_
 TEXT, SAMPLING, DECODING = "text", "sampling", "decoding"
 STAGES = (TEXT, SAMPLING, DECODING)
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
-PROBED = 1.35  # what a few probes may be off by, in both directions
+PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
 SAME = 1.05  # by which two runs may differ in their work to be of one size
 ROWS = 3  # newest runs that count
@@ -127,7 +127,7 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
         rows: of such runs, the newest last.
     """
     if not rows:
-        low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED, PROBED)
+        low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
         return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
 
     def apart(row: StageCost) -> float:

@@ -117,5 +117,5 @@ def test_every_job_is_done_once_and_bit_equal_whoever_dies(cluster: Any, tiny_fo
     for line in (line for jobs in lists for line in jobs.lines):
         record, key = renderer.render(line, Silent()), task_of(line).key
         far = json.loads((folder.results / f"{key}.json").read_text(encoding="utf-8"))
-        assert far["frames_sha256"] == record["frames_sha256"]
+        assert far["pixels_sha256"] == record["pixels_sha256"]
     print(f"{dict(killed)} killed, {len(resumed)} times a job went on from a step")

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import resource
+import signal
 import sys
 import tempfile
 import threading
@@ -215,12 +216,14 @@ class Sweep:
             inputs["model"] = model
         if kind == "AnyGPULoadPaintPipeline":
             inputs["model"] = PAINTS.get(self.target, "hunyuan3d-paint-v2-0")
-        made[kind] = graph.add(kind, **inputs)
+        made[kind] = graph.add(kind)
+        graph.prompt[made[kind]]["inputs"] = inputs  # one of which may be called kind
         return made[kind]
 
 
 def main(only: list[str]) -> int:
     """The status: 1 where a message is raw."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
     with tempfile.TemporaryDirectory(prefix="anygpu-sweep-") as folder:
         server = Server(find_host(), Path(folder), tiny_home(), stand_ins=True)
         try:

@@ -18,7 +18,9 @@ CLASSES = (
 )  # fmt: skip
 UNETS = ("SDXL",)  # published to run in plain fp16: safe fp16 only where the user asks for it
 VAES = ("SD", "Wan 2.1", "Wan 2.2", "LTX", "HunyuanVideo", "HunyuanVideo 1.5", "Mochi", "MiniMax H3")
-AROUND = ("lora", "lowvram", "fp8", "attention above", "context windows", "compile below", "compile above")
+AROUND = (
+    "lora", "lowvram", "fp8", "attention above", "context windows", "cfg nodes", "compile below", "compile above",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -73,9 +75,7 @@ def test_bytes_of_scores_stay_within_the_budget(inside: Inside, name: str) -> No
     assert found["error"] <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "what", ["lora", "lowvram", "fp8", "attention above", "context windows", "compile below", "compile above"]
-)
+@pytest.mark.parametrize("what", AROUND)
 def test_what_lies_on_top_or_below_works_as_before(inside: Inside, what: str) -> None:
     found = inside.play("core_fit", "on_top", name="Wan 2.1", what=what)
     assert found["error"] <= NEAR and not found["traces"]
@@ -121,6 +121,17 @@ def test_a_model_of_comfyui_gguf_is_near_its_own_fp32(inside: Inside, tmp_path: 
     assert found["safe"] <= NEAR and found["restored"] and not found["traces"]
     assert found["lora"] <= NEAR and found["acts"] > 0.01
     assert found["said"][0].startswith("precision fp16-safe: auto")
+
+
+def test_a_model_whose_weights_core_pages_by_itself_is_fitted(inside: Inside) -> None:
+    """Under core's dynamic VRAM, with a stand-in for the addresses that only its driver can reserve."""
+    found = inside.play("dynamic", "fitted", name="Wan 2.1")
+    assert found["dynamic"] and found["error"] <= NEAR and not found["traces"]
+
+
+def test_parts_of_fast_that_meet_safe_fp16_are_named(inside: Inside) -> None:
+    said = inside.play("core_fit", "under_fast", features=["fp16_accumulation", "cublas_ops", "autotune"])
+    assert [line.split()[1] for line in said] == ["cublas_ops", "fp16_accumulation"]
 
 
 def test_a_unet_is_left_as_loaded_and_said(inside: Inside) -> None:

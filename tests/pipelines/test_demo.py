@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.pipelines.demo import demo_models, drawing, scenes
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.demo import demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import EXAMPLE, own_inputs
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.recipes import OWN_DEFAULTS, of_checkpoint
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
@@ -83,3 +85,13 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     assert own_inputs(pipeline, {**asked, "negative": "blurry"}, said.append) == asked and len(said) == 3
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3
     assert own_inputs(replace(pipeline, stands_in_for=""), given, said.append) == given and len(said) == 3
+
+
+def test_the_lora_of_a_demo_model_draws_the_same_at_night():
+    folder, file = next(iter(demo_models().values())), demo_loras()["demo: ltx_night"]
+    pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
+    prompt = "a white circle shrinks on black"
+    adapted = with_lora(pipeline, file, 1.0, "", "separate", Silent())
+    frames = drawing.drawn(adapted, prompt)
+    assert scenes.scene_of(frames).colour == "blue", "white is bluish at night"
+    assert scenes.scene_of((scenes.by_day(frames * 255) / 255).clamp(0, 1)).caption == prompt

@@ -92,7 +92,9 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
     """
     if framepack.single_frame:
         return 1
-    asked, most = framepack.clip_seconds * fps, MOST_FRAMES / fps if fps > 0 else math.inf
+    if not 0 < fps <= 240:
+        raise InputError(f"fps {fps:g}", expected="more than 0, at most 240", fix="FramePack was made for 30.")
+    asked, most = framepack.clip_seconds * fps, MOST_FRAMES / fps
     if not 0 < asked <= MOST_FRAMES:
         nearest = 1.0 if asked <= 0 else math.floor(most)
         raise InputError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.cli_args as cli_args
 import comfy.context_windows as context_windows
 import comfy.model_management as management
 import comfy.model_patcher
@@ -219,6 +220,7 @@ def on_top(name: str, what: str) -> dict[str, Any]:
         "lora": lora_on,
         "compile below": lambda model, _: compiled_eagerly(model),
         "context windows": lambda model, _: in_windows(model),
+        "cfg nodes": lambda model, _: guided(model),
     }
     base = below[what](model, name) if what in below else model
     expected = output(base, name, cfg=2.0)
@@ -233,10 +235,19 @@ def on_top(name: str, what: str) -> dict[str, Any]:
     plain = output(model, name, cfg=2.0)
     return {
         "error": error(found, expected),
-        "acts": error(expected, plain) if what in ("lora", "context windows") else 1.0,
+        "acts": error(expected, plain) if what in ("lora", "context windows", "cfg nodes") else 1.0,
         "calls": len(calls),
         "traces": traces(model.model.diffusion_model),
     }
+
+
+def guided(model: Any) -> Any:
+    """A clone behind CFG-Zero-star, which acts after both predictions, and RescaleCFG, which replaces their sum."""
+    from comfy_extras.nodes_cfg import CFGZeroStar
+    from comfy_extras.nodes_model_advanced import RescaleCFG
+
+    (rescaled,) = RescaleCFG().patch(model, 0.7)
+    return CFGZeroStar.execute(rescaled).result[0]
 
 
 def in_windows(model: Any) -> Any:
@@ -275,6 +286,14 @@ def streamed_with_lora(model: Any, name: str) -> dict[str, Any]:
         "calls": 0,
         "traces": traces(there.model.diffusion_model),
     }
+
+
+def under_fast(features: list[str]) -> list[str]:
+    """What is said of parts of ComfyUI's --fast."""
+    chosen = {cli_args.PerformanceFeature(feature) for feature in features}
+    with mock.patch.object(cli_args.args, "fast", chosen):
+        _, decisions = core_model.fit_model(made("Wan 2.1"), machine=turing())
+    return [str(decision) for decision in decisions if decision.subject.startswith("--fast")]
 
 
 def as_before(name: str) -> dict[str, Any]:

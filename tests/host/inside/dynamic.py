@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import comfy.memory_management
 import comfy.model_management as management
@@ -18,12 +19,15 @@ import comfy_aimdo.control
 import comfy_aimdo.model_vbar
 import torch
 from anygpu.host import core_models
+from anygpu.host.core import model as core_model
 from anygpu.host.memory_manager import PartPatcher
 from anygpu.pipelines.latents import convert as latent_format
 from simulated import accelerator
 from torch import nn
 
+from host.inside import core_tiny
 from host.inside.core import cores
+from host.inside.core_fit import PEAK, traces, turing
 from host.inside.device import encoded, loaded_for
 from host.inside.memory import sampled_from
 from host.inside.sight import RESERVE
@@ -36,6 +40,9 @@ class Pages:
 
     def __init__(self, size: int, device: int) -> None:
         self.size = size
+
+    def alloc(self, size: int) -> tuple[Any, int, int]:
+        return self, 0, size
 
     def prioritize(self) -> None: ...
 
@@ -51,11 +58,13 @@ def dynamic_vram() -> Iterator[None]:
     """What ``main.py`` sets where its devices can page."""
     patchers, vbars = comfy.model_patcher, comfy_aimdo.model_vbar
     before = patchers.CoreModelPatcher, vbars.ModelVBAR, vbars.vbars_analyze
+    nowhere = {"vbar_fault": lambda _: None, "vbar_signature_compare": lambda *_: False, "vbar_unpin": lambda _: None}
     patchers.CoreModelPatcher, vbars.ModelVBAR = patchers.ModelPatcherDynamic, Pages
     vbars.vbars_analyze = lambda *device: 0
     comfy.memory_management.aimdo_enabled = True
     try:
-        yield
+        with mock.patch.multiple(vbars, **nowhere):  # a larger layer has no address to stay at: it comes for each use
+            yield
     finally:
         patchers.CoreModelPatcher, vbars.ModelVBAR, vbars.vbars_analyze = before
         comfy.memory_management.aimdo_enabled = False
@@ -70,6 +79,26 @@ class Chain(nn.Module):
         self.layers = nn.ModuleList(comfy.ops.manual_cast.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
         for layer in self.layers:  # which have no weights of their own here until some are read
             layer.load_state_dict({"weight": torch.zeros(WIDTH, WIDTH)}, assign=True)
+
+
+def fitted(name: str) -> dict[str, Any]:
+    """A fitted MODEL that core pages by itself, against core's fp32 on the CPU."""
+    here = core_tiny.made(name)
+    core_tiny.louder(here, name, PEAK)
+    expected = core_tiny.output(here, name)
+    device = management.get_torch_device()
+    with dynamic_vram():
+        model = core_tiny.made(name, device=device)
+        model.model.load_state_dict(here.model.state_dict())
+        safe, decisions = core_model.fit_model(model, keep_latents="never", machine=turing(device))
+        found = core_tiny.output(safe, name)
+        management.unload_all_models()
+        return {
+            "dynamic": safe.is_dynamic(),
+            "error": core_tiny.error(found, expected),
+            "traces": traces(model.model.diffusion_model),
+            "said": [str(decision) for decision in decisions],
+        }
 
 
 def beside_core(name: str) -> dict[str, Any]:

@@ -86,6 +86,29 @@ def test_hunyuan_video_in_tencents_windows(opened, form, source, result):
     each_frame_near(frames_of(pipeline, tensors[f"in.{source}"], form), tensors[f"out.{result}"])
 
 
+def test_tiles_are_cut_and_blended_where_tencent_does_both(opened):
+    """Tiles of 4 latents over 4 x 7: where ours and Tencent's are alike, so is the video, but for half a pixel of ramp.
+
+    Tencent decodes the last row and the last column once more, as tiles of their own; ours are two, of one size.
+    """
+    pipeline, _ = opened("hunyuan_video")
+    tensors = load_file(FIXTURES / "hunyuan_video_tiles.safetensors")
+    latents, theirs = tensors["in.latents"], tensors["out.decoded_tiled"].float()
+    ours = frames_of(pipeline, latents, Form("tiled", tile=32))
+    left, right = (frames_of(pipeline, latents[..., first : first + 4], FULL) for first in (0, 3))
+    theirs[..., 24:32] += (right[..., :8] - left[..., 24:]) / 16
+    each_frame_near(ours[..., :24, :48], theirs[..., :24, :48])
+    assert not near(left[..., 24:], right[..., :8]), "tiles that agree prove nothing"
+
+
+def test_hunyuan_video_is_encoded_in_tencents_tiles(opened):
+    pipeline, _ = opened("hunyuan_video")
+    tensors = load_file(FIXTURES / "hunyuan_video_tiles.safetensors")
+    frames = tensors["in.frames"].float()[0].movedim(0, -1) / 2 + 0.5
+    moments = encoded_moments(pipeline, frames, Silent(), "encoding", tile=32)
+    assert near(moments[:, : moments.shape[1] // 2], tensors["out.encoded_tiled"])
+
+
 @pytest.mark.parametrize("form", [STREAMED, Form("full", frames=4)], ids=str)
 def test_windows_of_16_are_named(opened, monkeypatch, recorded, form):
     """They are taken where streaming has too little host memory for Tencent's, or where somebody asks for them."""

@@ -1,0 +1,65 @@
+"""The node that makes the video of a file again."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from ..host import preview, saved
+from ..host.api import io
+from ..host.progress import NodeProgress
+from ..host.requests import machine_of
+from ..pipelines.latents import convert as latent_format
+from ..pipelines.receipts import decoded_receipt
+from ..pipelines.replays import replay
+from .inputs import schema
+from .latents import FILES
+
+
+class Replay(io.ComfyNode):
+    """Make the video of a file again."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUReplay",
+            display_name="AnyGPU Replay",
+            category=FILES,
+            description="Makes the video of a file again, from the receipt that AnyGPU writes into videos and latents: same "
+                        "model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
+                        "not, what differs between the machines.",
+            search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
+            inputs=[
+                io.Combo.Input(
+                    "file", options=saved.signed_choices(),
+                    tooltip="A video or latents that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output(display_name="latent"),
+                io.Video.Output(display_name="video"),
+                io.String.Output(display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file: str) -> bool:
+        """Always: a name that is gone gets the error that says what to do."""
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, file: str) -> Any:
+        """Changes when the file changes."""
+        return saved.signed_stamp(file)
+
+    @classmethod
+    def execute(cls, file: str) -> io.NodeOutput:
+        """The latents, the video, and whether they are the same."""
+        progress, path = NodeProgress(cls.hidden.unique_id), saved.signed_file(file)
+        made = replay(path, machine_of(path.parent), progress)
+        latents, frames = made.rendered.latents, made.rendered.frames
+        rate = Fraction(latents.fps).limit_denominator(1001)
+        progress.finish(made.text())
+        video = saved.video(frames, rate, decoded_receipt(latents, made.job.decode))
+        shown = preview.clips([frames], float(rate), cls)
+        return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ui=shown)

@@ -1,0 +1,63 @@
+"""What ComfyUI's start imports of the pack: what nodes need for their schemas, and nothing that only a run needs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST = 215  # modules; 237 before painting was left out
+LATER = (  # module, with all below it -> what is imported when a node runs or the tab is opened
+    "cli",
+    "host.server.forecast",
+    "kernels._triton",
+    "paint.baking",
+    "paint.geometry",
+    "paint.loading",
+    "paint.networks",
+    "paint.sampling",
+    "paint.texturing",
+    "pipelines.tiny",
+    "showcase",
+)
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of ours; None for a name inside of one."""
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def imported_at_once(module: str) -> Iterator[str]:
+    """Modules of ours that a module imports when it is read itself, outside of functions."""
+    file = file_of(module)
+    if file is None:
+        return
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            name = ".".join(filter(None, base))
+            yield name
+            yield from (f"{name}.{alias.name}" for alias in node.names if file_of(f"{name}.{alias.name}"))
+
+
+def started(first: str = "nodes") -> set[str]:
+    """All modules that importing ``first`` imports."""
+    known: set[str] = set()
+    left = [first]
+    while left:
+        module = left.pop()
+        if module and module not in known and file_of(module):
+            known.add(module)
+            left += [*imported_at_once(module), module.rpartition(".")[0]]
+    return known
+
+
+def test_a_start_imports_nothing_that_only_a_run_needs():
+    modules = started()
+    later = sorted(module for module in modules if module.startswith(LATER) or module.endswith(".pipeline"))
+    assert not later, f"imported at ComfyUI's start: {later}"
+    assert {"nodes.paint", "paint.choices", "host.server.routes", "pipelines.family"} <= modules, "the walk goes astray"
+    assert len(modules) <= MOST, f"{len(modules)} modules"
