@@ -522,7 +522,7 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
     assert told() == []
     spent("decoding")
     assert told() == ["decoding"]
-    spent(*["sampling"] * 40)
+    spent(*["sampling"] * 80)
     assert set(told()) == {"sampling"}, "more than are kept"
 
 
