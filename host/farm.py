@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
@@ -16,10 +16,7 @@ from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from ..compat.records import json_in
-from ..paint.geometry.mesh import FORMATS
-from ..paint.jobs import KIND as PAINT
-from ..paint.jobs import PaintJob, model_item, paint_job_in, paint_jobs
-from ..paint.sampling.painting import PaintSettings
+from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.job_lists import PICTURES, JobList, write_list
 from ..pipelines.jobs import Job, job_in
@@ -27,6 +24,9 @@ from ..pipelines.movie import read_frames
 from .api import InputImpl
 from .folders import paint_path
 from .progress import NodeProgress
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.jobs import PaintJob
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 NAMESPACE, DESK = "anygpu", "desk"  # as farm/cluster.py names them
@@ -77,7 +77,7 @@ def picture_folders() -> list[str]:
 
 def mesh_folders() -> list[str]:
     """``none``, then the folders with meshes below ComfyUI's input folder."""
-    return _folders_with(FORMATS)
+    return _folders_with(MESH_FILES)
 
 
 def input_folder(name: str) -> Path:
@@ -99,6 +99,9 @@ def queue_meshes(
     folder: JobFolder, name: str, model: str, meshes: str, pictures: str, seeds: Sequence[int], steps: int
 ) -> JobList:
     """Write a job for each mesh of a listed folder, to be textured by a listed paint model."""
+    from ..paint.jobs import model_item, paint_jobs
+    from ..paint.sampling.painting import PaintSettings
+
     item = model_item(paint_path(model), model)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, PaintSettings(steps=steps), folder.add_input))
@@ -204,12 +207,17 @@ def _roots() -> list[Path]:
 
 
 def _job_of(line: str) -> Job | PaintJob:
+    from ..paint.jobs import KIND as PAINT
+    from ..paint.jobs import paint_job_in
+
     record = json_in(line, "a line of the job file")
     return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
 
 
 def _inputs_of(lines: Sequence[str]) -> list[str]:
     """The names of the files that jobs start from, each once."""
+    from ..paint.jobs import PaintJob
+
     names: dict[str, None] = {}
     for line in lines:
         job = _job_of(line)

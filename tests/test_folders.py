@@ -83,7 +83,7 @@ def test_a_cancelled_mesh_of_a_node_stays_a_cancel_where_its_file_cannot_be_remo
         monkeypatch.setattr(os, "unlink", refused)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(meshes, "load_mesh", cancelled)
+    monkeypatch.setattr("anygpu.paint.geometry.mesh.load_mesh", cancelled)
     monkeypatch.setattr(meshes.tempfile, "tempdir", str(tmp_path))
     file = SimpleNamespace(format="glb", get_source=lambda: None, save_to=lambda path: Path(path).write_bytes(b"glb"))
     with pytest.raises(KeyboardInterrupt):
