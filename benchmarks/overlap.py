@@ -129,7 +129,7 @@ def _framepack(part: Any, some: Some) -> Any:
     rows, columns, device = 76, 80, some(1).device
 
     def places(count: int) -> Tensor:
-        return torch.arange(count, device=device)[None]
+        return torch.arange(count, device=device)
 
     return part(
         hidden_states=some(1, 16, 9, rows, columns), image_embeds=some(1, 729, 1152), indices_latents=places(9),

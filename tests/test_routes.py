@@ -302,7 +302,7 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     monkeypatch.setattr(
         forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
     )
-    _, needs = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
+    _, needs, _ = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
     needs("none", None)
     assert set(seen) == {counted}
 
@@ -522,7 +522,7 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
     assert told() == []
     spent("decoding")
     assert told() == ["decoding"]
-    spent(*["sampling"] * 40)
+    spent(*["sampling"] * 80)
     assert set(told()) == {"sampling"}, "more than are kept"
 
 

@@ -26,7 +26,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     comfy, arguments = ModuleType("comfy"), ModuleType("comfy.cli_args")
     arguments.args = SimpleNamespace(disable_metadata=False)
-    for name, module in (("folder_paths", paths), ("comfy", comfy), ("comfy.cli_args", arguments)):
+    api: Any = SimpleNamespace(InputImpl=SimpleNamespace(VideoFromComponents=object), Types=None)
+    stand_ins = {"folder_paths": paths, "comfy": comfy, "comfy.cli_args": arguments, "anygpu.host.api": api}
+    for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "anygpu.host.saved", raising=False)
     yield importlib.import_module("anygpu.host.saved")
@@ -102,3 +104,9 @@ def test_the_workflow_is_in_the_metadata_unless_comfyui_was_told_otherwise(saved
     assert dict(origin.metadata) == {"prompt": '{"1": {}}', "workflow": '{"nodes": []}'}
     saved.args.disable_metadata = True
     assert not saved.origin({"1": {}}, {}).metadata
+
+
+def test_a_name_that_no_file_system_takes_is_refused_in_one_line(saved: Any) -> None:
+    with pytest.raises(InputError, match=r"a name of 300 bytes; expected at most 200 bytes\. Shorten it\."):
+        saved.target_folder("latents/" + "x" * 300)
+    assert saved.target_folder("latents/" + "x" * 200)[1] == "x" * 200

@@ -177,6 +177,7 @@ TABLE: dict[str, str] = {
                 "ctypes.create_string_buffer",
                 "importlib.metadata.PackageNotFoundError",
                 "torch._C",
+                "torch._C.DisableTorchFunction",
                 "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),

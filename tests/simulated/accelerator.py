@@ -5,7 +5,7 @@ a GPU would refuse is refused: tensors of two devices in one operator, a generat
 the device has. Memory and copies are counted. Differences from hardware, on purpose:
 
 - noise drawn on the device differs from the CPU's for the same seed, as it does on every GPU;
-- work is finished when a call returns, so a missing synchronisation goes unnoticed;
+- work is finished when a call returns, so a missing synchronisation goes unnoticed, but under `simulated.clock`;
 - bytes that a kernel uses only while it runs are not counted.
 
 Torch cannot forget a device, so `torch.accelerator.current_accelerator()` names "acc" for the rest of the process.

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import accelerator
 
-SMALL_BYTES = 2**16
+SMALL_BYTES = 2**17  # all patterns of 16 bits, which are sent to see how a device copies
 STREAMS = 64
 
 
@@ -122,12 +122,13 @@ class Clock(TorchDispatchMode):
         source = args[1] if function.__name__.startswith("copy_") else args[0]
         arrives = source.device.type == "cpu"
         behind = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])) and arrives and source.is_pinned()
-        if not self.values and source.nbytes > SMALL_BYTES and function.__name__.startswith("copy_"):
-            result, size = args[0], args[0].nbytes
-        else:
+        if self.values or source.nbytes <= SMALL_BYTES:
             result = function(*args, **kwargs)
-            size = result.nbytes
-        seconds = self._spend(self.rates.copy_seconds(size, arrives), not behind)
+        elif function.__name__.startswith("copy_"):
+            result = args[0]
+        else:
+            result = torch.empty_like(source, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        seconds = self._spend(self.rates.copy_seconds(result.nbytes, arrives), not behind)
         self.copying += seconds if arrives else 0.0
         if behind:
             end = _stream_end(self.device)
