@@ -219,7 +219,6 @@ def _job(
 ) -> Job:
     request: LoadRequest = pipeline.request
     parts = {} if request.files is None else request.files.parts
-    providers = {"base": request.base, "image_encoder": request.image_encoder}
     sources = () if image is None else image.sources
     cache = pipeline.step_cache
     return Job(
@@ -233,9 +232,10 @@ def _job(
         loras=tuple(Adapter(_named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(Picture(Content("", one.content), one.frame, one.strength, one.seed) for one in sources),
-        fit=sources[0].fit if sources else Job.__dataclass_fields__["fit"].default,
+        fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
-        **{name: _named(path) for name, path in providers.items() if path is not None},
+        base=None if request.base is None else _named(request.base),
+        image_encoder=None if request.image_encoder is None else _named(request.image_encoder),
     )
 
 

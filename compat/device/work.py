@@ -255,9 +255,17 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
 
     small = tensor(1)
     with torch.inference_mode(False), torch.no_grad():
-        rates = [_rate(make, device, clock) for make in (product, convolution, attention, copied)]
+        rates = {
+            kind: _rate(make, device, clock)
+            for kind, make in (
+                ("product", product),
+                ("convolution", convolution),
+                ("attention", attention),
+                ("memory", copied),
+            )
+        }
         launch = _seconds(lambda: [small + 1 for _ in range(100)], device, clock) / 100
-    return Pace(*rates, launch=launch)
+    return Pace(**rates, launch=launch)
 
 
 def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:
