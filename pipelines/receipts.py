@@ -33,6 +33,7 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
+from .family import FITS
 from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
 from .loading import lora
 from .loading.folder import LoadRequest

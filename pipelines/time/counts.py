@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import nn
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counting_on_meta
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Pipeline, SampleSettings
+from ..base import Call, Pipeline, SampleSettings
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
-from ..sampling.core_sampler import Call
 from ..sampling.guidance import Guidance
 from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
