@@ -64,7 +64,7 @@ def check_steps(family: FamilySpec, steps: int) -> int:
 
 
 def require_range(
-    name: str, value: float, low: int, high: int, unit: str = "", nearest: int | None = None, advice: str = ""
+    name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
 ) -> None:
     """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
     if not low <= value <= high:

@@ -33,6 +33,7 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
+from .family import FITS
 from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
 from .loading import lora
 from .loading.folder import LoadRequest
@@ -226,7 +227,6 @@ def _job(
 ) -> Job:
     request: LoadRequest = pipeline.request
     parts = {} if request.files is None else request.files.parts
-    providers = {"base": request.base, "image_encoder": request.image_encoder}
     sources = () if image is None else image.sources
     cache = pipeline.step_cache
     return Job(
@@ -240,9 +240,10 @@ def _job(
         loras=tuple(Adapter(_named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(Picture(Content("", one.content), one.frame, one.strength, one.seed) for one in sources),
-        fit=sources[0].fit if sources else Job.__dataclass_fields__["fit"].default,
+        fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
-        **{name: _named(path) for name, path in providers.items() if path is not None},
+        base=None if request.base is None else _named(request.base),
+        image_encoder=None if request.image_encoder is None else _named(request.image_encoder),
     )
 
 

@@ -120,8 +120,9 @@ class ProbeStore(Mapping[str, ProbeResult]):
             if again:
                 self._answers.clear()
                 self._remembered.clear()
-                if self.path is not None:  # else what is written next takes in what it says
-                    value_or(lambda: self.path.unlink(missing_ok=True), None)
+                path = self.path
+                if path is not None:  # else what is written next takes in what it says
+                    value_or(lambda: path.unlink(missing_ok=True), None)
             self._ask([name for name in self.probes if name not in self._answers])
             return {name: self._answers[name] for name in self.probes}
 

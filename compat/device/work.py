@@ -255,9 +255,14 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
 
     small = tensor(1)
     with torch.inference_mode(False), torch.no_grad():
-        rates = [_rate(make, device, clock) for make in (product, convolution, attention, copied)]
         launch = _seconds(lambda: [small + 1 for _ in range(100)], device, clock) / 100
-    return Pace(*rates, launch=launch)
+        return Pace(
+            product=_rate(product, device, clock),
+            convolution=_rate(convolution, device, clock),
+            attention=_rate(attention, device, clock),
+            memory=_rate(copied, device, clock),
+            launch=launch,
+        )
 
 
 def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:

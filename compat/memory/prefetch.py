@@ -55,7 +55,7 @@ class Layout:
             first = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
             if self.locked and self.runs and _follows(self.runs[-1][1], own):
                 begin, source = self.runs.pop()
-                first = begin + own.storage_offset() - source.storage_offset()
+                first = begin + int(own.storage_offset() - source.storage_offset())
                 own = source.as_strided((first - begin + own.numel(),), (1,))
                 self.runs.append((begin, own))
             else:

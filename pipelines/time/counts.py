@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ from torch import nn
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counting_on_meta
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Pipeline, SampleSettings
+from ..base import Call, Pipeline, SampleSettings
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
-from ..sampling.core_sampler import Call
 from ..sampling.guidance import Guidance
 from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
@@ -97,7 +97,8 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
     config, attempt = pipeline.configs[VAE], attempt or Attempt(pipeline.precision.vae)
     form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
     key = (VAE, pipeline.family, _text(config), str(attempt.dtype), form)
-    total, modules = Work(), []
+    total = Work()
+    modules: list[Any] = []
 
     def vae() -> Any:
         if not modules:
@@ -118,12 +119,12 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
             decoder_call(vae(), latents(cells), time)
         return work
 
+    def cut(cells: Cells) -> Any:
+        return pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
+
     for cells, times in Counter(_cuts(pipeline, size)).items():
-        pieces = _kept(
-            (*key, cells, attempt), lambda cells=cells: pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
-        )
-        for piece, count in pieces.items():
-            total.update(_kept((*key, piece), lambda piece=piece: decoded(piece)).times(count * times))
+        for piece, count in _kept((*key, cells, attempt), partial(cut, cells)).items():
+            total.update(_kept((*key, piece), partial(decoded, piece)).times(count * times))
     return total
 
 

@@ -8,12 +8,15 @@ import { chosenModes, report } from "./reporting.mjs";
 const SAVED = new URL("../fixtures/saved/", import.meta.url);
 const MOST = 8;
 
-/** Runs in the page: of each of our nodes, the widgets that a canvas shows of it. */
+/**
+ * Runs in the page: of each of our nodes, the widgets that a canvas shows of it. The nodes share one graph: the frontend
+ * keeps values by id and name, also past `clear`, so a node with an earlier one's id takes over its values.
+ */
 function shownWidgets(nodes2) {
   const { app, LiteGraph } = window;
   const shown = {};
+  app.graph.clear();
   for (const type of Object.keys(LiteGraph.registered_node_types).filter((name) => name.startsWith("AnyGPU"))) {
-    app.graph.clear();
     const node = LiteGraph.createNode(type);
     app.graph.add(node);
     const inClassic = ({ hidden }) => !hidden;
