@@ -272,7 +272,7 @@ def host_bytes() -> int:
     """
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
