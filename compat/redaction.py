@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .device.facts import value_or
+
 PATTERNS = tuple(
     (re.compile(pattern, re.IGNORECASE), mark)
     for pattern, mark in (
@@ -29,11 +31,10 @@ PLAIN = frozenset(("root", "user", "admin", "home", "localhost", "cpu", "cuda", 
 
 def own_names() -> tuple[str, ...]:
     """The names of this user and this computer, as far as they tell anybody who they are."""
-    names = []
-    for name in (_home(), platform.node(), platform.node().partition(".")[0]):
-        if len(name) >= SHORTEST and name.lower() not in PLAIN:
-            names.append(name)
-    return tuple(dict.fromkeys(names))
+    home = value_or(lambda: str(Path.home().name), "")
+    computer = value_or(lambda: (platform.node(), platform.node().partition(".")[0]), ())
+    names = (home, *computer)
+    return tuple(dict.fromkeys(name for name in names if len(name) >= SHORTEST and name.lower() not in PLAIN))
 
 
 def redact(value: Any, names: Iterable[str]) -> Any:
@@ -49,10 +50,3 @@ def redact(value: Any, names: Iterable[str]) -> Any:
     for name in sorted(names, key=len, reverse=True):
         value = re.sub(re.escape(name), "<name>", value, flags=re.IGNORECASE)
     return value
-
-
-def _home() -> str:
-    try:
-        return Path.home().name
-    except (RuntimeError, OSError):  # no home, no name
-        return ""

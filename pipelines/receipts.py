@@ -7,10 +7,10 @@ import importlib.metadata
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from ..compat.checkpoints.identity import DIGITS, content_of, picture_content
 from ..compat.checkpoints.latents import metadata_of, record_in
-from ..compat.device.facts import GIBIBYTE
+from ..compat.device.facts import GIBIBYTE, value_or
 from ..compat.errors import CheckpointError, InputError, PackError
 from ..compat.records import FIX, json_in, shown
 from ..compat.redaction import own_names, redact
@@ -187,11 +187,18 @@ def latents_hash(latents: Latents) -> str:
 @cache
 def versions() -> dict[str, str]:
     """The pack's version, Python's, and those of the packages that compute."""
-    found = {"anygpu": pack_version(), "python": platform.python_version(), "system": platform.system()}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+
+    def package(name: str) -> Any:
+        return importlib.metadata.version(name)
+
+    asked: dict[str, Callable[[], Any]] = {
+        "anygpu": pack_version,
+        "python": lambda: platform.python_version(),
+        "system": lambda: platform.system(),
+        **{name: partial(package, name) for name in PACKAGES},
+    }
+    answers = {name: value_or(ask, "") for name, ask in asked.items()}
+    return {name: str(answer) for name, answer in answers.items() if answer}
 
 
 def pack_version() -> str:

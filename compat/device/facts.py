@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..errors import UnsupportedError
+from .failures import is_shortage
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -152,11 +153,11 @@ def flags() -> dict[str, bool]:
 
 
 def device_fault(device: torch.device) -> str:
-    """Why ``device`` does not compute one plus one; empty when it does."""
+    """Why ``device`` does not compute one plus one; empty when it does, or has no room for it: it answers then."""
     try:
         two = (torch.ones(1, device=device) + 1).cpu().item()
     except Exception as error:
-        return first_line(error)
+        return "" if is_shortage(error) else first_line(error)
     return "" if two == 2.0 else f"1 + 1 gives {two}"
 
 

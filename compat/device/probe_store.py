@@ -17,6 +17,7 @@ import torch
 
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, first_line, flags, gone, value_or
+from .failures import is_shortage
 
 log = logging.getLogger(__name__)
 
@@ -230,9 +231,9 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
     try:
         with torch.inference_mode(False), torch.no_grad():
             fault = probe(facts.device)
-    except torch.OutOfMemoryError as error:
-        return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
     except Exception as error:  # Triton's errors, for one, have no base class but this
+        if is_shortage(error):
+            return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
         silent = device_fault(facts.device)
         if silent:
             raise gone(facts, silent) from error

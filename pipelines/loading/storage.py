@@ -17,8 +17,9 @@ from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
+from ...compat.device.failures import is_shortage
 from ...compat.device.probe_store import ProbeStore
-from ...compat.errors import UnsupportedError
+from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly, maps_files
@@ -62,11 +63,23 @@ def with_storage(
         if name in files and torch.device(place).type != HOST.type:
             choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
             _require_castable(files[name], choice, facts.device)
-    broken, mapped = casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
+    broken, mapped = _casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
     return {
         name: replace(_kept(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
         for name, part in files.items()
     }
+
+
+def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
+    """``casts_wrongly``, where a device without room for the question says so in one line."""
+    try:
+        return casts_wrongly(device, dtype)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        found, fix = f"no free memory on {device}", "Close other programs that use this device, or choose another one."
+        expected = "room for 128 KB, to ask how it casts, and for one layer"
+        raise torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix)) from error
 
 
 def has_eight_bits(device: torch.device) -> bool:
@@ -106,13 +119,13 @@ def _narrow(part: PartFiles, device: torch.device) -> str:
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"
-    return "auto" if "F16" in halves and casts_wrongly(device, torch.float16) else "as in file"
+    return "auto" if "F16" in halves and _casts_wrongly(device, torch.float16) else "as in file"
 
 
 def _require_castable(part: PartFiles, choice: str, device: torch.device) -> None:
     """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
     half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
-    if half and part.dtype is not torch.float16 and casts_wrongly(device, torch.float16):
+    if half and part.dtype is not torch.float16 and _casts_wrongly(device, torch.float16):
         raise UnsupportedError(
             f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
             expected="a device that casts fp16 to fp32 and back correctly",

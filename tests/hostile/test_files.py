@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import os
@@ -27,6 +28,7 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.text.prompt_files import load_prompt
+from test_layers import SHIPPED, tree_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"
 DAMAGED = {  # what is in a file called .safetensors, and what its error must not blame on permissions
@@ -212,3 +214,39 @@ def test_a_note_of_another_type_says_nothing_of_the_variant(steps: str) -> None:
     ltx = FAMILIES["ltx"].code
     note = Evidence({"config": f'{{"allowed_inference_steps": {steps}}}'})
     assert ltx.guess_variant(note) == ltx.guess_variant(Evidence())
+
+
+def test_no_reader_of_json_is_ended_by_its_depth() -> None:
+    """Each place where a shipped file reads JSON of others expects RecursionError, or reads what this pack wrote."""
+    own = {("pipelines/loading/formats.py", "published"), ("pipelines/loading/formats.py", "_shapes")}
+    places, safe = set(), set(own)
+    for source in (one for one in SHIPPED if not one.startswith("pipelines/tiny/")):  # reads what it wrote
+        for function in ast.walk(tree_of(source)):
+            if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            place = (source, function.name)
+            places |= {place for call in ast.walk(function) if _reads_json(call)}
+            for block in ast.walk(function):
+                if isinstance(block, ast.Try):
+                    caught = [handler.type for handler in block.handlers]
+                elif isinstance(block, ast.With):
+                    caught = [item.context_expr for item in block.items]
+                else:
+                    continue
+                words = " ".join(ast.unparse(kind) for kind in caught if kind is not None)
+                if ("RecursionError" in words or "DAMAGED" in words) and any(map(_reads_json, ast.walk(block))):
+                    safe.add(place)
+    assert places > own and not sorted(places - safe)
+    assert RecursionError in download.DAMAGED
+
+
+def _reads_json(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
+
+
+@pytest.mark.parametrize("read", [lambda path: header_of(path), lambda path: read_json(path, "settings")])
+def test_json_that_is_too_deep_is_refused_in_one_line(tmp_path: Path, read: Any) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())
+    with pytest.raises(CheckpointError):
+        read(path)

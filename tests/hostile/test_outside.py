@@ -26,6 +26,8 @@ from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models
+from anygpu.pipelines.machines import machine_in, this_machine
+from anygpu.pipelines.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions
 from simulated import accelerator
 from test_routes import Pack, graph_of, pack  # noqa: F401
@@ -179,6 +181,9 @@ class Job:
 
     def _report(self, device: Any) -> None:
         assert "Device" in str(hardware_report(device, self.home / "state"))
+        versions.cache_clear()
+        told = machine_in(this_machine(device, self.home / "state").text())
+        assert told.device and told.versions["anygpu"], told
 
     def _panel(self, device: Any) -> None:
         status, told, _ = self.pack.ask("GET", "/anygpu/machine")
@@ -445,6 +450,8 @@ def test_a_download_that_fails_says_so_in_one_line(
     monkeypatch.setattr(transfers, "http_get", http_get)
     ask = functools.partial(download.fetched, next(iter(download.offers())), "download", [tmp_path], Silent())
     with monkeypatch.context() as patched:
+        if name == "shutil.move":  # asked where the folder is on another disk than its part files
+            attack(patched, "os.replace", OSError(errno.EXDEV, "Invalid cross-device link"))
         attack(patched, name, failure)
         with pytest.raises(PackError) as caught:
             ask()

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.device.facts import DeviceFacts, facts_for
+from anygpu.compat.device.facts import DeviceFacts, device_fault, facts_for
 from anygpu.compat.device.failures import is_shortage
+from anygpu.compat.errors import parts_of
 from anygpu.compat.memory.offloader import OffloadOptions, StandaloneOffloader
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.transfer import set_data
@@ -201,6 +202,20 @@ def test_sampling_goes_on_after_shortage_in_any_words(acc, tiny_folder, ltx, rec
     assert accelerator.memory().refusals == 1, "nothing ran out"
     assert any("ran out of memory" in line for line in progress.said)
     torch.testing.assert_close(latents.samples, expected.samples, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_full_device_is_not_gone(acc, message):
+    with accelerator.shortage_called(message), accelerator.refusal(1):
+        assert not device_fault(acc)
+    assert accelerator.memory().refusals == 1, "nothing ran out"
+
+
+def test_a_load_on_a_full_device_says_that_it_is_full(acc, tiny_folder):
+    with accelerator.limit(3), pytest.raises(torch.OutOfMemoryError) as caught:
+        loaded_for(CASES["ltx"], tiny_folder, "acc:0")
+    told = parts_of(str(caught.value))
+    assert told["found"] == "no free memory on acc:0" and "Close other programs" in told["fix"]
 
 
 # ---- the current device -------------------------------------------------------------------------------------------

@@ -237,9 +237,12 @@ def test_a_probe_that_raises_is_kept_with_its_message(tmp_path):
     assert ProbeStore(CPU, tmp_path, more={"triton": lambda device: ""})["triton"].status == UNUSABLE, "it was kept"
 
 
-def test_out_of_memory_says_nothing_about_the_device_and_is_not_kept(tmp_path):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("tried to allocate 8 GiB"), RuntimeError("UR_RESULT_ERROR_OUT_OF_RESOURCES")]
+)
+def test_out_of_memory_says_nothing_about_the_device_and_is_not_kept(tmp_path, error):
     def hungry(device):
-        raise torch.OutOfMemoryError("tried to allocate 8 GiB")
+        raise error
 
     store = ProbeStore(CPU, tmp_path, more={"triton": hungry})
     assert store["triton"].status == UNKNOWN
