@@ -284,6 +284,14 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, w
         assert told == {"stage": "decoding", "peak": peak, "least": 100, "free": room, "fits": fits, "form": form}
 
 
+def test_weights_that_come_ahead_count_in_the_peak_and_not_in_the_least(pack):
+    """They come where there is room, and a stage can do without them."""
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
+    need = StageNeed("sampling", 0, 60, 40, ahead=50)
+    told = forecasting._stage(need, need, 200)
+    assert (told["peak"], told["least"], told["fits"]) == (150, 100, "fits")
+
+
 @pytest.mark.parametrize(
     ("kind", "node", "given", "counted"),
     [

@@ -172,12 +172,12 @@ def _room() -> int | None:
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
     """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
     if room is None or most.total <= room:
-        peak, fits = most.total, "" if room is None else FITS
+        peak, fits = most.total + most.ahead, "" if room is None else FITS
     elif least.total <= room:
         peak, fits = room, STREAMS
     else:
         peak, fits = least.total, TOO_MUCH
-    form = most.form if peak == most.total else least.form
+    form = most.form if peak >= most.total else least.form
     fits = PARTS if form and fits in (FITS, STREAMS) else fits
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits, "form": form}
 

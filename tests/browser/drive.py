@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +55,7 @@ def drive(script: str, arguments: list[str]) -> int:
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
     with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
-        gpu = script in ON_A_GPU
+        gpu, started = script in ON_A_GPU, time.time()
         server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
         try:
             if gpu:
@@ -69,7 +70,7 @@ def drive(script: str, arguments: list[str]) -> int:
         finally:
             server.stop()
     if "--pictures" in arguments:
-        lighten(PICTURES)
+        lighten([path for path in PICTURES.glob("*.png") if path.stat().st_mtime >= started])
     if script == "help.mjs":
         help_pictures.written()
     return status
@@ -89,9 +90,9 @@ def lend_heavy(server: Server) -> None:
             files[part].with_suffix(suffix).replace(target.with_suffix(suffix))
 
 
-def lighten(folder: Path) -> None:
-    """Save every screenshot again with 256 colours of its own, a third of the bytes."""
-    for path in folder.glob("*.png"):
+def lighten(screenshots: list[Path]) -> None:
+    """Save screenshots again with 256 colours of their own, a third of the bytes."""
+    for path in screenshots:
         with Image.open(path) as picture:
             if picture.mode == "RGB":
                 few = picture.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT, kmeans=3, dither=Image.Dither.NONE)
