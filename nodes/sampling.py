@@ -163,7 +163,7 @@ class SampleFramePack(io.ComfyNode):
 
         def sample(_index: int, seed: int, part: Any) -> Latents:
             asked = replace(chosen, seed=seed)
-            made = {"pipeline": pipeline, "prompt": encoded, "image": image, "settings": asked, "framepack": framepack}
+            made = dict(pipeline=pipeline, prompt=encoded, image=image, settings=asked, framepack=framepack)
             sign = partial(saved.signed, **made)
             keeper = recovery.KeptSections(folders.kept_folder(), progress.notify, describe=sign)
             steps = KeptSteps(folders.unfinished_folder(), progress.notify)

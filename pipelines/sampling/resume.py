@@ -218,7 +218,7 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
         pipeline.step_cache,
         content_of(pipeline.source),
     ]
-    for item in _bytes_in([*model, *request]):
+    for item in _bytes_in([*model, prompt.embeds, prompt.negative, prompt.sections, *request]):
         digest.update(item)
     return digest.hexdigest()
 

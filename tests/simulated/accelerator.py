@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import library
 
@@ -272,7 +273,9 @@ def host_bytes() -> int:
     """
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if not isinstance(thing, torch.Tensor) or isinstance(thing, FakeTensor):
+            continue
+        if thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

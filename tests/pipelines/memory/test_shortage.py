@@ -26,8 +26,9 @@ def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     where = torch.device("cpu" if device == "cpu" else "meta")
     offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
     facts = SimpleNamespace(name="RTX")
+    parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(
-        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None
+        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None, parts=parts
     )
 
 
