@@ -268,7 +268,7 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
 def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:
     """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs; larger until it takes long
     enough to be timed."""
-    side = 256
+    side = 32  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
     while True:
         call = make(side)
         with counting() as work:
