@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -56,20 +57,10 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
     Raises:
         CheckpointError: no such file, or nothing in it can be decoded.
     """
-    av = imported("av")
-    try:
-        plain_status(path)
-        # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
-        with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
-            stream = container.streams.video[0]
-            pictures = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
-            rate = float(stream.average_rate or 0)
-    except PackError:
-        raise
-    except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({error})", expected="a picture or video file", fix="Give another file."
-        ) from error
+    with _opened(path, "a picture or video file") as container:
+        stream = container.streams.video[0]
+        pictures = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
+        rate = float(stream.average_rate or 0)
     if not pictures:
         raise CheckpointError(
             f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file."
@@ -87,16 +78,28 @@ def tags_of(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: no such file, or no video.
     """
+    with _opened(path, "a video file") as container:
+        return {str(name): str(text) for name, text in container.metadata.items()}
+
+
+@contextmanager
+def _opened(path: Path, expected: str) -> Iterator[Any]:
+    """A video file as PyAV has it; a failure while it is read is one line.
+
+    Args:
+        expected: what the file should be.
+    """
     av = imported("av")
     try:
         plain_status(path)
+        # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
         with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
-            return {str(name): str(text) for name, text in container.metadata.items()}
+            yield container
     except PackError:
         raise
     except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({first_line(error)})", expected="a video file", fix="Give another file."
+            f"{str(path)!r} cannot be read ({first_line(error)})", expected=expected, fix="Give another file."
         ) from error
 
 
