@@ -113,9 +113,9 @@ def stage_time(pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: i
     pace = pace_of(pipeline.facts, pipeline.probes, dtype)
     if pace is None:
         return None
-    modelled = _modelled(pipeline, stage, run, pace, mode, room)
     state = pipeline.offloader.options.state
     rows = [] if state is None else kept_stages(state)
+    modelled = _modelled(pipeline, stage, run, pace, mode, room, _link(pipeline, rows))
     return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 
 
@@ -141,8 +141,8 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
 
 
-def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None) -> float:
-    """Seconds of a stage at these rates: computing, and copies that nothing hides."""
+def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
+    """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
     if stage == TEXT:
         parts, calls, work = pipeline.spec.text_parts, 2, text_work(pipeline)
         beside = 0
@@ -155,7 +155,6 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
         attempt, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
         parts, calls, work, beside = (VAE,), 1, decoding_work(pipeline, run.size, attempt), 0
     computing = pace.seconds(work)
-    link = _link(pipeline)
     if not link:
         return computing
     total = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
@@ -168,13 +167,11 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
     return computing + total / link
 
 
-def _link(pipeline: Pipeline) -> float:
+def _link(pipeline: Pipeline, rows: Sequence[StageCost]) -> float:
     """Bytes per second to the device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
     device = pipeline.offloader.device
     if device.type == HOST.type:
         return 0.0
-    state = pipeline.offloader.options.state
-    rows = [] if state is None else kept_stages(state)
     rates = [
         row.moved_bytes / row.moving_seconds
         for row in rows
