@@ -13,10 +13,12 @@ import pytest
 import resumed
 import torch
 from anygpu.compat.output_check import NotFinite
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, KeptSteps
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
-from anygpu.pipelines.sampling.resume import Resuming, StepState
+from anygpu.pipelines.sampling.resume import Resuming, StepState, resume_key
 from resumed import SOLVERS, STEPS, Told, opened, sampled
 
 KEY = "ab" * 32
@@ -60,6 +62,9 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
             sampled(pipeline, tmp_path, replace_cut(watched), **changes)
         assert not any("goes on" in line for line in watched.said)
     assert len(list((tmp_path / "steps").iterdir())) == 4 == MOST
+    prompts = [stages.encode_prompt(pipeline, PromptRequest(text, "blur"), Silent()) for text in ("a fox", "a hen")]
+    more = replace(prompts[0], negative=prompts[1].embeds)
+    assert len({resume_key(pipeline, prompt) for prompt in (*prompts, more)}) == 3, "the text decides the latents"
 
 
 def replace_cut(watched: Told) -> Told:
