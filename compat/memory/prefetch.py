@@ -163,7 +163,8 @@ class CopyStream:
 
 def _locked(size: int) -> torch.Tensor:
     """Locked host memory; ordinary memory where the system locks no more, from which copies are waited for."""
-    return value_or(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8))
+    locked = value_or(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True), None)
+    return torch.empty(size, dtype=torch.uint8) if locked is None else locked
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:

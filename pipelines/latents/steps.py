@@ -98,7 +98,8 @@ class KeptSteps:
             with suppress(OSError):  # another process may have removed it
                 dated.append((path.stat().st_mtime, path))
         for _, path in sorted(dated, reverse=True)[MOST:]:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # another process may read it: that costs room, not what was just kept
+                path.unlink(missing_ok=True)
 
 
 def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
