@@ -26,15 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
     given = Path(arguments.jobs)
     files = [given] if given.is_file() else JobFolder(given).job_files()
     if not files:
-        raise InputError(f"no jobs in {arguments.jobs!r}", expected=f"a {JOBS} file, or a folder with some", fix="")
+        raise InputError(
+            f"no jobs in {arguments.jobs!r}",
+            expected=f"a {JOBS} file, or a folder with some",
+            fix="Write some with anygpu-farm queue, or with AnyGPU Queue Jobs.",
+        )
     lines = share_of(lines_in(files), arguments.share)
     folder = JobFolder(given.parent if given.is_file() else given)
     with_ray = _driver(folder, arguments)
     with_ray.add(lines, again=True)
     tally = with_ray.run()
-    print(
-        f"{tally.done} done, {tally.skipped} were done before, {len(tally.failed)} failed, {tally.deaths} workers died"
-    )
+    print(f"{tally.done} done, {tally.skipped} already done, {len(tally.failed)} failed, {tally.deaths} workers died")
     return 1 if tally.failed else 0
 
 
@@ -120,7 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"anygpu-farm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nanygpu-farm: stopped; the same command goes on where it was", file=sys.stderr)
+        print("\nanygpu-farm: stopped; run the same command again to resume", file=sys.stderr)
         return 130
     return code
 

@@ -25,7 +25,7 @@ class CoreFamily:
 
     Args:
         latent_format: core's, for previews.
-        shell: our heir of core's model class; None has no MODEL.
+        shell: our subclass of core's model class; None has no MODEL.
         table: core's ``supported_models`` class.
     """
 

@@ -25,7 +25,7 @@ WEIGHT = ".weight"
 def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
     """``tensors`` of ``module`` under the names that patches have for them; weights of packed layers without values.
 
-    An adapter's own tensors, which stand beside its layer, are no weights to patch.
+    An adapter's own tensors, such as lora_A and lora_B, are no targets of patches.
     """
     around = {name.removesuffix(AROUND) for name, _ in module.named_modules() if name.endswith(AROUND)}
     packed = {
@@ -63,7 +63,7 @@ def attach(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
 
 
 def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
-    """A clone with patches by the names of weights, which are taken to be there; nothing is read to see."""
+    """A clone with patches by the names of weights, which are assumed to exist: checking would load them."""
     clone = patcher.clone()
     clone.patches_uuid = uuid.uuid4()
     for name, patch in patches.items():

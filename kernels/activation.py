@@ -11,7 +11,7 @@ from .terms import wide
 
 
 def gelu_tanh(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO) -> Tensor:
-    """``gelu(x, approximate="tanh")``, reckoned in fp32 and rounded once.
+    """``gelu(x, approximate="tanh")``, computed in fp32 and rounded once.
 
     Args:
         x: any shape and strides.

@@ -19,7 +19,7 @@ def normalized(
     out_dtype: torch.dtype | None = None,
     form: str = AUTO,
 ) -> Tensor:
-    """``norm(x) * (1 + scale) + shift``, reckoned in fp32 and rounded once.
+    """``norm(x) * (1 + scale) + shift``, computed in fp32 and rounded once.
 
     Args:
         x: (..., N, D), any strides; with a modulation (B, N, D).

@@ -22,7 +22,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, each RMS normed over its last dimension and turned in pairs of neighbouring features.
 
-    Reckoned in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
+    Computed in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
 
     Args:
         pair: the stream that is turned.

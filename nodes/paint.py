@@ -73,7 +73,7 @@ class LoadPaintPipeline(io.ComfyNode):
                 io.Combo.Input(
                     "weights", options=list(STORED_AS), default="auto", advanced=True,
                     tooltip="Which file to read if a folder has a .bin and a .safetensors. auto reads the .bin, as "
-                            "the published loader does. For turbo they come from different trainings; the node says "
+                            "the published loader does. For turbo they are different checkpoints; the node says "
                             "which one was read.",
                 ),
                 io.Combo.Input(
@@ -169,7 +169,7 @@ class DelightImage(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "text_guidance", default=1.0, min=1.0, max=10.0, step=0.01, optional=True, advanced=True,
-                    tooltip="How far away from negative_prompt. 1: off, as published. Triples the time.",
+                    tooltip="How strongly to steer away from negative_prompt. 1: off, as published. Triples the time.",
                 ),
                 io.String.Input(
                     "negative_prompt", default="", optional=True, advanced=True,
@@ -315,7 +315,7 @@ class TextureMesh(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "max_views", default=8, min=6, max=12, optional=True,
-                    tooltip="PBR: six views, plus those that show most of the unseen surface, up to this many.",
+                    tooltip="PBR: six views, plus extra views that show most of the unseen surface, up to this many.",
                 ),
                 vision_input(),
             ],

@@ -1,4 +1,7 @@
-"""What the house knows of a family, as data: each ``families/<id>/spec.py`` builds one :class:`FamilySpec`."""
+"""What the rest of the pack knows about a family, as data.
+
+Each ``families/<id>/spec.py`` builds one :class:`FamilySpec`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """How fast devices are on paper, and what an operation or a copy takes at those rates.
 
-Makers' data sheets, not measurements: no program reaches them, and a time derived from them is called modelled. Two
-things read this table: the clock of the simulated accelerator, and forecasts of time for devices that nobody has timed.
+Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
+called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
+that nobody has timed.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _standardized(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``x * (1 + scale) + shift``, reckoned in fp32 and written as ``dtype`` in one pass."""
+    """``x * (1 + scale) + shift``, computed in fp32 and written as ``dtype`` in one pass."""
     out, scale, shift = torch.empty_like(x, dtype=dtype) if out is None else out, modulation.scale, modulation.shift
     if scale is None:
         return out.copy_(x)

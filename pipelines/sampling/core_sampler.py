@@ -62,5 +62,5 @@ def required(value: torch.Tensor | None, name: str, fix: str) -> torch.Tensor:
         InputError: it has none.
     """
     if value is None:
-        raise InputError(f"no {name} in the CONDITIONING", expected="it beside the text", fix=fix)
+        raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value
