@@ -29,12 +29,12 @@ from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size, resized
-from .receipts import sources_of, texts_of
+from .receipts import sources_of
 from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .speed import Stage, running, sampling_speed
-from .text.t5 import described
+from .text.t5 import described, texts_of
 from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
@@ -75,7 +75,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
     usual = family.defaults
-    run = planned_run(pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
+    run = partial(planned_run, pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
@@ -211,7 +211,8 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
-    pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
+    if steps is not None:
+        pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
@@ -239,7 +240,8 @@ def sample_framepack(
     settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
     settings = _completed(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
-    pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
+    if steps is not None:
+        pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
     return _sample(
         pipeline,
         settings,
@@ -275,7 +277,7 @@ def decode(
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
-    run = planned_run(pipeline, Size(latents.width, latents.height, latents.frames, window=window))
+    run = partial(planned_run, pipeline, Size(latents.width, latents.height, latents.frames, window=window))
     with running(DECODING, pipeline, progress, latents, hint, run):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
@@ -374,7 +376,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
     asked = Run(size, settings)
-    with running(SAMPLING, pipeline, progress, settings, run=asked):
+    with running(SAMPLING, pipeline, progress, settings, run=lambda: asked):
         release_text(pipeline, pipeline.spec)
         fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):

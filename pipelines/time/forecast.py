@@ -202,9 +202,7 @@ def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str)
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """How long a stage that begins now takes, where what it took is kept; a forecast that fails stops no run."""
-    if pipeline.offloader.options.state is None:
-        return None
+    """How long a stage that begins now takes; a forecast that fails stops no run."""
     return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline)), None)
 
 
