@@ -42,8 +42,8 @@ from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
-from ..recipes import recipe_decision
 from ..registry import FAMILIES
+from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible

@@ -17,7 +17,7 @@ from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, kept_stages
 from ..base import Pipeline, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
-from ..recipes import guidance_steps, of_checkpoint, recipe_of
+from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
 from .counts import batches_of, decoding_work, sampling_work, sections_of, text_work
 

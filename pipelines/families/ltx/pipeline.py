@@ -28,7 +28,6 @@ from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...recipes import recipe_of
 from ...sampling.loop import (
     NoiseMask,
     Predict,
@@ -41,6 +40,7 @@ from ...sampling.loop import (
     watch_of,
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...settings import recipe_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
