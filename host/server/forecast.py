@@ -192,9 +192,12 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     run = f"{size.width}x{size.height}, {size.frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))
+    clips = int(plain.get("batch_size", 1))
+    run += f", {clips} videos" if clips > 1 else ""
 
     def times(mode: str, room: int | None) -> TimeForecast | None:
-        return times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room).get(mode)
+        one = times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room).get(mode)
+        return None if one is None else one.of_clips(clips)
 
     return run, lambda mode, room: forecast(pipeline, asked, mode, room).stages, times
 
