@@ -51,6 +51,7 @@ class Stage:
     range: str
     cost: str
     title: str
+    part: str  # whose device it computes on
 
     @property
     def again(self) -> str:
@@ -292,10 +293,12 @@ def running(
         run: what its forecast of time is for; None for a stage that has none.
     """
     time = None if run is None else expected(pipeline, stage.cost, run)
+    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    device = pipeline.offloader.device_of(stage.part)
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, *((time.modelled, time.seconds) if time else ())),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds),
     ):
         try:
             yield
@@ -305,7 +308,7 @@ def running(
             if hasattr(error, EXPLAINED):
                 raise
             if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
                 raise _unexpected(error, stage.title, pipeline.source) from error
             raise

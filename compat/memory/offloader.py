@@ -62,6 +62,10 @@ class OffloadOptions:
     state: Path | None = None
     host_weights: HostWeights = field(default_factory=HostWeights)
 
+    def place(self, part: str, own: torch.device) -> torch.device:
+        """Where ``part`` computes in a pipeline on the device ``own``."""
+        return self.devices.get(role_of(part), own)
+
 
 class Offloader(Protocol):
     """Decides where the parts of one pipeline are, and moves them."""
@@ -273,10 +277,11 @@ class StandaloneOffloader:
 
     def step_down(self, part: str, *beside: str) -> str:
         """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
-        if self.device_of(part).type == HOST.type:
+        device = self.device_of(part)
+        if device.type == HOST.type:
             return ""
         staying = (part, *beside, *self._state.in_use)
-        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, self.device)]
+        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, device)]
         for name in others:
             self.take_off(name)
         if others:
@@ -426,7 +431,8 @@ def offloader_for(
             fix="Choose auto. A CPU has no second memory to offload to.",
         )
     free = None if free is None else max(0, free - options.keep_free_bytes)
-    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
+    here = {part: size for part, size in part_bytes.items() if options.place(part, device) == device}
+    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, here, free)
     own = StandaloneOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
     return _with_decision(own, choice, why)
 
