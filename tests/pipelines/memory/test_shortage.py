@@ -24,7 +24,7 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 b
 
 def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     where = torch.device("cpu" if device == "cpu" else "meta")
-    offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
+    offloader = SimpleNamespace(device=where, device_of=lambda part: where, mode=mode, memory_stats=MemoryStats())
     facts = SimpleNamespace(name="RTX")
     parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(
