@@ -28,12 +28,9 @@ import torch
 from anygpu.compat import precision
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
-from anygpu.pipelines import stages
-from anygpu.pipelines.base import Silent
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import with_step_cache
-from anygpu.pipelines.vae.plan import Form
 from lossy import int8_attention, products
 from steps import psnr, ssim
 from table import RESULTS, append, machine
@@ -59,7 +56,7 @@ class Switch:
     around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda transformer: nullcontext()
 
 
-TILED = Switch("tiled decode", "VAE alone: clips at 128 x 128 in tiles of 64, beside whole")
+PLAIN = Switch("fp32")
 
 
 @contextmanager
@@ -153,25 +150,13 @@ def clips(folder: Path, switch: Switch, asked: list[Any]) -> list[torch.Tensor]:
         return [drawing.drawn(pipeline, scene.caption, seed=seed, **switch.sample) for seed, scene in enumerate(asked)]
 
 
-def in_tiles(folder: Path, plain: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Clips at twice their size, encoded, then decoded in tiles of their own size, and whole."""
-    pipeline, shown = load(LoadRequest(folder, precision="fp32", device="cpu")), []
-    with torch.no_grad():
-        for clip in plain:
-            large = clip.repeat_interleave(2, 1).repeat_interleave(2, 2)
-            latents = stages.encode_video(pipeline, large, 0, 0, "stretch", 0, Silent())
-            forms = Form("tiled", clip.shape[1]), Form("full")
-            shown.append([stages.decode(pipeline, latents, Silent(), form=form) for form in forms])
-    return [tiled for tiled, _ in shown], [whole for _, whole in shown]
-
-
 def measured(model: str, switch: Switch, shown: list[torch.Tensor], plain: list[torch.Tensor], asked: list[Any]) -> Any:
     """A row of the table: how these clips compare with the plain ones."""
     how = switch.how
     if all(torch.equal(a, b) for a, b in zip(shown, plain, strict=True)):
-        if "step cache" not in switch.name:
+        if switch is not PLAIN and "step cache" not in switch.name:
             raise RuntimeError(f"{switch.name} changed nothing")
-        how = "no step was alike enough"
+        how = "" if switch is PLAIN else "no step was alike enough"
     score = drawing.scores(shown, asked)
     pairs = list(zip(shown, plain, strict=True))
     noise = sum(min(psnr(*pair), EQUAL) for pair in pairs) / len(pairs)
@@ -189,23 +174,23 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    asked, sheets = drawing.chosen_scenes(given.prompts), {}
+    asked, names, pictures = drawing.chosen_scenes(given.prompts), {}, {}
     for choice, folder in demo_models().items():
-        plain = clips(folder, Switch("fp32"), asked)
-        strips = {"fp32": strip(plain)}
+        plain = clips(folder, PLAIN, asked)
+        strips = {PLAIN.name: strip(plain)}
+        keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
         for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
             whole = any(text in switch.name for text in given.only)
             shown = clips(folder, switch, asked if whole else asked[:STRIP])
             strips[switch.name] = strip(shown)
             if whole:
                 keep([measured(choice, switch, shown, plain, asked)], given.dry)
-        if any(text in TILED.name for text in given.only):
-            keep([measured(choice, TILED, *in_tiles(folder, plain), asked)], given.dry)
-        sheets[choice] = DOCS / "images" / f"quality_{folder.name}.png"
+        names[choice], picture = list(strips), f"images/quality_{folder.name}.png"
+        pictures[choice] = picture
         if not given.dry:
-            drawing.save_sheet(list(strips.values()), list(strips), sheets[choice])
+            drawing.save_sheet(list(strips.values()), list(strips), DOCS / picture)
     if not given.dry:
-        write_page(sheets)
+        write_page(names, pictures)
     return 0
 
 
@@ -214,14 +199,18 @@ def keep(rows: list[Any], dry: bool) -> None:
     print(*rows, sep="\n", flush=True) if dry else append("quality", rows)
 
 
-def write_page(sheets: dict[str, Path]) -> None:
-    """``docs/quality.md`` of the newest row of each switch, in the order in which they were first measured."""
+def write_page(names: dict[str, list[str]], pictures: dict[str, str]) -> None:
+    """``docs/quality.md`` of the newest row of each switch.
+
+    Args:
+        names: switches by model, in their order. pictures: of the strips, by model.
+    """
     with (RESULTS / "quality.csv").open(newline="", encoding="utf-8") as file:
         rows = {(row["model"], row["switch"]): row for row in csv.DictReader(file)}
     page = [HEAD]
-    for choice, picture in sheets.items():
-        lines = [line(row) for (model, _), row in rows.items() if model == choice]
-        page += [f"## {choice.removeprefix('demo: ')}\n", *TABLE, FP32, *lines, f"\n![Strips](images/{picture.name})\n"]
+    for model, switched in names.items():
+        lines = [line(rows[model, name]) for name in switched if (model, name) in rows]
+        page += [f"## {model.removeprefix('demo: ')}\n", *TABLE, *lines, f"\n![Strips]({pictures[model]})\n"]
     (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
 
 
@@ -233,12 +222,31 @@ SSIM compare each clip with that of fp32 from the same seed; they fall where a c
 
 The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models, the
 figures may not: rounding errors grow with depth and shrink with width.
+
+- **K types.** They share scales among 256 values, and the demo model's rows have 192 or 768. llama.cpp's tools write
+  another type into rows that are no multiple of 256: the rows *file* are what such a file is. In the rows without that
+  word a block goes on in the next row, so that every Linear has the type. Published models have rows of 2048 and more
+  and need neither. Written by ggml's own encoder, read back by the package gguf.
+- **fp16-safe** is computed in fp16 on a CPU, which refuses it otherwise, around the fp32 residual that GPUs get.
+- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and the demo VAE, which was
+  trained at that size, is worse on larger pictures whole than in tiles (6 clips at 128 x 128: 16 dB whole, 22 dB in
+  tiles). [Memory](memory.md) compares the ways to decode.
+
+Defaults and presets beside the table:
+
+- `precision` auto is bf16 where a GPU has it fast, else fp16-safe, never plain fp16. fp16 and fp16-safe are closer to
+  fp32 than bf16 here; bf16 stays first, since its range needs no care where activations are large, as they are in
+  published models and not in this one.
+- `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
+- The step cache is off unless asked for. Each preset costs more than the one before, in every kind; at the same preset
+  taylor costs less than pyramid. All stay right.
+- Of GGUF's types each bit less doubles the error; at 4 bits it is that of pyramid's `fast`.
+- `steps` 0 is the model's own 20. With 4 it still draws what was asked, with 2 not always.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",
     "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
 )
-FP32 = "| fp32 |  | | | | | |"
 FOOT = "\nRepeat it with `python benchmarks/quality.py`; the rows are in `benchmarks/results/quality.csv`.\n"
 
 
