@@ -238,6 +238,33 @@ def main(steps: int) -> None:
     train(f"{NAME}_transformer", parts, loss_with(parts, Latents()), steps=steps, rate=1.5e-3, save_every=200)
 
 
+def vae():
+    """The autoencoder."""
+    return hunyuan_vae.model(hunyuan_vae.Code())
+
+
+def scheduler():
+    """The published scheduler's settings."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+
+
+def export() -> None:
+    """Write what was trained as a diffusers folder."""
+    parts = models()
+    for key, module in saved(f"{NAME}_transformer").items():
+        parts[key].load_state_dict(module)
+    first, second = tokens()
+    write_folder(
+        MODELS / NAME,
+        "HunyuanVideoPipeline",
+        {**parts, "vae": vae(), "scheduler": scheduler()},
+        {"tokenizer": first.files, "tokenizer_2": second.files},
+        {"width": 64, "height": 64, "frames": 9, "steps": 20, "fps": FPS, "guidance": 6.0},
+    )
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]))
+    {"train": lambda: main(7000), "export": export}[sys.argv[1]]()
