@@ -42,8 +42,8 @@ from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
-from ..recipes import recipe_decision
 from ..registry import FAMILIES
+from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
@@ -51,10 +51,9 @@ from .evidence import variant_of
 from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
-from .part import PartFiles, part_files, reader_of, without_text
+from .part import PartFiles, part_files, reader_of, tool_reader, without_text
 from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
-from .tools import tool_reader
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class

@@ -24,7 +24,7 @@ from anygpu.pipelines.base import Pipeline  # noqa: E402
 from anygpu.pipelines.loading.formats import config_of, contents  # noqa: E402
 from anygpu.pipelines.memory.estimates import Size  # noqa: E402
 from anygpu.pipelines.memory.forecast import fastest, forecasts  # noqa: E402
-from anygpu.pipelines.recipes import of_checkpoint, recipe_of  # noqa: E402
+from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
 
 import published  # noqa: E402
 

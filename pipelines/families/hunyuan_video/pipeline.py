@@ -34,10 +34,18 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
-from ...sampling.resume import steps_of
+from ...sampling.loop import (
+    NoiseMask,
+    denoise,
+    latent_shape,
+    noise_for,
+    noise_mask_for,
+    sampled_latents,
+    start_from,
+    steps_of,
+    watch_of,
+)
 from ...sampling.schedules import even_levels, schedule_for
-from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded

@@ -28,10 +28,17 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...pictures import checked_vision
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
-from ...sampling.resume import steps_of
+from ...sampling.loop import (
+    denoise,
+    latent_shape,
+    noise_for,
+    noise_mask_for,
+    sampled_latents,
+    start_from,
+    steps_of,
+    watch_of,
+)
 from ...sampling.schedules import Schedule, even_levels, schedule_for
-from ...sampling.watch import watch_of
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
