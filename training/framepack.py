@@ -1,4 +1,4 @@
-"""The small FramePack: it goes on from the small HunyuanVideo, as the published one does, and learns to see a picture."""
+"""The small FramePack: it goes on from the small HunyuanVideo, as the published one does, and sees a picture."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from anygpu.pipelines.families.framepack.spec import I2V
 from captions import caption
 from folder import write_folder
 from hunyuan_vae import SCALING
-from hunyuan_video import FPS, HEAD_WIDTH, HEADS, SHIFT, STRAY, TEXT_WIDTH, Latents, encoder_of, tokens
+from hunyuan_video import FPS, HEAD_WIDTH, HEADS, STRAY, TEXT_WIDTH, Latents, encoder_of, tokens
 from loop import saved, train
 from world import trained_and_held_out
 
 NAME = Path(__file__).stem
 VISION_WIDTH, VISION_SIZE, VISION_PATCH = 64, 64, 32
 SCENES, CLIPS = 16, 2
-WINDOW = 2  # latent frames that are sampled; the picture's stands before them
+WINDOW = 3  # latent frames that are sampled after the picture's: the fewest of which one section shows 9 frames
+FRAMES = 4 * WINDOW + 1
 NOISY = 3.0
 GUIDANCE = (1.0, 12.0)
 
@@ -86,7 +87,9 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
         drawn, rows = random.Random(step), SCENES * CLIPS
         shown = drawn.sample(trained, SCENES)
-        states, valid, pooled = (each.repeat_interleave(CLIPS, 0) for each in encode([caption(s, drawn) for s in shown]))
+        states, valid, pooled = (
+            each.repeat_interleave(CLIPS, 0) for each in encode([caption(s, drawn) for s in shown])
+        )
         clips = torch.cat([latents(scene, CLIPS, generator) for scene in shown])
         start, clean = clips[:, :, :1], clips[:, :, 1:]
         low, high = GUIDANCE
@@ -120,7 +123,7 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
 def main(steps: int) -> None:
     """Train; an interrupted training goes on."""
     parts = models()
-    train(f"{NAME}_transformer", parts, loss_with(parts, Latents()), steps=steps, rate=8e-4, save_every=200)
+    train(f"{NAME}_transformer", parts, loss_with(parts, Latents(FRAMES)), steps=steps, rate=8e-4, save_every=200)
 
 
 def export() -> None:

@@ -28,7 +28,8 @@ class Axis(nn.Module):
     """The linear autoencoder of lines along one axis.
 
     Args:
-        factors: of the three levels, the same of the encoder and of the decoder, as in the real class. causal: along time.
+        factors: of the three levels, in encoder and decoder in the same order, as in the real class.
+        causal: along time.
     """
 
     def __init__(self, factors: tuple[int, int, int], causal: bool) -> None:

@@ -15,7 +15,7 @@ from anygpu.pipelines.tiny import vocabulary as tokenizers
 from captions import caption, vocabulary
 from folder import write_folder
 from loop import STATES, saved, train
-from world import shapes, trained_and_held_out
+from world import FRAMES, SIZE, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
 TEXT_WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
@@ -133,28 +133,32 @@ def look_by_place(transformer) -> None:
 
 
 class Latents:
-    """Latents of clips, coloured when they are asked for: the code is linear, and a clip is ground plus shape."""
+    """Latents of clips, coloured when they are asked for: the code is linear, and a clip is ground plus shape.
 
-    def __init__(self) -> None:
+    Args:
+        frames: pixel frames of a clip.
+    """
+
+    def __init__(self, frames: int = FRAMES) -> None:
         self.code = hunyuan_vae.Code()
-        state = STATES / f"{NAME}_pool.pt"
+        state = STATES / f"hunyuan_pool_{frames}.pt"
         if not state.exists():
-            torch.save(self._pool(), state)
+            torch.save(self._pool(frames), state)
         self.pool = torch.load(state)
         self.palette = {name: torch.tensor(rgb) / 127.5 - 1 for name, rgb in COLOURS.items()}
-        self.whole = self.code(torch.ones(1, 9, 64, 64))
+        self.whole = self.code(torch.ones(1, frames, SIZE, SIZE))
 
-    def _pool(self) -> dict[tuple[str, str], torch.Tensor]:
+    def _pool(self, frames: int) -> dict[tuple[str, str], torch.Tensor]:
         generator, pool = torch.Generator().manual_seed(2), {}
         for shape in SHAPES:
             for motion in MOTIONS:
                 if (shape, motion) != ("circle", "spin"):
                     scene = Scene(shape, "white", motion, "black")
-                    pool[shape, motion] = self.code(shapes([scene] * POOL, generator, SPREAD))
+                    pool[shape, motion] = self.code(shapes([scene] * POOL, generator, SPREAD, frames))
         return pool
 
     def __call__(self, scene: Scene, rows: int, generator: torch.Generator) -> torch.Tensor:
-        """Latents (rows, 16, 3, 8, 8) of clips of this scene, as the transformer knows them."""
+        """Latents (rows, 16, T, 8, 8) of clips of this scene, as the transformer knows them."""
         clips = self.pool[scene.shape, scene.motion]
         masks = clips[torch.randint(len(clips), (rows,), generator=generator)][:, None]
         ground = self.palette[scene.ground].view(1, 3, 1, 1, 1, 1)
@@ -207,7 +211,9 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
         drawn = random.Random(step)
         shown = drawn.sample(trained, SCENES)
-        states, valid, pooled = (each.repeat_interleave(CLIPS, 0) for each in encode([caption(s, drawn) for s in shown]))
+        states, valid, pooled = (
+            each.repeat_interleave(CLIPS, 0) for each in encode([caption(s, drawn) for s in shown])
+        )
         rows = SCENES * CLIPS
         low, high = GUIDANCE
         guidance = low + (high - low) * torch.rand(rows, generator=generator)
