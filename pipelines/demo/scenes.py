@@ -54,6 +54,9 @@ class Scene:
         return f"a {self.colour} {self.shape} {MOTIONS[self.motion]} on {self.ground}"
 
 
+EXAMPLE = Scene("circle", "red", "left", "blue")
+
+
 def scenes() -> list[Scene]:
     """Every scene; a circle that spins looks like one that does not."""
     return [
