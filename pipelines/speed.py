@@ -290,7 +290,7 @@ def running(
     progress: Progress,
     size: Latents | SampleSettings | None = None,
     hint: str = "",
-    run: Run | None = None,
+    run: Callable[[], Run] | None = None,
 ) -> Iterator[None]:
     """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
 
@@ -299,9 +299,10 @@ def running(
     Args:
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has.
-        run: what its forecast of time is for; None for a stage that has none.
+        run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
     """
-    time = None if run is None else expected(pipeline, stage.cost, run)
+    kept = pipeline.offloader.options.state is not None
+    time = expected(pipeline, stage.cost, run()) if run is not None and kept else None
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..base import Pipeline
-from ..recipes import of_checkpoint
+from ..settings import of_checkpoint
 from .scenes import COLOURS, MOTIONS, SHAPES, scene_in
 
 EXAMPLE = "a red circle moves left on blue"

@@ -202,7 +202,7 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         guidance=_empty(rows),
         vision=vision,
         picture=_empty(rows, channels, 1, *plane, dtype=dtype),
-        later=_empty(rows),
+        next_time=_empty(rows),
     )
 
 

@@ -13,7 +13,7 @@ from anygpu.pipelines.demo import demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import EXAMPLE, own_inputs
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
-from anygpu.pipelines.recipes import OWN_DEFAULTS, of_checkpoint
+from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 
