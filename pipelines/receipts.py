@@ -77,13 +77,6 @@ def with_receipt(
     return replace(latents, extra={**latents.extra, RECEIPT: record})
 
 
-def texts_of(request: PromptRequest) -> dict[str, Any]:
-    """What a prompt remembers of how it was encoded, for receipts and for people."""
-    seen = {} if request.image is None else {"looks_at": picture_content(request.image)}
-    texts = {"text": request.text, "negative_text": request.negative}
-    return {**texts, **seen, "request": replace(request, image=None)}
-
-
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
