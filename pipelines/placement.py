@@ -24,7 +24,7 @@ from .loading.folder import LoadRequest, load
 from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
 from .memory.fit import modes_of
 from .memory.forecast import COMPUTES, forecast
-from .recipes import of_checkpoint
+from .settings import of_checkpoint
 from .time.choice import WORTH
 from .time.forecast import DECODING, SAMPLING, TEXT, planned_run, stage_time
 

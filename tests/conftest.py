@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the full run looks for files that break a reader, and Windows' rules for files."""
-    parser.addoption("--fuzz-seconds", type=float, default=60.0, help="for tests/fuzz/test_structured.py")
+    parser.addoption("--fuzz-seconds", type=float, default=600.0, help="of each fuzzer in tests/fuzz")
     parser.addoption("--windows-rules", action="store_true", help="files obey Windows' rules (tests/windows.py)")
 
 

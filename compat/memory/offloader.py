@@ -19,12 +19,12 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, free_bytes, indexed, value_or
+from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
-from .parts import BY_BLOCK, WHOLE, Adapters, Parts, Silent, adapters_on, role_of
+from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
 from .prefetch import copy_stream
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
@@ -140,6 +140,18 @@ class Offloader(Protocol):
 
     def with_adapters(self, adapters: Adapters | None) -> Offloader:
         """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""
+
+
+def ahead_bytes(offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0) -> int:
+    """Bytes of weights that come ahead under ``mode``: none on a device without a stream for copies.
+
+    Args:
+        weights: of ``part``.
+        activations: bytes of a forward of it.
+    """
+    if offloader.options.host_weights.shared or copy_stream(offloader.device_of(part)) is None:
+        return 0
+    return weights.ahead(mode, part, activations)
 
 
 @dataclass(slots=True)
@@ -451,30 +463,6 @@ def placement(offloader: Offloader) -> str:
 
 def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offloader, Decision]:
     return offloader, Decision("offload", placement(offloader), why, AUTO if choice == AUTO else CHOSEN)
-
-
-def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
-    """Part to device, for the parts that are not left to ``auto``.
-
-    Raises:
-        UnsupportedError: an accelerator that this machine does not have.
-    """
-    asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
-    return {part: _device_named(name) for part, name in asked.items() if name not in ("auto", "")}
-
-
-def _device_named(name: str) -> str:
-    if not name.startswith("gpu:"):
-        return name
-    kind, index = default_device().type, int(name.removeprefix("gpu:"))
-    count = 0 if kind == HOST.type else value_or(lambda: int(torch.accelerator.device_count()), 1)
-    if index >= count:
-        raise UnsupportedError(
-            f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
-            expected="auto, cpu, or the number of an existing accelerator",
-            fix="Choose auto.",
-        )
-    return f"{kind}:{index}"
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...compat.device.facts import free_bytes
-from ...compat.memory.offloader import MODES
+from ...compat.memory.offloader import MODES, ahead_bytes
 from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
@@ -103,18 +103,19 @@ def _needs(
                 beside("text", "decoding", kept),
                 weights[p].resident(mode, p, active[p]),
                 active[p],
-                ahead=weights[p].ahead(mode, p, active[p]),
+                ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p]),
             )
             for p in text
         )
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    ahead = max(weights[part].ahead(mode, part, forward) for part in weights if denoises(part))
+    ahead = max(ahead_bytes(pipeline.offloader, weights[p], p, mode, forward) for p in weights if denoises(p))
     kept = beside("sampling", "decoding", kept)
     stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead))
     still = beside("sampling", "decoding", all_own)
-    whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=weights[VAE].ahead(mode, VAE))
+    ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
+    whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
     return [*stages, _decoding(pipeline, size, whole, decoding_room)]
 
 
