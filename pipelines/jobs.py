@@ -34,7 +34,9 @@ from .loading.single_file import Files
 from .movie import read_frames
 from .receipts import with_receipt
 from .requests import load_request
+from .sampling.resume import StepStore
 from .speed import with_step_cache
+from .split import LeaderSections, LeaderSteps, led
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
@@ -188,30 +190,37 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
     Args:
         pipeline: of an earlier job with the same ``model_key``; None loads it.
 
+    Of a group, all processes call it; the leader alone decodes, and the others return no frames.
+
     Raises:
         PackError: what any of the stages refuses.
     """
     with torch.no_grad():
         pipeline = pipeline or load_pipeline(job, machine, progress)
         latents, kept = sample(job, machine, progress, pipeline)
+        if pipeline.group is not None and not pipeline.group.leads:
+            return Rendered(latents.samples.new_empty(0), latents, kept)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
         return Rendered(stages.decode(pipeline, latents, progress, form=job.decode), latents, kept)
 
 
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
-    image, start = _images(job, machine, progress, pipeline)
+    group = pipeline.group
+    image, start = led(pipeline, lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
-    prompt = stages.encode_prompt(pipeline, asked, progress)
+    prompt = led(pipeline, lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
-    settings = replace(job.settings, width=size[0], height=size[1], latents=_video(job, machine, progress, pipeline))
+    video = led(pipeline, lambda: _video(job, machine, progress, pipeline))
+    settings = replace(job.settings, width=size[0], height=size[1], latents=video)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
-    steps = KeptSteps(unfinished / FOLDER, progress.notify)
+    steps: StepStore = KeptSteps(unfinished / FOLDER, progress.notify)
+    steps = steps if group is None else LeaderSteps(group, steps)
     if not pipeline.spec.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
-        kept = recovery.keep(store, latents, progress.notify)
+        kept = recovery.keep(store, latents, progress.notify) if group is None or group.leads else ""
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
@@ -220,7 +229,8 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
             with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
         keeper = recovery.KeptSections(unfinished, progress.notify, describe=signed)
-        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper, steps)
+        sections = keeper if group is None else LeaderSections(group, keeper)
+        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
         latents = signed(latents)
         kept = next(iter(keeper.names.values()), "")
     if kept:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
+from ....compat.transforms.context_parallel import SplitPlan
 from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer, Recipe
 from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED
@@ -128,4 +129,5 @@ SPEC = FamilySpec(
     recipes={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     published_blocks=BLOCKS,
     published_vae_sites=29,
+    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
 )

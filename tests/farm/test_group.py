@@ -1,0 +1,77 @@
+"""A group of Ray's processes renders one video: the file of one process, whichever rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from anygpu.farm.render import Renderer, task_of
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.job_lists import Batch, JobList, queue_jobs
+
+pytestmark = pytest.mark.farm
+SIZE = {"width": 96, "height": 96, "frames": 17, "steps": 30, "cfg": 3.0}
+SECONDS = 900
+HERE = Path(__file__).parent
+
+
+def queued(tiny_folder: Path, folder: Path, seeds: list[int], name: str = "ltx") -> JobList:
+    """Jobs of a tiny model."""
+    model = tiny.build(name, tiny_folder)
+    return queue_jobs(JobFolder(folder), "foxes", model, Batch(["a fox"], seeds, settings=SIZE))
+
+
+def farm(jobs: JobList, models: Path, *words: str) -> subprocess.Popen[str]:
+    """A driver with one group, which keeps each step."""
+    command = [sys.executable, str(HERE / "grouped.py"), str(jobs.folder.root), str(models), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes of ranks that render: Ray names a process after the call that it is in."""
+    return [
+        one for one in psutil.process_iter(["cmdline"]) if "ray::Rank.render" in " ".join(one.info["cmdline"] or ())
+    ]
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What the command printed, once it ended well."""
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def equal_to_one_process(jobs: JobList, models: Path, scratch: Path) -> None:
+    """Every result has the pixels that one process gives."""
+    local = JobFolder(scratch / "local")
+    renderer = Renderer(local.root, (models,), scratch / "state", "cpu")
+    for line in jobs.lines:
+        key = task_of(line).key
+        record = json.loads((jobs.folder.results / f"{key}.json").read_text(encoding="utf-8"))
+        assert (jobs.folder.results / record["file"]).is_file()
+        assert record["pixels_sha256"] == renderer.render(line, Silent())["pixels_sha256"]
+
+
+def test_a_group_renders_what_one_process_does_and_goes_on_when_a_rank_dies(tiny_folder: Path, tmp_path: Path) -> None:
+    jobs = queued(tiny_folder, tmp_path / "farm", [1, 2])
+    process = farm(jobs, tiny_folder, "2")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(ranks()) < 2 or not list(jobs.folder.state.rglob("*.safetensors")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.1)
+        os.kill(ranks()[-1].pid, signal.SIGKILL)
+        output = finished(process)
+    finally:
+        process.kill()
+    assert "2 done" in output and "1 workers died" in output and "goes on from its last step" in output
+    equal_to_one_process(jobs, tiny_folder, tmp_path)
