@@ -135,6 +135,16 @@ class Group:
         result: Value = value
         return result
 
+    def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
+        assert self.half is not None
+        partner = (self.world.rank + self.half.size) % self.world.size
+        empty = own.new_empty(0)
+        pieces = [own if rank == partner else empty for rank in range(self.world.size)]
+        shapes = [tuple(own.shape) if rank == partner else (0,) for rank in range(self.world.size)]
+        other = self.world.exchange(pieces, shapes)[partner]
+        return (other, own) if self.branch else (own, other)
+
     @property
     def leads(self) -> bool:
         """Whether this rank decodes and writes."""
@@ -153,3 +163,19 @@ class Group:
             yield
         finally:
             self._apart = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """What the blocks of a family are given that goes by token of the video.
+
+    Args:
+        rotary: names under which blocks take rotary tables. dim: of these, which one counts tokens.
+        rows: arguments (B, N, D) with a row for each token; where they have one row for all, they stay as they are.
+        leading: arguments that count the first tokens which are treated differently.
+    """
+
+    rotary: tuple[str, ...]
+    dim: int
+    rows: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()

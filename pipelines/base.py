@@ -18,7 +18,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
-from ..compat.ranks import Group
+from ..compat.ranks import Group, Value
 from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
@@ -110,6 +110,10 @@ class Pipeline(KnownToHost):
     def family(self) -> str:
         """The frozen id of its family, as files have it."""
         return self.spec.id
+
+    def led(self, call: Callable[[], Value]) -> Value:
+        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
+        return call() if self.group is None else self.group.led(call)
 
     @property
     def patcher(self) -> Any:

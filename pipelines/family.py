@@ -17,7 +17,7 @@ import torch
 from ..compat.device.facts import GIBIBYTE
 from ..compat.memory.parts import denoises
 from ..compat.precision import PLAIN, ModelPrecision
-from ..compat.transforms.context_parallel import SplitPlan
+from ..compat.ranks import SplitPlan
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
 from .loading.keys import Layout
 

@@ -34,9 +34,8 @@ from .loading.single_file import Files
 from .movie import read_frames
 from .receipts import with_receipt
 from .requests import load_request
-from .sampling.resume import StepStore
+from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .speed import with_step_cache
-from .split import LeaderSections, LeaderSteps, led
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
@@ -207,11 +206,11 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
     group = pipeline.group
-    image, start = led(pipeline, lambda: _images(job, machine, progress, pipeline))
+    image, start = pipeline.led(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
-    prompt = led(pipeline, lambda: stages.encode_prompt(pipeline, asked, progress))
+    prompt = pipeline.led(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
-    video = led(pipeline, lambda: _video(job, machine, progress, pipeline))
+    video = pipeline.led(lambda: _video(job, machine, progress, pipeline))
     settings = replace(job.settings, width=size[0], height=size[1], latents=video)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..compat.device.facts import first_line
 from ..compat.errors import UnsupportedError
-from ..compat.ranks import Group, Value
+from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.attention_processors import replace_attention_processors
 from ..compat.transforms.context_parallel import split_step
-from .base import Call, Latents, Pipeline
+from .base import Call, Pipeline
 from .sampling.core_sampler import TIME, velocity
-from .sampling.resume import SectionState, SectionStore, StepState, StepStore
 from .tiny.parts import WIDTH
 from .tiny.recipes import TINY
 from .tiny.weights import randomise
@@ -132,50 +130,3 @@ def _refusal(pipeline: Pipeline, why: str, group: Group) -> UnsupportedError:
         expected=f"at most {MOST:g} of its largest value",
         fix="Leave out --group for this model, and report this with the version of diffusers.",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderSteps:
-    """Unfinished samplings that the leader keeps: every rank goes on where the leader does."""
-
-    group: Group
-    store: StepStore
-
-    def found(self, key: str) -> StepState | None:
-        """Where the leader's file says that this sampling stands."""
-        return self.group.led(lambda: self.store.found(key))
-
-    def due(self) -> bool:
-        """Whether it is time, on the leader."""
-        return self.group.leads and self.store.due()
-
-    def keep(self, key: str, state: StepState) -> None:
-        """Replace what is kept; only the leader is ever asked to."""
-        self.store.keep(key, state)
-
-    def drop(self, key: str) -> None:
-        """Forget this sampling."""
-        if self.group.leads:
-            self.store.drop(key)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderSections:
-    """Finished sections, likewise."""
-
-    group: Group
-    store: SectionStore
-
-    def found(self, key: str) -> SectionState | None:
-        """Where the leader's file says that this sampling stands."""
-        return self.group.led(lambda: self.store.found(key))
-
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
-        """Take in all sections so far, on the leader."""
-        if self.group.leads:
-            self.store.keep(key, index, count, latents, standing)
-
-
-def led(pipeline: Pipeline, call: Callable[[], Value]) -> Value:
-    """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
-    return call() if pipeline.group is None else pipeline.group.led(call)

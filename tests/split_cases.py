@@ -158,9 +158,15 @@ def sampled(pipeline: Pipeline, case: Case, progress: Any = None, steps: Any = N
     return stages.sample(pipeline, prompt, image, settings, progress, steps)
 
 
-def group_of(rank: int, size: int) -> Group:
-    """All processes."""
-    return Group(Ranks(None, rank, size))
+def group_of(rank: int, size: int, halves: bool = False) -> Group:
+    """All processes, and the half of this one."""
+    if not halves:
+        return Group(Ranks(None, rank, size))
+    from torch import distributed
+
+    middle, own = size // 2, int(rank >= size // 2)
+    groups = [distributed.new_group(ranks) for ranks in (list(range(middle)), list(range(middle, size)))]
+    return Group(Ranks(None, rank, size), Ranks(groups[own], rank - own * middle, middle))
 
 
 def compared(case: Case, group: Group, built: Path) -> tuple[float, float, str]:
@@ -172,6 +178,12 @@ def compared(case: Case, group: Group, built: Path) -> tuple[float, float, str]:
     whole = sampled(opened(case, built), case).samples if group.leads else split
     digest = hashlib.sha256(split.contiguous().numpy().tobytes()).hexdigest()
     return float((split - whole).abs().max()), float(whole.abs().max()), digest
+
+
+def every_branch(rank: int, size: int, folder: Path) -> dict[str, tuple[float, float, str]]:
+    """Each case compared, where half of the ranks compute the one branch of guidance and half the other."""
+    built, group = Path((folder / "built").read_text()), group_of(rank, size, halves=True)
+    return {name: compared(CASES[name], group, built) for name in (folder / "cases").read_text().split("\n")}
 
 
 def every_case(rank: int, size: int, folder: Path) -> dict[str, tuple[float, float, str]]:

@@ -21,28 +21,12 @@ from torch.nn import functional
 
 from ..errors import UnsupportedError
 from ..memory.parts import Undo, denoises
-from ..ranks import Group
+from ..ranks import Group, SplitPlan
 from .attention_processors import Attend
 from .blocks import transformer_blocks
 from .order import Back, Order, Step
 
 STATES = "hidden_states"  # of the video, in every block
-
-
-@dataclass(frozen=True, slots=True)
-class SplitPlan:
-    """What the blocks of a family are given that goes by token of the video.
-
-    Args:
-        rotary: names under which blocks take rotary tables. dim: of these, which one counts tokens.
-        rows: arguments (B, N, D) with a row for each token; where they have one row for all, they stay as they are.
-        leading: arguments that count the first tokens which are treated differently.
-    """
-
-    rotary: tuple[str, ...]
-    dim: int
-    rows: tuple[str, ...] = ()
-    leading: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

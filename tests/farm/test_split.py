@@ -60,6 +60,17 @@ def test_split_is_whole(differences: Any, size: int, case: str) -> None:
     assert len({digest for _, _, digest in each}) == 1, "all ranks have the same latents"
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_branches_of_guidance_on_halves_of_the_ranks(size: int, built: Path, tmp_path: Path) -> None:
+    cases = ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"] if size == 2 else ["ltx_condition"]
+    each = on_ranks("every_branch", size, tmp_path, built, cases)
+    for case in cases:
+        difference, largest, _ = each[0][case]
+        print(f"branches on {size} ranks, {case}: {difference:.2g} of {largest:.3g}")
+        assert largest > 0.1 and difference <= BOUND * torch.finfo(torch.float32).eps * largest
+        assert len({found[case][2] for found in each}) == 1
+
+
 def test_the_twin_finds_every_wrong_split_and_no_right_one(built: Path, tmp_path: Path) -> None:
     models = ("ltx", "hunyuan_video_i2v", "mochi")
     only = {"time of the first tokens": "ltx", "leading tokens of all": "hunyuan_video_i2v"}

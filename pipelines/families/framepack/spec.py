@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
-from ....compat.transforms.context_parallel import SplitPlan
+from ....compat.ranks import SplitPlan
 from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer, Recipe
 from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED

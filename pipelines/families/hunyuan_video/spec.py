@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....compat.precision import HALF_TEXT
-from ....compat.transforms.context_parallel import SplitPlan
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,

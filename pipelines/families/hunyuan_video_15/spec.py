@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....compat.transforms.context_parallel import SplitPlan
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
