@@ -81,6 +81,16 @@ class Ranks:
         distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
         return bool(told.item())
 
+    def collected(self, value: Any) -> list[Any] | None:
+        """The values of all ranks in order, on the leader; None on the others."""
+        if self.size == 1:
+            return [value]
+        from torch import distributed
+
+        values = [None] * self.size if self.rank == LEADER else None
+        distributed.gather_object(value, values, group=self.group, group_dst=LEADER)
+        return values
+
     def shared(self, value: Any, source: int = LEADER) -> Any:
         """The ``value`` of the rank ``source``, on every rank: plain values and CPU tensors, also in dataclasses."""
         if self.size == 1:

@@ -36,6 +36,9 @@ from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .speed import with_step_cache
+from .vae.fallback import serve_decoding
+from .vae.plan import Form
+from .vae.shared import dismiss
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
@@ -189,7 +192,7 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
     Args:
         pipeline: of an earlier job with the same ``model_key``; None loads it.
 
-    Of a group, all processes call it; the leader alone decodes, and the others return no frames.
+    Of a group, all processes call it, and the leader has the frames.
 
     Raises:
         PackError: what any of the stages refuses.
@@ -197,10 +200,22 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
     with torch.no_grad():
         pipeline = pipeline or load_pipeline(job, machine, progress)
         latents, kept = sample(job, machine, progress, pipeline)
-        if pipeline.group is not None and not pipeline.group.leads:
-            return Rendered(latents.samples.new_empty(0), latents, kept)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
-        return Rendered(stages.decode(pipeline, latents, progress, form=job.decode), latents, kept)
+        return Rendered(decoded(pipeline, latents, progress, job.decode), latents, kept)
+
+
+def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
+    group = pipeline.group
+    if group is None:
+        return stages.decode(pipeline, latents, progress, form=form)
+    if not group.leads:
+        serve_decoding(pipeline, latents.samples.shape, progress)
+        return latents.samples.new_empty(0)
+    try:
+        return stages.decode(pipeline, latents, progress, form=form)
+    finally:
+        dismiss(group)
 
 
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:

@@ -26,11 +26,13 @@ from anygpu.pipelines.base import (
     SampleSettings,
     Silent,
 )
+from anygpu.pipelines.jobs import decoded
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
 from anygpu.pipelines.tiny.weights import randomise
+from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import save_file
 
 SAFE_FP16 = "fp16-safe"  # which no CPU is offered
@@ -214,6 +216,42 @@ def _key_too_few(_right: Any) -> Any:
         return self._heads_for_tokens(self.attend(whole[0], whole[1][:, :, :-1], whole[2][:, :, :-1]), heads)
 
     return attend
+
+
+DECODES = {  # model: form of the decode, and latent frames; each gives several regions
+    "hunyuan_video": (Form("tiled", tile=64), 3),
+    "hunyuan_video, windows": (Form("full"), 9),
+    "ltx": (Form("tiled", tile=128), 2),
+    "mochi": (Form("tiled", tile=64, frames=1), 3),
+    "hunyuan_video_15": (Form("tiled", tile=128), 2),
+}
+
+
+def decodes(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, int, int]]:
+    """Of each case of :data:`DECODES`: whether the leader's frames are those of one process, and how many calls of the
+    decoder this rank and one process alone made."""
+    built, told = Path((folder / "built").read_text()), {}
+    for name, (form, count) in DECODES.items():
+        model = name.partition(",")[0]
+        alone, together = opened(Case(model), built), on_group(opened(Case(model), built), group_of(rank, size))
+        channels, ratio = int(alone.configs["vae"]["latent_channels"]), alone.spec.ratio
+        cells = 320 // ratio if ratio == 32 else 128 // ratio
+        samples = torch.randn(1, channels, count, cells, cells, generator=torch.Generator().manual_seed(1))
+        frames = (count - 1) * alone.spec.stride + 1
+        latents = Latents(samples, alone.family, "text", frames, cells * ratio, cells * ratio, 24.0, 0)
+        counts = [_calls_of(pipeline) for pipeline in (together, alone)]
+        split, equal = decoded(together, latents, Silent(), form), True
+        if rank == 0:
+            equal = torch.equal(stages.decode(alone, latents, Silent(), form=form), split)
+        told[name] = equal, len(counts[0]), len(counts[1])
+    return told
+
+
+def _calls_of(pipeline: Pipeline) -> list[int]:
+    """Grows with each call of the decoder."""
+    calls: list[int] = []
+    pipeline.parts.read("vae").get_submodule("decoder").register_forward_pre_hook(lambda *_: calls.append(0))
+    return calls
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {  # by name: whose method, and what it becomes

@@ -37,10 +37,9 @@ def farm(jobs: JobList, models: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def ranks() -> list[psutil.Process]:
-    """The processes of ranks that render: Ray names a process after the call that it is in."""
-    return [
-        one for one in psutil.process_iter(["cmdline"]) if "ray::Rank.render" in " ".join(one.info["cmdline"] or ())
-    ]
+    """The processes of ranks, which Ray names after their class and the call that they are in."""
+    named = psutil.process_iter(["cmdline"])
+    return [process for process in named if " ".join(process.info["cmdline"] or ()).startswith("ray::Rank")]
 
 
 def finished(process: subprocess.Popen[str]) -> str:

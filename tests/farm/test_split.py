@@ -71,6 +71,14 @@ def test_branches_of_guidance_on_halves_of_the_ranks(size: int, built: Path, tmp
         assert len({found[case][2] for found in each}) == 1
 
 
+def test_regions_of_a_decode_on_all_ranks(built: Path, tmp_path: Path) -> None:
+    leader, other = on_ranks("decodes", 2, tmp_path, built, [])
+    for case, (equal, own, alone) in leader.items():
+        print(f"decode {case}: {own} and {other[case][1]} calls of the decoder, {alone} alone")
+        assert equal, case
+        assert own + other[case][1] == alone and other[case][1] >= alone // 2 > 0, "each call once, shared out"
+
+
 def test_the_twin_finds_every_wrong_split_and_no_right_one(built: Path, tmp_path: Path) -> None:
     models = ("ltx", "hunyuan_video_i2v", "mochi")
     only = {"time of the first tokens": "ltx", "leading tokens of all": "hunyuan_video_i2v"}
