@@ -34,6 +34,7 @@ from anygpu.pipelines.split import on_group, require_exact
 from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import save_file
+from simulated import accelerator
 
 SAFE_FP16 = "fp16-safe"  # which no CPU is offered
 LORA = "lora.safetensors"
@@ -86,6 +87,10 @@ CASES: dict[str, Case] = {
     **{
         f"{model}, LoRA {mode}": Case(model, lora=mode) for model in ("ltx", "mochi") for mode in ("separate", "merged")
     },
+    # On the simulated accelerator, whose tensors gloo takes by way of the CPU.
+    "ltx, offload model": Case("ltx", {"offload": "model"}),
+    "hunyuan_video, offload group": Case("hunyuan_video", {"offload": "group"}),
+    "mochi, offload sequential": Case("mochi", {"offload": "sequential"}),
 }
 
 
@@ -118,7 +123,8 @@ def opened(case: Case, built: Path) -> Pipeline:
     """The pipeline of a case, on this process alone."""
     paths = [model_folder(name, built) for name in MODELS[case.model]]
     base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    asked = {"precision": "fp32", "device": "cpu", **case.load}
+    device = "cpu" if "offload" not in case.load else str(accelerator.load())
+    asked = {"precision": "fp32", "device": device, **case.load}
     safe = asked["precision"] == SAFE_FP16
     pipeline = load(LoadRequest(paths[0], base, encoder, **(asked | {"precision": "fp32"} if safe else asked)))
     if safe:
