@@ -64,12 +64,13 @@ def test_split_is_whole(differences: Any, size: int, case: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_branches_of_guidance_on_halves_of_the_ranks(size: int, built: Path, tmp_path: Path) -> None:
+    """Equal where each branch is a call of its own; LTX-Video and Mochi have both in a batch of two on one device."""
     cases = ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"] if size == 2 else ["ltx_condition"]
     each = on_ranks("every_branch", size, tmp_path, built, cases)
     for case in cases:
         difference, largest, _ = each[0][case]
         print(f"branches on {size} ranks, {case}: {difference:.2g} of {largest:.3g}")
-        assert largest > 0.1 and difference <= BOUND * torch.finfo(torch.float32).eps * largest
+        assert largest > 0.1 and difference <= 2 * BOUND * torch.finfo(torch.float32).eps * largest
         assert len({found[case][2] for found in each}) == 1
 
 
