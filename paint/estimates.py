@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..compat.memory.offloader import ahead_bytes
 from ..compat.memory.parts import PartBytes, part_bytes
 from ..compat.memory.statistics import StageNeed
 from .networks.layers import FED_TOKENS
@@ -79,7 +80,7 @@ def paint_needs(
             continue
         kept = sum(size for other, size in stays.items() if other != part)
         size = pipeline.weights[part]
-        own, ahead = size.resident(mode, part), size.ahead(mode, part)
+        own, ahead = size.resident(mode, part), ahead_bytes(pipeline.offloader, size, part, mode)
         needs.append(StageNeed(name, kept, own, activations, ahead=ahead))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ..compat.errors import InputError
 from .family import FITS, FamilySpec
-from .grid import snap
+from .settings import snap
 
 
 def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:

@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import CheckpointError, InputError, UnsupportedError
-from ..compat.output_check import NotFinite, fault_in_latents, require_finite
+from ..compat.output_check import NotFinite, require_finite
 from .base import (
     FramePackSettings,
     ImageCondition,
@@ -25,21 +25,30 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .grid import check_steps, require_range, snap
 from .memory.estimates import Size
 from .memory.fit import fit_offload, make_room_and_retry
 from .pictures import checked_frames, fitted, fitted_size, resized
-from .receipts import sources_of, texts_of
-from .recipes import FINAL, final_size, guidance_steps, of_checkpoint, recipe_of
+from .receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
+from .settings import (
+    FINAL,
+    complete,
+    final_size,
+    guidance_steps,
+    of_checkpoint,
+    recipe_of,
+    report_unused,
+    require_family,
+    require_range,
+)
 from .speed import Stage, running, sampling_speed
-from .text.t5 import described
+from .text.t5 import described, texts_of
 from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
-MOST_STG, MOST_SHIFT = 20.0, 100.0
+MOST_STG = 20.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt")
@@ -48,9 +57,6 @@ VIDEO = Stage("encode video", "video", "encoding the video")
 UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
 SAMPLING = Stage("sample", "sampling", "sampling")
 DECODING = Stage("decode", "decoding", "decoding")
-GUIDANCE = (
-    *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
-)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -75,7 +81,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
     usual = family.defaults
-    run = planned_run(pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
+    run = partial(planned_run, pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
@@ -203,7 +209,7 @@ def sample(
     recipe, final = recipe_of(pipeline, settings), final_size(settings)
     if final:
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
-    completed = _completed(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
+    completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     if settings.stg > MOST_STG:
         raise InputError(
             f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
@@ -211,7 +217,8 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
-    pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
+    if steps is not None:
+        pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
@@ -237,9 +244,10 @@ def sample_framepack(
             fix="Use AnyGPU Sample for this model.",
         )
     settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
-    settings = _completed(family, prompt, image, settings, progress)
+    settings = complete(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
-    pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
+    if steps is not None:
+        pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
     return _sample(
         pipeline,
         settings,
@@ -275,7 +283,7 @@ def decode(
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
-    run = planned_run(pipeline, Size(latents.width, latents.height, latents.frames, window=window))
+    run = partial(planned_run, pipeline, Size(latents.width, latents.height, latents.frames, window=window))
     with running(DECODING, pipeline, progress, latents, hint, run):
         release_text(pipeline, family)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
@@ -345,27 +353,6 @@ def tokens_in(prompt: Prompt) -> int:
     return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
 
 
-def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
-    """Say which of the inputs ``names`` were set although this family does nothing with them."""
-    usual = {field.name: field.default for field in fields(request)}
-    for name in names:
-        value = getattr(request, name)
-        plain = isinstance(value, (int, float, str, tuple))
-        unset = value is usual[name] or (plain and value == usual[name]) or (name == "cfg" and value == 1.0)
-        if name not in family.effective and not unset:
-            progress.notify(f"{name} has no effect on {family.title}")
-
-
-def require_family(given: str, family: FamilySpec, subject: str) -> None:
-    """Raise when ``given`` is another family than the one that is loaded."""
-    if given != family.id:
-        raise InputError(
-            f"{subject} made for {given!r}",
-            expected=f"made for {family.id!r}",
-            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model.",
-        )
-
-
 def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
     """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
     more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
@@ -374,7 +361,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)
 
     asked = Run(size, settings)
-    with running(SAMPLING, pipeline, progress, settings, run=asked):
+    with running(SAMPLING, pipeline, progress, settings, run=lambda: asked):
         release_text(pipeline, pipeline.spec)
         fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
@@ -390,89 +377,6 @@ def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageReques
         width, height = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
         return int(width), int(height)
     return fitted_size(of_checkpoint(pipeline), frames, request.width, request.height, fit)
-
-
-def _completed(
-    family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
-) -> SampleSettings:
-    """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
-    require_family(prompt.family, family, "a prompt")
-    report_unused(family, settings, GUIDANCE, progress)
-    if settings.sigmas is not None and (settings.steps or settings.shift):
-        progress.notify("steps and shift have no effect beside sigmas")
-    if image is not None:
-        settings = replace(settings, width=settings.width or image.width, height=settings.height or image.height)
-    size = snap(family, settings.width, settings.height, settings.frames)
-    if size.said:
-        progress.notify(size.said)
-    defaults = family.defaults
-    settings = replace(
-        settings,
-        width=size.width,
-        height=size.height,
-        frames=size.frames,
-        fps=settings.fps or defaults.fps,
-        steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
-        guidance=settings.guidance or defaults.guidance,
-        cfg=settings.cfg or defaults.cfg,
-        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
-    )
-    for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
-        require_range(name, getattr(settings, name), 0, most)
-    if settings.cfg_start > settings.cfg_end:
-        raise InputError(
-            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
-            expected="start before end",
-            fix="Swap them.",
-        )
-    if settings.fps <= 0 or settings.fps > 240:
-        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
-    if settings.cfg <= 1.0 and prompt.has_negative:
-        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
-    if settings.cfg > 1.0 and prompt.negative is None:
-        raise InputError(
-            f"cfg {settings.cfg} without a negative prompt",
-            expected="a negative prompt, which may be an empty text",
-            fix="Connect the negative conditioning, or set cfg to 1.",
-        )
-    if settings.scheduler not in family.schedulers:
-        raise InputError(
-            f"scheduler {settings.scheduler!r} for {family.title}",
-            expected=f"one of {', '.join(family.schedulers)}",
-            fix="Choose auto.",
-        )
-    if image is not None:
-        require_family(image.family, family, "an image condition")
-        for name, tensor in image.tensors.items():
-            require_finite(tensor, f"image condition ({name})")
-        if (image.width, image.height) != (settings.width, settings.height):
-            raise InputError(
-                f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
-                expected="one size",
-                fix="Connect width and height of Encode Image to the sample node.",
-            )
-    return _with_latents(family, settings, progress)
-
-
-def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
-    latents = settings.latents
-    if latents is None or "latents" not in family.effective:
-        if settings.denoise < 1.0:
-            progress.notify("denoise has no effect without latents")
-        return replace(settings, latents=None, denoise=1.0)
-    require_family(latents.family, family, "the latents to start from")
-    require_finite(latents.samples, "latents to start from")
-    empty = fault_in_latents(latents.samples)
-    if empty and settings.denoise < 1.0:
-        progress.notify(f"the latents to start from are {empty}: was the video encoded with this model's VAE?")
-    if settings.denoise == 0.0:
-        raise InputError(
-            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
-        )
-    width, height, frames = latents.width, latents.height, latents.frames
-    if (width, height, frames) != (settings.width, settings.height, settings.frames):
-        progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
-    return replace(settings, width=width, height=height, frames=frames)
 
 
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:

@@ -204,9 +204,11 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
     """The sides as a shape that a tensor can have: an empty one may have another side of any length in a file.
 
     Raises:
-        ValueError: too many sides, or too long ones.
+        ValueError: too many sides, too long ones, or negative ones.
     """
     shape = tuple(sides)
+    if min(shape, default=0) < 0:
+        raise ValueError(f"a shape with a side of {min(shape)}")
     if len(shape) > MOST_AXES or math.prod(max(side, 1) for side in shape) >= 2**60:
         raise ValueError(f"a shape of {len(shape)} sides up to {max(shape)}")
     return shape

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..durable import replacing
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, first_line, flags, gone, value_or
 from .failures import is_shortage
@@ -194,7 +195,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self) -> None:
-        """Write to a temporary file and rename it, so that no reader sees half of it."""
+        """Write what is known, on the disk when this returns: what is asked next may end the whole machine."""
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
@@ -207,13 +208,10 @@ class ProbeStore(Mapping[str, ProbeResult]):
         }
         if self._asking:
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
-        temporary = self.folder / f".{self.path.name}.{os.getpid()}.part"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-            temporary.replace(self.path)
+            with replacing(self.path) as temporary:
+                temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         except OSError as error:
-            value_or(lambda: temporary.unlink(missing_ok=True), None)
             self.note = (
                 f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "
                 "folder. The probes run again at every start: make the folder writable."

@@ -24,7 +24,7 @@ from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .host_weights import PINNED, HostWeights
-from .parts import BY_BLOCK, WHOLE, Adapters, Parts, Silent, adapters_on, role_of
+from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
 from .prefetch import copy_stream
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
@@ -136,6 +136,18 @@ class Offloader(Protocol):
 
     def with_adapters(self, adapters: Adapters | None) -> Offloader:
         """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""
+
+
+def ahead_bytes(offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0) -> int:
+    """Bytes of weights that come ahead under ``mode``: none on a device without a stream for copies.
+
+    Args:
+        weights: of ``part``.
+        activations: bytes of a forward of it.
+    """
+    if offloader.options.host_weights.shared or copy_stream(offloader.device_of(part)) is None:
+        return 0
+    return weights.ahead(mode, part, activations)
 
 
 @dataclass(slots=True)

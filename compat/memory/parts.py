@@ -272,15 +272,21 @@ class PartBytes:
         return max(largest, self.outer - activations // 2)
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has."""
+        """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has.
+
+        The next block comes when one has ended, and with it most of the activations: where these are many, they are
+        the peak, with one block alone.
+        """
         if mode not in ("group", "sequential") or part == WHOLE:
             return 0
         if mode == "sequential" or not part.startswith(BY_BLOCK):
             return self.inner or self.layer
-        if not self.single:
-            return self.block
-        together = max(self.single * (1 + self.block // self.single), 2 * self.block)
-        return max(0, together - int(BETWEEN_SPARES * activations) - self.resident(mode, part, activations))
+        together = 2 * self.block
+        if self.single:
+            together = max(together, self.single * (1 + self.block // self.single))
+        beside = self.outer + self.block - activations // 2  # the first block comes while the embedding is in use
+        together = max(together - int(BETWEEN_SPARES * activations), beside if self.inner else 0)
+        return max(0, together - self.resident(mode, part, activations))
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffers: int = 0) -> PartBytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ import torch
 
 from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
+from ..durable import replacing
 
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
@@ -170,10 +170,8 @@ class MemoryStats:
             return
         rows = [*kept_stages(self.state), cost][-KEPT:]
         try:
-            self.state.mkdir(parents=True, exist_ok=True)
-            temporary = self.state / f".{FILE}.{uuid.uuid4().hex[:8]}.part"
-            temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
-            temporary.replace(self.state / FILE)
+            with replacing(self.state / FILE) as temporary:
+                temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
         except OSError:
             return  # a full disk or a read-only folder costs the report, not the run
 

@@ -16,11 +16,10 @@ from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
-from ...pipelines.grid import snap
 from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
-from ...pipelines.recipes import of_checkpoint
+from ...pipelines.settings import of_checkpoint, snap
 from ...pipelines.time.choice import times_of
 from ...pipelines.time.forecast import TimeForecast, planned_run
 from .. import folders, memory_manager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
@@ -369,7 +370,8 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
         visual=visual,
         process=False,
     )
-    path.write_bytes(made.export(file_type="glb", include_normals=True))
+    with replacing(path) as temporary:
+        temporary.write_bytes(made.export(file_type="glb", include_normals=True))
     return path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..base import Latents, Progress, SubProgress
-from ..grid import require_range
+from ..settings import require_range
 from .convert import KEY, to_core
 
 BATCH = "batch"  # under our key: what each video's own is, where there are several

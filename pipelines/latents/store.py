@@ -26,8 +26,7 @@ from ...compat.checkpoints.latents import (
 )
 from ...compat.errors import CheckpointError, InputError
 from ..base import LATENT_VERSION
-from ..grid import LARGEST_SIDE
-from ..recipes import FINAL
+from ..settings import FINAL, LARGEST_SIDE
 from . import musubi
 from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE
+from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError, MissingPackageError
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
@@ -361,14 +362,15 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
             expected_size=size,
             tqdm_class=bar,
         )
+        file.flush()
+        os.fsync(file.fileno())  # a file of the right size counts as whole when a download goes on
     try:
         os.replace(part, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        whole = target.with_name(f".{target.name}.incomplete")  # the folder is a link to another disk
-        shutil.move(part, whole)
-        os.replace(whole, target)
+        with replacing(target) as whole:  # the folder is a link to another disk
+            shutil.move(part, whole)
 
 
 def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
@@ -484,10 +486,8 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
         "fetched": [*fetched_before, [download.revision, list(download.only)]],
         "files": {**files_before, **{name: _stamp(folder / name) for name in files}},
     }
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_suffix(".part")
-    part.write_text(json.dumps(note), encoding="utf-8")
-    os.replace(part, place)
+    with replacing(place) as temporary:
+        temporary.write_text(json.dumps(note), encoding="utf-8")
 
 
 def _stamp(path: Path) -> list[int]:

@@ -42,8 +42,8 @@ from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
-from ..recipes import recipe_decision
 from ..registry import FAMILIES
+from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
@@ -51,10 +51,9 @@ from .evidence import variant_of
 from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
-from .part import PartFiles, part_files, reader_of, without_text
+from .part import PartFiles, part_files, reader_of, tool_reader, without_text
 from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
-from .tools import tool_reader
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
@@ -239,13 +238,18 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder."""
-    if (folder / INDEX).is_file():
-        name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.pipelines), None)
-    if (folder / "config.json").is_file():
-        name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
+    """The family of a pipeline or transformer folder; None for any other folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with reading(folder):
+        if (folder / INDEX).is_file():
+            name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+        if (folder / "config.json").is_file():
+            name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 

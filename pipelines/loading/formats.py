@@ -22,7 +22,6 @@ from ...compat.checkpoints.scaled import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
-from ..family import FamilySpec
 from ..registry import FAMILIES
 from .configs import MOST_TENSORS, construction
 from .evidence import names_around
@@ -172,16 +171,6 @@ def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Co
 def layouts() -> tuple[Layout, ...]:
     """Every way to name tensors that is known here."""
     return (*(layout for family in FAMILIES.values() for layout in family.layouts), *TEXT)
-
-
-def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
-    """The small configurations that a family's pipelines were published with: scheduler, guider, index.
-
-    None for a family that is read from folders alone.
-    """
-    if not (family.folder / "tools.json").is_file():
-        return {}
-    return read_json(family.folder / "tools.json", "the pipelines' settings")
 
 
 def width_of(content: Content) -> int:

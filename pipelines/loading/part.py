@@ -1,4 +1,5 @@
-"""One part of a pipeline from its folder: configuration, weights, strict about both."""
+"""What a pipeline consists of, read from its folders: parts, strict about configuration and weights, and tools without
+weights (schedulers, tokenizers, processors)."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
-from ...compat.packages import attribute
+from ...compat.packages import attribute, unusable
 from ..base import Progress, StageText
 from ..family import FamilySpec
 from ..vae.chunked import decode_as_published
-from .configs import construction
+from .configs import construction, require_counts, require_plausible
 from .keys import is_another_model, listed
 
 
@@ -332,3 +333,54 @@ def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progr
         return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
     return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
+
+
+def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
+    """The small configurations that a family's pipelines were published with: scheduler, guider, index.
+
+    None for a family that is read from folders alone.
+    """
+    if not (family.folder / "tools.json").is_file():
+        return {}
+    return read_json(family.folder / "tools.json", "the pipelines' settings")
+
+
+def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
+    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
+
+    def read() -> Any:
+        if library == "diffusers":
+            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
+            config = read_json(file, f"the {folder.name}")
+            require_plausible(folder.name, file, config, [tool_configs(family).get(folder.name, {})])
+            return config
+        for file in folder.glob("*config.json"):
+            require_counts(file, read_json(file, f"the {folder.name}"))
+        cls: Any = attribute("transformers", _processor_class(folder))
+        try:
+            return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except ImportError as error:
+            raise unusable("transformers", error) from error
+        except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CheckpointError(
+                f"{str(folder)!r} cannot be read ({reason})",
+                expected=f"a {folder.name}",
+                fix="Download this folder again.",
+            ) from error
+
+    return read
+
+
+def _processor_class(folder: Path) -> str:
+    """The transformers class that reads a tokenizer or an image processor.
+
+    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
+    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
+    """
+    if folder.name.endswith(("processor", "extractor")):
+        return "AutoImageProcessor"
+    config = folder / "tokenizer_config.json"
+    named = read_json(config, "a tokenizer").get("tokenizer_class", "") if config.is_file() else ""
+    whole = (folder / "tokenizer.json").is_file()
+    return "PreTrainedTokenizerFast" if whole and str(named).startswith("Llama") else "AutoTokenizer"

@@ -31,12 +31,11 @@ from .formats import (
     entries_in,
     kinds,
     layouts,
-    tool_configs,
     width_of,
 )
 from .keys import TRANSFORMER, listed
 from .others import other_model, refusal
-from .part import PartFiles, without_text
+from .part import PartFiles, tool_configs, without_text
 
 CLASSES = {
     "t5": "T5EncoderModel",

@@ -25,8 +25,8 @@ from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..grid import require_range
 from ..loading.part import PartFiles
+from ..settings import require_range
 from ..time.choice import quickest, times_of
 from ..time.forecast import Run
 from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes

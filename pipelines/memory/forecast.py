@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...compat.memory.offloader import MODES
+from ...compat.memory.offloader import MODES, ahead_bytes
 from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
@@ -58,16 +58,17 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = 
                 kept,
                 weights[p].resident(mode, p, active[p]),
                 active[p],
-                ahead=weights[p].ahead(mode, p, active[p]),
+                ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p]),
             )
             for p in text
         )
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    ahead = max(weights[part].ahead(mode, part, forward) for part in weights if denoises(part))
+    ahead = max(ahead_bytes(pipeline.offloader, weights[p], p, mode, forward) for p in weights if denoises(p))
     stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead))
-    whole = StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size), ahead=weights[VAE].ahead(mode, VAE))
+    ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
+    whole = StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size), ahead=ahead)
     stages.append(_decoding(pipeline, size, whole, room))
     if room is not None:
         stages = [replace(stage, ahead=max(0, min(stage.ahead, room - stage.total))) for stage in stages]

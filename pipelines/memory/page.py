@@ -10,8 +10,7 @@ from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import amount_of
 from ..base import Pipeline, SampleSettings
-from ..grid import snap
-from ..recipes import of_checkpoint
+from ..settings import of_checkpoint, snap
 from ..time.choice import Times, advice, quickest, times_of
 from ..time.forecast import planned_run
 from .estimates import SPARE, Size

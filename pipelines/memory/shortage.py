@@ -12,7 +12,7 @@ from ...compat.device.facts import free_bytes
 from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import FamilySpec
-from ..grid import SMALLEST_SIDE
+from ..settings import SMALLEST_SIDE
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 ASKED = re.compile(r"(?:tried to allocate|invalid buffer size:) ([\d.]+) (\w+)", re.IGNORECASE)

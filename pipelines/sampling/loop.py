@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ...compat.device.execution import state_of
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
+from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.output_check import NotFinite, require_finite
+from ...compat.repairs import RepairStore
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
 from .resume import Steps
 from .schedules import Schedule
-from .watch import Watch
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
@@ -86,6 +89,69 @@ def sampled_latents(
         seed=settings.seed,
         extra={"generator_state": state_of(generator), **extra},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was kept.
+
+    Args:
+        networks: the transformers by their parts' names. doctor: of the pipeline, who looks at every step; None where
+            nobody asked for one: then the first and the last are looked at, where a transformer that overflows shows.
+        tell: takes one line that the user should read.
+    """
+
+    networks: nn.ModuleDict
+    doctor: Doctor | None
+    tell: Callable[[str], None]
+
+    def over(self, predict: Predict, count: int) -> Predict:
+        """``predict`` of ``count`` steps, with what is kept for the transformers, and its output checked.
+
+        Raises:
+            NotFinite: where it is called: the output is not finite; the text names the layer.
+        """
+        return partial(self._ends_checked if self.doctor is None else self._repaired, predict, count)
+
+    def _ends_checked(
+        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        output = predict(latents, time, index)
+        if 0 < index < count - 1 or bool(output.isfinite().all()):
+            return output
+        doctor = Doctor("", RepairStore(None), EXPLAIN, self.tell)
+        return doctor.checked(output, self.networks, partial(predict, latents, time, index), _step(index, count))
+
+    def _repaired(
+        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        assert self.doctor is not None
+        again = partial(predict, latents, time, index)
+        with self.doctor.repaired(self.networks):
+            return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
+
+    def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
+        """Say what is wrong with finite latents, or that nothing is, where somebody asked for a doctor."""
+        if self.doctor is not None:
+            self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
+
+
+def watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
+    """The watch over a sampling that holds the transformers of ``pipeline``.
+
+    None where nobody asked for a doctor and precision ``auto`` has another one to go on with, and on several devices:
+    each would stop its search at the first layer that is wrong for its own tokens, while the others wait there.
+    """
+    doctor: Doctor | None = pipeline.doctor
+    if pipeline.group is not None or (doctor is None and pipeline.parts.fallbacks):
+        return None
+    networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
+    return Watch(nn.ModuleDict(networks), doctor, progress.notify)
+
+
+def steps_of(pipeline: Pipeline, generator: torch.Generator, section: int = 0) -> Steps | None:
+    """What keeps the steps of one run of the loop; None where nobody keeps them."""
+    return None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
 
 
 def denoise(
@@ -207,6 +273,10 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
         fallbacks.pop(part)()
     progress.notify(TO_FP32)
     return True
+
+
+def _step(index: int, count: int) -> str:
+    return f"step {index + 1} of {count}"
 
 
 def _later(

@@ -219,13 +219,8 @@ class Steps:
         return value is not before and not (isinstance(value, PLAIN) and value == before)
 
 
-def steps_of(pipeline: Pipeline, generator: torch.Generator, section: int = 0) -> Steps | None:
-    """What keeps the steps of one run of the loop; None where nobody keeps them."""
-    return None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
-
-
 def with_steps(
-    pipeline: Pipeline, store: StepStore | None, progress: Progress, stage: str, prompt: Prompt, *request: Any
+    pipeline: Pipeline, store: StepStore, progress: Progress, stage: str, prompt: Prompt, *request: Any
 ) -> Pipeline:
     """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
 
@@ -233,8 +228,6 @@ def with_steps(
         stage: what begins anew where steps cannot be kept, for the user.
         prompt, request: all that decides the latents.
     """
-    if store is None:
-        return pipeline
     if pipeline.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_leaves
 from ...compat.errors import InputError
@@ -117,6 +118,13 @@ def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, to
     mask = extra.get("attention_mask")
     valid = torch.ones(embeds.shape[:2], dtype=torch.bool) if mask is None else mask.reshape(1, -1).bool()
     return trimmed({EMBEDS: embeds.float(), MASK: valid.to(embeds.device)})
+
+
+def texts_of(request: PromptRequest) -> dict[str, Any]:
+    """What a prompt remembers of how it was encoded, for receipts and for people."""
+    seen = {} if request.image is None else {"looks_at": picture_content(request.image)}
+    texts = {"text": request.text, "negative_text": request.negative}
+    return {**texts, **seen, "request": replace(request, image=None)}
 
 
 def described(latents: Latents, prompt: Prompt) -> Latents:

@@ -17,7 +17,7 @@ from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, kept_stages
 from ..base import Pipeline, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
-from ..recipes import guidance_steps, of_checkpoint, recipe_of
+from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
 from .counts import batches_of, decoding_work, sampling_work, sections_of, text_work
 
@@ -202,9 +202,7 @@ def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str)
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """How long a stage that begins now takes, where what it took is kept; a forecast that fails stops no run."""
-    if pipeline.offloader.options.state is None:
-        return None
+    """How long a stage that begins now takes; a forecast that fails stops no run."""
     return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline)), None)
 
 

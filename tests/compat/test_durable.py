@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 from anygpu.compat import durable
 from anygpu.compat.durable import replacing, require_writable
 from anygpu.compat.errors import InputError
+from test_layers import SOURCES, tree_of
+
+WRITING = {"write_text", "write_bytes", "export_to_video", "save_file"}
+IN_A_FOLDER_THAT_IS_RENAMED = ("pipelines/tiny/", "showcase.py", "paint/demo.py")  # or that only `anygpu demo` makes
 
 
 def test_content_reaches_the_disk_before_the_name_and_the_name_too(
@@ -62,3 +67,25 @@ def test_an_output_that_cannot_be_written_is_told_first(tmp_path: Path, monkeypa
     with pytest.raises(InputError, match="99 MB free for --output") as caught:
         require_writable(tmp_path / "a.mp4", 100_000_000, "--output")
     assert caught.value.expected == "100 MB or more"
+
+
+def test_every_file_is_written_so() -> None:
+    """Whatever writes a file of ours writes the one that ``replacing`` gives it."""
+    beside = set()
+    for source in SOURCES:
+        if source.startswith(IN_A_FOLDER_THAT_IS_RENAMED):
+            continue
+        nodes = list(ast.walk(tree_of(source)))
+        given = {
+            item.optional_vars.id
+            for node in nodes
+            if isinstance(node, ast.With)
+            for item in node.items
+            if isinstance(item.optional_vars, ast.Name) and "replacing(" in ast.unparse(item.context_expr)
+        }
+        for node in nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WRITING:
+                names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+                if not names & given:
+                    beside.add(f"{source}:{node.lineno}")
+    assert not beside

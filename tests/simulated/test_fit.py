@@ -81,9 +81,11 @@ def test_auto_finishes_within_a_share_of_the_full_offloader(acc, tiny_folder, on
 )
 def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):
     pipeline = heavy(family, tiny_folder, acc, mode)
-    said = forecast(pipeline, fitting.size_of(family)).peak
+    said = forecast(pipeline, fitting.size_of(family))
     run(pipeline)
-    assert abs(said - peak(pipeline)) <= WITHIN * peak(pipeline), (said, peak(pipeline))
+    assert abs(said.peak - peak(pipeline)) <= WITHIN * peak(pipeline), (said.peak, peak(pipeline))
+    text, spent = said.stages[-3], {cost.stage: cost.peak_bytes for cost in pipeline.offloader.memory_stats.stages}
+    assert abs(text.total + text.ahead - spent["text"]) <= WITHIN * spent["text"], (text, spent)
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=FULL) for family in FAMILIES])

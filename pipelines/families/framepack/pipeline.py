@@ -24,16 +24,15 @@ from ...base import (
     SampleSettings,
     SubProgress,
 )
-from ...grid import MOST_FRAMES, snap_frames
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, sampled_latents
-from ...sampling.resume import SectionState, SectionStore, Steps, resume_key, steps_of
+from ...sampling.loop import denoise, noise_for, sampled_latents, steps_of, watch_of
+from ...sampling.resume import SectionState, SectionStore, Steps, resume_key
 from ...sampling.schedules import Levels, even_levels, schedule_for
-from ...sampling.watch import watch_of
+from ...settings import MOST_FRAMES, snap_frames
 from ...text.llama import POOLED, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding

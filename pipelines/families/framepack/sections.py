@@ -10,8 +10,8 @@ import torch
 
 from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, FramePackSettings
-from ...grid import require_range
 from ...sampling.resume import SectionState
+from ...settings import require_range
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
 

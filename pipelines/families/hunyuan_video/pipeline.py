@@ -35,10 +35,18 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import NoiseMask, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
-from ...sampling.resume import steps_of
+from ...sampling.loop import (
+    NoiseMask,
+    denoise,
+    latent_shape,
+    noise_for,
+    noise_mask_for,
+    sampled_latents,
+    start_from,
+    steps_of,
+    watch_of,
+)
 from ...sampling.schedules import even_levels, schedule_for
-from ...sampling.watch import watch_of
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
@@ -120,8 +128,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
     if looks:
         sight = _sight(pipeline, request)
-    positive, opposite, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = llama_from_core
@@ -285,13 +293,13 @@ def _predictor(
         return output[:, :, -latents.shape[2] :]
 
     positive = placed(prompt.embeds, device, dtype)
-    opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
+    negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
 
     cfg = Guidance(settings, steps)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         cond = partial(branch, "cond", positive, latents, time)
-        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", opposite, latents, time))
+        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", negative, latents, time))
 
     return predict
 

@@ -29,12 +29,20 @@ from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...recipes import recipe_of
 from ...sampling.guidance import rows_of
-from ...sampling.loop import NoiseMask, Predict, denoise, latent_shape, noise_for, noise_mask_for, sampled_latents
-from ...sampling.resume import steps_of
+from ...sampling.loop import (
+    NoiseMask,
+    Predict,
+    denoise,
+    latent_shape,
+    noise_for,
+    noise_mask_for,
+    sampled_latents,
+    steps_of,
+    watch_of,
+)
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
-from ...sampling.watch import watch_of
+from ...settings import recipe_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
@@ -127,8 +135,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import LTXConditionPipeline, LTXPipeline
 
     pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
-    positive, opposite = t5_embeds(pipeline, pipe, request, progress)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = t5_embeds(pipeline, pipe, request, progress)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = t5_from_core

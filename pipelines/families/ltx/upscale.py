@@ -23,7 +23,7 @@ from ....compat.memory.transfer import Transfer, transfer_for
 from ...base import Latents, Pipeline, Progress, StageText
 from ...loading.formats import entries_in
 from ...loading.keys import listed
-from ...recipes import SECOND_PASS
+from ...settings import SECOND_PASS
 from .spec import CHANNELS, SPATIAL_RATIO
 
 PART = "latent_upsampler"

@@ -13,10 +13,17 @@ from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import TIME
 from ...sampling.guidance import Guidance, rows_of
-from ...sampling.loop import denoise, latent_shape, noise_for, noise_mask_for, sampled_latents, start_from
-from ...sampling.resume import steps_of
+from ...sampling.loop import (
+    denoise,
+    latent_shape,
+    noise_for,
+    noise_mask_for,
+    sampled_latents,
+    start_from,
+    steps_of,
+    watch_of,
+)
 from ...sampling.schedules import Levels, schedule_for
-from ...sampling.watch import watch_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
@@ -30,8 +37,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import MochiPipeline
 
     zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
-    positive, opposite = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = t5_from_core

@@ -17,7 +17,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.recipes import of_checkpoint
+from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import llama
 from PIL import Image
 

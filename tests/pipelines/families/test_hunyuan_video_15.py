@@ -16,7 +16,7 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
 from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.recipes import of_checkpoint
+from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import qwen
 from PIL import Image
 

@@ -17,7 +17,7 @@ from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.recipes import SECOND_PASS, of_checkpoint, recipe_of
+from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
 

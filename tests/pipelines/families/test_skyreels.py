@@ -12,7 +12,7 @@ from anygpu.compat.device.execution import generator_for
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.recipes import of_checkpoint
+from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from PIL import Image

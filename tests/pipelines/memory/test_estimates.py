@@ -8,9 +8,10 @@ import pytest
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory import offloader
 from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import MODES, OffloadOptions, part_devices
-from anygpu.compat.memory.parts import PartBytes, Silent, part_bytes
+from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffloader, ahead_bytes, part_devices
+from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -40,6 +41,25 @@ def test_blocks_and_layers_are_told_apart():
     assert (found.total, found.block, found.layer, found.inner, found.outer) == (79, 17, 50, 12, 50)
     single = part_bytes({"transformer_blocks.0.a.w": 30, "single_transformer_blocks.0.a.w": 9})
     assert (single.block, single.single) == (30, 9)
+
+
+def test_the_next_block_comes_beside_what_is_left_of_a_forward():
+    size = PartBytes(total=1000, block=80, layer=30, inner=30)
+    for activations, most in ((0, 160), (100, 205), (400, 480)):  # two blocks and a part of a forward, or one and all
+        own, ahead = size.resident("group", "text_encoder"), size.ahead("group", "text_encoder", activations)
+        assert own + ahead + activations == most
+    embedded = replace(size, outer=500)
+    assert embedded.resident("group", "text_encoder") + embedded.ahead("group", "text_encoder") == 500 + 80
+
+
+def test_nothing_comes_ahead_without_a_stream_for_copies(monkeypatch):
+    size, ours = (
+        PartBytes(total=1000, block=80, layer=30),
+        StandaloneOffloader(Parts({}), torch.device("meta"), "group"),
+    )
+    assert ahead_bytes(ours, size, "transformer", "group") == 0
+    monkeypatch.setattr(offloader, "copy_stream", lambda device: object())
+    assert ahead_bytes(ours, size, "transformer", "group") == 80
 
 
 def test_modes_need_less_in_their_order(mochi):

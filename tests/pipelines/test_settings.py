@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from anygpu.compat.errors import InputError
-from anygpu.pipelines.grid import check_steps, snap, snap_frames
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.settings import check_steps, snap, snap_frames
 
 EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 

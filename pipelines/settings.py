@@ -1,0 +1,292 @@
+"""What a run is asked for, completed and checked: the recipe that its variant was published with, sizes on the family's
+grid, and what the user changes of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..compat.decision import AUTO, Decision
+from ..compat.errors import InputError
+from ..compat.output_check import fault_in_latents, require_finite
+from .base import ImageCondition, Pipeline, Progress, Prompt, SampleSettings
+from .family import Defaults, FamilySpec, GuidanceStep, Recipe
+
+SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
+MOST_SHIFT = 100.0
+SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
+OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
+GUIDANCE = (
+    *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
+)
+
+
+def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
+    """The recipe of the variant that is loaded; None where its family has none.
+
+    Args:
+        settings: of the run; upscaled latents that are denoised as published take the recipe's second pass.
+    """
+    code = pipeline.spec.code
+    known = pipeline.spec.recipes.values()
+    recipe: Recipe | None = code.recipe_for(pipeline) if hasattr(code, "recipe_for") else next(iter(known), None)
+    if recipe is None or settings is None or settings.latents is None:
+        return recipe
+    return recipe.second if _refines(settings) and recipe.second is not None else recipe
+
+
+def final_size(settings: SampleSettings) -> dict[str, int]:
+    """What goes into ``Latents.extra`` of the size asked of a second pass; nothing where that of its latents stays.
+
+    A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
+    A size that is no larger than that of the first pass is one that was left there, and asks for nothing.
+
+    Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
+    """
+    latents, asked = settings.latents, (settings.width, settings.height)
+    if latents is None or not _refines(settings) or asked == (latents.width, latents.height):
+        return {}
+    larger = 2 * settings.width > latents.width and 2 * settings.height > latents.height
+    return dict(zip(FINAL, asked, strict=True)) if larger else {}
+
+
+def _refines(settings: SampleSettings) -> bool:
+    latents = settings.latents
+    return latents is not None and bool(latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
+
+
+def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
+    """The loaded family with this checkpoint's own defaults: what its files say, and its recipe.
+
+    Args:
+        recipe: the one to take; None for that of its first pass.
+    """
+    family, code = pipeline.spec, pipeline.spec.code
+    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
+    recipe = recipe or recipe_of(pipeline)
+    if recipe is not None:
+        width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
+        cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
+        defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
+    return replace(family, defaults=_with_own(defaults, pipeline.tools["index"].get(OWN_DEFAULTS)))
+
+
+def _with_own(defaults: Defaults, own: object) -> Defaults:
+    """``defaults`` with what the index of a checkpoint says that it was trained for; what cannot be meant is left out.
+
+    Args:
+        own: of the file, so anything: a number counts that is positive and of the type of the default.
+    """
+    given = own if isinstance(own, dict) else {}
+    meant = {
+        name: value
+        for name, value in given.items()
+        if name in Defaults.__slots__ and type(value) is type(getattr(defaults, name)) and 0 < value < math.inf
+    }
+    return replace(defaults, **meant)
+
+
+def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
+    """The guidance of a recipe with what the user ``given`` says otherwise; a rescale alone is the user's own."""
+    rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
+    usual = next((row.blocks for row in rows if row.blocks), ())
+
+    def said(row: GuidanceStep) -> GuidanceStep:
+        stg = row.stg if given.stg < 0 else given.stg
+        rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
+        return GuidanceStep(row.level, given.cfg or row.cfg, stg, rescale, row.blocks or usual)
+
+    return tuple(map(said, rows))
+
+
+def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
+    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
+    recipe = recipe_of(pipeline)
+    chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    return (*_stand_in(pipeline), *chosen)
+
+
+def _stand_in(pipeline: Pipeline) -> tuple[Decision, ...]:
+    if not pipeline.stands_in_for:
+        return ()
+    defaults = of_checkpoint(pipeline).defaults
+    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames"
+    verdict = f"demo in place of {pipeline.stands_in_for!r}, which is not installed: coloured shapes at {size}"
+    return (Decision("model", verdict, "no model is installed; AnyGPU Download Model fetches one", AUTO),)
+
+
+@dataclass(frozen=True, slots=True)
+class GridSize:
+    """Width, height and frames on the family's grid, and what was changed, in words (empty when nothing was)."""
+
+    width: int
+    height: int
+    frames: int
+    said: str = ""
+
+
+def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
+    """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
+
+    Args:
+        width, height: pixels; 0 means the family's default. frames: pixel frames; 0 means the default.
+
+    Raises:
+        InputError: a side or the frame count is out of range, with the nearest valid values.
+    """
+    width, height = width or family.defaults.width, height or family.defaults.height
+    frames = frames or family.defaults.frames
+    smallest = _up(SMALLEST_SIDE, family.multiple)
+    for name, side in (("width", width), ("height", height)):
+        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.multiple)
+        require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
+    require_range("frames", frames, 1, MOST_FRAMES, "frames")
+    across, down = (max(smallest, _nearest(side, family.multiple)) for side in (width, height))
+    snapped = across, down, snap_frames(family, frames)
+    changes = [
+        f"{name} {asked} -> {got}"
+        for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
+        if asked != got
+    ]
+    grid = f"{family.title} needs multiples of {family.multiple} pixels and {family.stride}n+1 frames"
+    return GridSize(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
+
+
+def snap_frames(family: FamilySpec, frames: int) -> int:
+    """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
+    return _up(frames - 1, family.stride) + 1
+
+
+def check_steps(family: FamilySpec, steps: int) -> int:
+    """``steps``, or the family's default for 0.
+
+    Raises:
+        InputError: fewer than the family allows, or more than 1000.
+    """
+    steps = steps or family.defaults.steps
+    require_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}")
+    return steps
+
+
+def require_range(
+    name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
+) -> None:
+    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
+    if not low <= value <= high:
+        valid = min(max(value, low), high) if nearest is None else nearest
+        fix = f"The nearest valid value is {valid:g}{advice}."
+        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
+
+
+def _nearest(value: int, multiple: int) -> int:
+    return max(multiple, (value + multiple // 2) // multiple * multiple)
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def complete(
+    family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
+) -> SampleSettings:
+    """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
+    require_family(prompt.family, family, "a prompt")
+    report_unused(family, settings, GUIDANCE, progress)
+    if settings.sigmas is not None and (settings.steps or settings.shift):
+        progress.notify("steps and shift have no effect beside sigmas")
+    if image is not None:
+        settings = replace(settings, width=settings.width or image.width, height=settings.height or image.height)
+    size = snap(family, settings.width, settings.height, settings.frames)
+    if size.said:
+        progress.notify(size.said)
+    defaults = family.defaults
+    settings = replace(
+        settings,
+        width=size.width,
+        height=size.height,
+        frames=size.frames,
+        fps=settings.fps or defaults.fps,
+        steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
+        guidance=settings.guidance or defaults.guidance,
+        cfg=settings.cfg or defaults.cfg,
+        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
+    )
+    for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
+        require_range(name, getattr(settings, name), 0, most)
+    if settings.cfg_start > settings.cfg_end:
+        raise InputError(
+            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
+            expected="start before end",
+            fix="Swap them.",
+        )
+    if settings.fps <= 0 or settings.fps > 240:
+        raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
+    if settings.cfg <= 1.0 and prompt.has_negative:
+        progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
+    if settings.cfg > 1.0 and prompt.negative is None:
+        raise InputError(
+            f"cfg {settings.cfg} without a negative prompt",
+            expected="a negative prompt, which may be an empty text",
+            fix="Connect the negative conditioning, or set cfg to 1.",
+        )
+    if settings.scheduler not in family.schedulers:
+        raise InputError(
+            f"scheduler {settings.scheduler!r} for {family.title}",
+            expected=f"one of {', '.join(family.schedulers)}",
+            fix="Choose auto.",
+        )
+    if image is not None:
+        require_family(image.family, family, "an image condition")
+        for name, tensor in image.tensors.items():
+            require_finite(tensor, f"image condition ({name})")
+        if (image.width, image.height) != (settings.width, settings.height):
+            raise InputError(
+                f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
+                expected="one size",
+                fix="Connect width and height of Encode Image to the sample node.",
+            )
+    return _with_latents(family, settings, progress)
+
+
+def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
+    latents = settings.latents
+    if latents is None or "latents" not in family.effective:
+        if settings.denoise < 1.0:
+            progress.notify("denoise has no effect without latents")
+        return replace(settings, latents=None, denoise=1.0)
+    require_family(latents.family, family, "the latents to start from")
+    require_finite(latents.samples, "latents to start from")
+    empty = fault_in_latents(latents.samples)
+    if empty and settings.denoise < 1.0:
+        progress.notify(f"the latents to start from are {empty}: was the video encoded with this model's VAE?")
+    if settings.denoise == 0.0:
+        raise InputError(
+            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
+        )
+    width, height, frames = latents.width, latents.height, latents.frames
+    if (width, height, frames) != (settings.width, settings.height, settings.frames):
+        progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
+    return replace(settings, width=width, height=height, frames=frames)
+
+
+def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
+    """Say which of the inputs ``names`` were set although this family does nothing with them."""
+    usual = {field.name: field.default for field in fields(request)}
+    for name in names:
+        value = getattr(request, name)
+        plain = isinstance(value, (int, float, str, tuple))
+        unset = value is usual[name] or (plain and value == usual[name]) or (name == "cfg" and value == 1.0)
+        if name not in family.effective and not unset:
+            progress.notify(f"{name} has no effect on {family.title}")
+
+
+def require_family(given: str, family: FamilySpec, subject: str) -> None:
+    """Raise when ``given`` is another family than the one that is loaded."""
+    if given != family.id:
+        raise InputError(
+            f"{subject} made for {given!r}",
+            expected=f"made for {family.id!r}",
+            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model.",
+        )
