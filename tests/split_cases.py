@@ -226,7 +226,7 @@ def _key_too_few(_right: Any) -> Any:
 
 DECODES = {  # model: form of the decode, and latent frames; each gives several regions
     "hunyuan_video": (Form("tiled", tile=64), 3),
-    "hunyuan_video, windows": (Form("full"), 9),
+    "hunyuan_video, windows": (Form("full"), 20),
     "ltx": (Form("tiled", tile=128), 2),
     "mochi": (Form("tiled", tile=64, frames=1), 3),
     "hunyuan_video_15": (Form("tiled", tile=128), 2),
@@ -241,7 +241,7 @@ def decodes(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, int, in
         model = name.partition(",")[0]
         alone, together = opened(Case(model), built), on_group(opened(Case(model), built), group_of(rank, size))
         channels, ratio = int(alone.configs["vae"]["latent_channels"]), alone.spec.ratio
-        cells = 320 // ratio if ratio == 32 else 128 // ratio
+        cells = 4 if count > 9 else 320 // ratio if ratio == 32 else 128 // ratio
         samples = torch.randn(1, channels, count, cells, cells, generator=torch.Generator().manual_seed(1))
         frames = (count - 1) * alone.spec.stride + 1
         latents = Latents(samples, alone.family, "text", frames, cells * ratio, cells * ratio, 24.0, 0)
