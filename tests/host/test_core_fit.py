@@ -22,6 +22,7 @@ UNETS = ("SDXL",)  # published to run in plain fp16: safe fp16 only where the us
 VAES = ("SD", "Wan 2.1", "Wan 2.2", "LTX", "HunyuanVideo", "HunyuanVideo 1.5", "Mochi", "MiniMax H3")
 AROUND = (
     "lora", "lowvram", "fp8", "attention above", "context windows", "cfg nodes", "compile below", "compile above",
+    *(pytest.param(where, marks=full) for where in ("inductor below", "inductor above")),
 )  # fmt: skip
 
 
