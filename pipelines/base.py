@@ -310,8 +310,8 @@ class Call:
         latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
         time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
         embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
-        pooled: (B, D). guidance: (B,). quotes: ByT5 states. vision: SigLIP states. picture: latents of the start
-            picture in the transformer's space, (B, C, 1, H, W). later: time of the next step, (B,). fps: of the video.
+        pooled: (B, D). guidance: (B,). glyph_embeds: ByT5 states. vision: SigLIP states. picture: latents of the start
+            picture in the transformer's space, (B, C, 1, H, W). next_time: of the next step, (B,). fps: of the video.
         branch: which prompts are in the batch, for caches that keep them apart.
     """
 
@@ -321,10 +321,10 @@ class Call:
     mask: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
     guidance: torch.Tensor | None = None
-    quotes: torch.Tensor | None = None
+    glyph_embeds: torch.Tensor | None = None
     vision: torch.Tensor | None = None
     picture: torch.Tensor | None = None
-    later: torch.Tensor | None = None
+    next_time: torch.Tensor | None = None
     fps: float = 25.0
     branch: str = "cond"
 

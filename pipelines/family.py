@@ -436,7 +436,12 @@ class FamilySpec:
 
     @property
     def code(self) -> ModuleType:
-        """Its ``pipeline.py``: ``encode_prompt``, ``sample``, ``decode`` and what else it can do."""
+        """Its ``pipeline.py``.
+
+        Always there: ``encode_prompt``, ``prompt_from_core``, ``sample``, ``decode``, ``call_transformer``. Where they
+        apply: ``encode_image``, ``nearest_size``, ``encode_video``, ``upscale``, ``defaults_for``, ``guess_variant``,
+        ``recipe_for``, ``settings_in``, ``task_of``, ``encoder_task``, ``frames_for``, ``batches``.
+        """
         return import_module(".pipeline", self.package)
 
     @property

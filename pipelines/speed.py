@@ -13,13 +13,14 @@ import torch
 from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.facts import DeviceFacts, first_line
 from ..compat.device.failures import is_shortage
-from ..compat.device.probe_results import TRITON
-from ..compat.device.probe_store import ProbeResult
+from ..compat.device.probe_results import GELU, TRITON
+from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.device.quirks import policy_for, verdict
 from ..compat.errors import InputError, PackError, UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
 from ..compat.memory.statistics import stage_cost
+from ..compat.precision import NAMES
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
@@ -89,6 +90,7 @@ class Speed:
         kernels: the decision about them.
         attention: of the transformer.
         formats: of weights that are multiplied as they are stored.
+        epilogue: whether the transformer's products may end in GELU.
     """
 
     def __init__(
@@ -98,8 +100,9 @@ class Speed:
         kernels: Decision,
         attention: Attention,
         formats: tuple[torch.dtype, ...] = (),
+        epilogue: bool = False,
     ) -> None:
-        self.formats, self.multiplied = formats, 0
+        self.formats, self.multiplied, self.epilogue = formats, 0, epilogue
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
         self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
@@ -183,7 +186,7 @@ class Speed:
         form = self.forms.get(role_of(part), "")
         if not form:
             return None
-        self.fused[part] = fused.fuse(module, form) if denoises(part) else fuse_vae(module, form)
+        self.fused[part] = fused.fuse(module, form, self.epilogue) if denoises(part) else fuse_vae(module, form)
         return self.fused[part].restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
@@ -220,7 +223,8 @@ def speed_for(
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats)
+    epilogue = form in (fused.AUTO, fused.TRITON) and probes is not None and _ends_in_gelu(probes, dtype)
+    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats, epilogue)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
@@ -248,6 +252,12 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     if choice == AUTO:
         return ("" if against else AUTO), Decision("kernels", fused.OFF if against else fused.TRITON, against, AUTO)
     return ("" if choice == fused.OFF else choice), Decision("kernels", choice, "", CHOSEN)
+
+
+def _ends_in_gelu(probes: Mapping[str, ProbeResult], dtype: torch.dtype) -> bool:
+    """Whether a product was seen to end in GELU as well as two operations do it."""
+    answer = probes.get(f"{GELU}.{NAMES[dtype]}")
+    return answer is not None and answer.status == OK
 
 
 def _unusable(

@@ -238,13 +238,18 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder."""
-    if (folder / INDEX).is_file():
-        name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.pipelines), None)
-    if (folder / "config.json").is_file():
-        name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
+    """The family of a pipeline or transformer folder; None for any other folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with reading(folder):
+        if (folder / INDEX).is_file():
+            name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+        if (folder / "config.json").is_file():
+            name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 

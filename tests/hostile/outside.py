@@ -16,6 +16,8 @@ from test_layers import SHIPPED, tree_of
 DEVICE = "torch.<device>"  # the module of whatever device computes: torch.cuda, torch.xpu, a plug-in's
 ASKED = (  # what begins so is a question; of Triton, the operations of a kernel are left out: it is asked as a whole
     DEVICE,
+    "torch.Event",
+    "torch.Stream",
     "torch._C",
     "torch.accelerator",
     "torch.backends",
@@ -66,12 +68,14 @@ PATHS = (
 # Who attacks a question: each value is a test of test_outside.py, or the file that has one.
 JOB = "one job"  # import, load, report, panel, forecast, one clip on the simulated device
 FACTS = "facts"  # a machine of the vendor, in a report
+STREAMS = "streams"  # of a device that copies beside its computation
 FLAGS = "flags"  # of torch, asked by each probe store
 FILES = "files"  # a job whose files cannot be read or written
 HOST = "host/test_hostile.py"
 DOWNLOAD = "a download"
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
+    **dict.fromkeys(("torch.Event", "torch.Stream"), STREAMS),
     **dict.fromkeys(
         (
             *(f"{DEVICE}.{name}" for name in ("empty_cache", "get_device_properties", "max_memory_allocated")),

@@ -127,8 +127,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
     if looks:
         sight = _sight(pipeline, request)
-    positive, opposite, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = llama_from_core
@@ -292,15 +292,15 @@ def _predictor(
         return output[:, :, -latents.shape[2] :]
 
     positive = placed(prompt.embeds, device, dtype)
-    opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
+    negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
 
     cfg = Guidance(settings, steps)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         cond = branch("cond", positive, latents, time)
-        if opposite is None or not cfg.acts(index):
+        if negative is None or not cfg.acts(index):
             return cond
-        return cfg.guide(cond, branch("uncond", opposite, latents, time))
+        return cfg.guide(cond, branch("uncond", negative, latents, time))
 
     return predict
 

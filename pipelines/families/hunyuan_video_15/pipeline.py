@@ -80,8 +80,8 @@ def task_of(config: Mapping[str, Any]) -> str:
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Qwen and ByT5 embeddings of both texts."""
-    positive, opposite = qwen_embeds(pipeline, request, progress)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = qwen_embeds(pipeline, request, progress)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = qwen_from_core
@@ -151,17 +151,19 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     """The velocity, noise minus data, for a sampler of core's."""
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
-    quotes = call.quotes if call.quotes is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    glyph_embeds = (
+        call.glyph_embeds if call.glyph_embeds is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    )
     vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
-    later = call.later if config.get("use_meanflow") and call.vision is not None else None
+    next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
     output: torch.Tensor = transformer(
         hidden_states=like,
         timestep=call.time.to(like.dtype),
-        timestep_r=None if later is None else later.to(like.dtype),
+        timestep_r=None if next_time is None else next_time.to(like.dtype),
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
-        encoder_hidden_states_2=quotes,
-        encoder_attention_mask_2=torch.ones(quotes.shape[:2], dtype=torch.bool, device=quotes.device),
+        encoder_hidden_states_2=glyph_embeds,
+        encoder_attention_mask_2=torch.ones(glyph_embeds.shape[:2], dtype=torch.bool, device=glyph_embeds.device),
         image_embeds=vision,
         return_dict=False,
     )[0]
@@ -190,7 +192,7 @@ class _Forward:
         config = pipeline.configs["transformer"]
         branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
         self.text = placed(branches, device, self.dtype)
-        self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
+        self.no_glyphs = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
         self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)
         # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
         self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
@@ -198,25 +200,25 @@ class _Forward:
             self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
             self.beside[:, CHANNELS:, :1] = 1.0
             self.vision = image.tensors[STATES].to(self.vision)
-        self.later: torch.Tensor | None = None
+        self.next_times: torch.Tensor | None = None
         if image is not None and config.get("use_meanflow"):
-            self.later = functional.pad(schedule.timesteps[1:], (0, 1))
+            self.next_times = functional.pad(schedule.timesteps[1:], (0, 1))
 
     def __call__(
         self, transformer: Any, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
     ) -> torch.Tensor:
         """The velocity (1, 32, T, H, W), fp32."""
         text = self.text[branch]
-        quotes = text.get(EMBEDS_2, self.no_quotes)
+        glyph_embeds = text.get(EMBEDS_2, self.no_glyphs)
         with transformer.cache_context(branch):
             output: torch.Tensor = transformer(
                 hidden_states=torch.cat([latents.to(self.dtype), self.beside], dim=1),
                 timestep=time.expand(1).to(self.dtype),
-                timestep_r=None if self.later is None else self.later[index].expand(1).to(self.dtype),
+                timestep_r=None if self.next_times is None else self.next_times[index].expand(1).to(self.dtype),
                 encoder_hidden_states=text[EMBEDS],
                 encoder_attention_mask=_all_valid(text[EMBEDS]),
-                encoder_hidden_states_2=quotes,
-                encoder_attention_mask_2=_all_valid(quotes),
+                encoder_hidden_states_2=glyph_embeds,
+                encoder_attention_mask_2=_all_valid(glyph_embeds),
                 image_embeds=self.vision,
                 return_dict=False,
             )[0]

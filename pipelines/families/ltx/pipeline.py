@@ -133,8 +133,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import LTXConditionPipeline, LTXPipeline
 
     pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
-    positive, opposite = t5_embeds(pipeline, pipe, request, progress)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = t5_embeds(pipeline, pipe, request, progress)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = t5_from_core

@@ -37,8 +37,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import MochiPipeline
 
     zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
-    positive, opposite = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = t5_from_core
