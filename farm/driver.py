@@ -80,8 +80,8 @@ class Driver:
     def hire(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
         actor = self.ray.remote(Worker)
-        for index in range(count):
-            hand = Hand(f"{self.name}-{index}", None)
+        for _ in range(count):
+            hand = Hand(f"{self.name}-{len(self.hands)}", None)
             options = {"name": hand.name, "max_restarts": -1, "max_concurrency": ANSWERS, **needs}
             hand.actor = actor.options(**options).remote(renderer)
             self.hands.append(hand)

@@ -346,6 +346,12 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         if speed is not None and speed.request.fp16_sums:
             stack.enter_context(fp16_sums())
         counts: dict[str, Any] = {}
+        if cache is not None and pipeline.group is not None:
+            raise UnsupportedError(
+                f"step cache {cache.kind!r} on {pipeline.group.world.size} devices",
+                expected="no step cache, since each device would decide by its own tokens what to skip",
+                fix="Set the step cache to off for these jobs.",
+            )
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)

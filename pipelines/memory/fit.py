@@ -205,7 +205,8 @@ def make_room_and_retry(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        if not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
+        alone = pipeline.group is None  # else the others wait inside the step for what this rank sends
+        if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.step_down(*parts)
