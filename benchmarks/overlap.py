@@ -314,7 +314,7 @@ def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
     module = on_host(stage)
     for profile in profiles:
         rates = RATES[profile]
-        rates = replace(rates, bfloat=max(rates.half, rates.bfloat))  # fp16 where bf16 has no units
+        rates = replace(rates, bf16=max(rates.fp16, rates.bf16))  # fp16 where bf16 has no units
         times, moved = modelled(stage, module, rates)
         count = FORWARDS[stage.name]
         yield {

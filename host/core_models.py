@@ -1,8 +1,8 @@
 """What a pipeline gives to core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
 
-The shell is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
-of CONDITIONING are core's. In the network's place stands a :class:`Driver` over the diffusers transformer. The MODEL's
-patcher is the pipeline's own, so the weights are on the device once whoever samples.
+It is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
+of CONDITIONING are core's. In the network's place stands a :class:`DiffusionModel` over the diffusers transformer. The
+MODEL's patcher is the pipeline's own, so the weights are on the device once whoever samples.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..pipelines.loading import lora as loras
 from ..pipelines.loading.lora_kinds import BIAS
 from ..pipelines.settings import of_checkpoint
 from .core_patches import unread_patches
-from .core_shell import PICTURE, TRANSFORMER, CoreShell
 from .core_vae import CoreVAE
+from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
@@ -49,14 +49,14 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     offloader = comfy_offloader(pipeline)
     row = FAMILIES.get(pipeline.family)
     several = len(pipeline.spec.transformers) > 1
-    if offloader is None or several or row is None or row.shell is None or row.table is None:
+    if offloader is None or several or row is None or row.model is None or row.table is None:
         return None
     config = row.table(dict(WITHOUT_NETWORK))
     shift = float(pipeline.tools["scheduler"].get("shift") or 1.0)
     if shift != 1.0 and not pipeline.tools["scheduler"].get("use_dynamic_shifting"):
         config.sampling_settings["shift"] = shift
-    made = row.shell(config)
-    made.furnish(pipeline)
+    made = row.model(config)
+    made.set_pipeline(pipeline)
     patcher = offloader.patcher_of(TRANSFORMER, made)
     keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
@@ -136,7 +136,7 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     if offloader is None:
         return None
     known = offloader.patchers.get(TRANSFORMER)
-    model = known if known is not None and isinstance(known.model, CoreShell) else model_of(pipeline)
+    model = known if known is not None and isinstance(known.model, CoreModel) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
         read = functools.cache(functools.partial(loras.shares_of, lora))
         patches: dict[str, Any] = {}

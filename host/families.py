@@ -16,7 +16,7 @@ import torch
 
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.sampling.core_sampler import TIME
-from .core_shell import PICTURE, TRANSFORMER, CoreShell
+from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +25,23 @@ class CoreFamily:
 
     Args:
         latent_format: core's, for previews.
-        shell: our subclass of core's model class; None has no MODEL.
+        model: our subclass of core's model class; None has no MODEL.
         table: core's ``supported_models`` class.
     """
 
     latent_format: type[Any]
-    shell: type[Any] | None = None
+    model: type[Any] | None = None
     table: type[Any] | None = None
 
 
-class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
+class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
     """HunyuanVideo, text to video and all ways of image to video."""
 
     scaled = True
 
-    def furnish(self, pipeline: Pipeline) -> None:
+    def set_pipeline(self, pipeline: Pipeline) -> None:
         """As all; where the transformer takes the picture beside the noise, with a mask or without, so does core."""
-        super().furnish(pipeline)
+        super().set_pipeline(pipeline)
         code, picture = pipeline.spec.code, ("concat_image",)
         ways = {code.LATENT_CONCAT: (*picture, "mask_inverted"), code.PICTURE_CONCAT: picture}
         self.concat_keys = ways.get(code.image_condition(pipeline.configs[TRANSFORMER]), ())
@@ -53,7 +53,7 @@ class HunyuanVideo(CoreShell, comfy.model_base.HunyuanVideo):
         return {"c_concat": _beside(picture, noise, masked="mask_inverted" in self.concat_keys)}
 
 
-class HunyuanVideo15(CoreShell, comfy.model_base.HunyuanVideo15):
+class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
     """HunyuanVideo 1.5."""
 
     scaled = True
@@ -75,7 +75,7 @@ class HunyuanVideo15(CoreShell, comfy.model_base.HunyuanVideo15):
         return {"c_concat": picture, "clip_fea": comfy.conds.CONDRegular(image.tensors["image_embeds"])}
 
 
-class FramePack(CoreShell, comfy.model_base.HunyuanVideo):
+class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
     """FramePack: one section, whose window is as long as the latents."""
 
     scaled = True
@@ -89,13 +89,13 @@ class FramePack(CoreShell, comfy.model_base.HunyuanVideo):
         }
 
 
-class LTX(CoreShell, comfy.model_base.LTXV):
+class LTX(CoreModel, comfy.model_base.LTXV):
     """LTX-Video."""
 
     time_scale = TIME
 
 
-class Mochi(CoreShell, comfy.model_base.GenmoMochi):
+class Mochi(CoreModel, comfy.model_base.GenmoMochi):
     """Mochi 1."""
 
     time_scale = TIME

@@ -86,8 +86,15 @@ def model_choices() -> list[str]:
 
 
 def stand_in_for(name: str) -> str:
-    """The demo model that runs in the place of a published one while no model is installed; empty for none."""
+    """The demo model that runs in the place of a published one while no model is installed; empty for none.
+
+    Where some models of a family want a picture and others none, it stands in for the first one of the family alone.
+    """
     family = None if models() else published_family(name)
+    if family is not None and family.image_required and Path(name).name != Path(family.pages[0]).name:
+        return ""
+    if family is None:
+        return ""
     return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
 
 
@@ -114,7 +121,7 @@ def provider_folder(name: str) -> Path | None:
 
 def providers() -> dict[str, Path]:
     """Name to folder of every model and of every folder with an image encoder in it."""
-    configs = (config for root in encoder_roots() for config in root.glob("*/image_encoder/config.json"))
+    configs = (config for root in encoder_roots() for config in _matches(root, "*/image_encoder/config.json"))
     return {**models(), **_named(encoder_roots(), (config.parent.parent for config in configs))}
 
 
@@ -174,7 +181,7 @@ def lora_file(name: str) -> Path:
 def upscalers() -> dict[str, Path]:
     """Name to path of the .safetensors files that may hold a latent upscaler."""
     return _named(
-        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in sorted(root.glob("*.safetensors")))
+        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in _matches(root, "*.safetensors"))
     )
 
 
@@ -208,7 +215,8 @@ def state_folder() -> Path:
 def paint_providers() -> dict[str, Path]:
     """Name to folder of what may hold a VAE or an image encoder for a paint model: folders with a config.json."""
     searched = roots(PAINT_PROVIDER_KEYS)
-    configs = (sorted([*root.glob("*/config.json"), *root.glob("*/vae/config.json")]) for root in searched)
+    patterns = "*/config.json", "*/vae/config.json"
+    configs = (sorted(path for each in patterns for path in _matches(root, each)) for root in searched)
     return _named(searched, (config.parent for in_root in configs for config in in_root))
 
 
@@ -221,6 +229,13 @@ def _children(folder: Path) -> list[Path]:
     """The folders in a folder, hidden ones left out; none where it is no folder or cannot be read."""
     with suppress(OSError):
         return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
+    return []
+
+
+def _matches(root: Path, pattern: str) -> list[Path]:
+    """What matches in a folder, sorted; nothing where it cannot be read, such as a share that is gone."""
+    with suppress(OSError):
+        return sorted(root.glob(pattern))
     return []
 
 

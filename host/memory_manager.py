@@ -23,7 +23,7 @@ from torch import nn
 
 from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST, current
-from ..compat.device.facts import default_device, free_bytes, value_or
+from ..compat.device.facts import accelerators, default_device, free_bytes, value_or
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.host_weights import DISK
@@ -35,7 +35,7 @@ from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, res
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
-HELD_BY = "anygpu_holder"  # where a part keeps the shell that holds it, weakly
+HELD_BY = "anygpu_holder"  # where a part keeps the holder that holds it, weakly
 LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everything
 
 
@@ -68,15 +68,26 @@ def make_room(needed_bytes: int) -> None:
         comfy.model_management.free_memory(needed_bytes + reserve(), device)
 
 
-def evictable_bytes() -> int:
-    """Bytes of models on the device, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
-    device = compute_device()
+def cards() -> dict[torch.device, int | None]:
+    """The accelerators of this machine with the bytes that a run may take there; none where there is only one."""
+    devices = accelerators(compute_device())
+    return {device: room_on(device) for device in devices} if len(devices) > 1 else {}
+
+
+def room_on(device: torch.device) -> int | None:
+    """Bytes available to a run: what is free on ``device``, plus loaded models that ComfyUI can evict."""
+    free = free_bytes(device)
+    return free if free is None else free + evictable_bytes(device)
+
+
+def evictable_bytes(device: torch.device) -> int:
+    """Bytes of models on ``device``, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
     listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
     held = [item.model for item in listed if item.device == device and device.type != HOST.type]
     return sum(int(told_bytes(model.loaded_size, 0)) for model in held if model is not None)
 
 
-class Shell:
+class PartHolder:
     """Stands in for the model in a patcher: holds one part, which is read when its weights are first needed.
 
     Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
@@ -100,7 +111,7 @@ class Shell:
     def put(self, module: nn.Module | None) -> None:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
-        When nobody holds the shell any more the device is free at once, although a part whose layers refer to one
+        When nobody holds the holder any more the device is free at once, although a part whose layers refer to one
         another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
         over one part would each take it for theirs.
         """
@@ -126,8 +137,8 @@ class Shell:
         return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
 
-class Holder(Shell, nn.Module):
-    """The shell of a part that only our own stages run."""
+class Holder(PartHolder, nn.Module):
+    """The holder of a part that only our own stages run."""
 
     def __init__(self, parts: Parts, part: str) -> None:
         super().__init__()
@@ -141,7 +152,7 @@ def _holder(part: str) -> type[Holder]:
 
 
 class PartPatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's patcher over a :class:`Shell`.
+    """ComfyUI's patcher over a :class:`PartHolder`.
 
     The base class on purpose, also where ComfyUI pages weights dynamically: other models can evict it there, and its
     weights go home without a copy. The fixed tensors of a part come first and stay as long as anything of it does.
@@ -196,9 +207,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
-        with patches.placed(self) as placed:
+        with patches.patches_by_layer(self) as by_layer:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
-        patches.attach(self, placed)
+        patches.attach(self, by_layer)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -240,7 +251,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As usual, without making inference tensors of the weights."""
-        with torch.inference_mode(False), torch.no_grad(), patches.placed(self):
+        with torch.inference_mode(False), torch.no_grad(), patches.patches_by_layer(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -305,20 +316,20 @@ class ComfyOffloader:
         """The patchers of every part that was used."""
         return list(self.patchers.values())
 
-    def patcher_of(self, part: str, shell: Any = None) -> PartPatcher:
+    def patcher_of(self, part: str, holder: Any = None) -> PartPatcher:
         """The one patcher of a part, made when it is first asked for.
 
         Args:
-            shell: what it is to be made over, for a part that core's nodes drive too.
+            holder: what it is to be made over, for a part that core's nodes drive too.
         """
         known, device = self.patchers.get(part), self.device_of(part)
-        if known is not None and known.load_device == device and shell in (None, known.model):
+        if known is not None and known.load_device == device and holder in (None, known.model):
             return known
         if known is not None:
             unload(known)
-        shell = shell or (known.model if known is not None else _holder(part)(self.parts, part))
+        holder = holder or (known.model if known is not None else _holder(part)(self.parts, part))
         # ComfyUI's own answer is the device itself under --highvram and --gpu-only: nothing could ever leave it.
-        self.patchers[part] = PartPatcher(shell, device, HOST)
+        self.patchers[part] = PartPatcher(holder, device, HOST)
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         self.patchers[part].keeps = not self.options.host_weights.shared
@@ -459,7 +470,7 @@ def unload(patcher: PartPatcher) -> None:
 
 
 def _leave(holder: Any, taker: Any) -> None:
-    """Make the shell ``holder`` give up its part, off the device, where another shell is about to hold it."""
+    """Make ``holder`` give up its part, off the device, where another holder is about to hold it."""
     if holder is None or holder is taker:
         return
     for item in list(comfy.model_management.current_loaded_models):

@@ -18,7 +18,7 @@ from torch import nn
 from ..compat.checkpoints.packed import StoredLinear
 from .casting import PackedLeaf
 
-AROUND = ".base_layer"  # where peft has the layer that it was put around
+BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"
 
 
@@ -27,24 +27,24 @@ def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, t
 
     An adapter's own tensors, such as lora_A and lora_B, are no targets of patches.
     """
-    around = {name.removesuffix(AROUND) for name, _ in module.named_modules() if name.endswith(AROUND)}
+    around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
     packed = {
         f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
         for name, owner in module.named_modules()
         if isinstance(owner, StoredLinear)
     }
     return {
-        key.replace(AROUND, ""): tensor
+        key.replace(BASE_LAYER, ""): tensor
         for key, tensor in {**tensors, **packed}.items()
         if key.rsplit(".", 3)[0] not in around
     }
 
 
 @contextmanager
-def placed(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
+def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
     """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
     modules, own = dict(patcher.model.named_modules()), patcher.patches
-    by_layer = {_placed(key, modules): patch for key, patch in own.items()}
+    by_layer = {_key_of_layer(key, modules): patch for key, patch in own.items()}
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLeaf)}
     patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
     try:
@@ -71,6 +71,6 @@ def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) 
     return clone
 
 
-def _placed(key: str, modules: Mapping[str, nn.Module]) -> str:
+def _key_of_layer(key: str, modules: Mapping[str, nn.Module]) -> str:
     layer, _, tensor = key.rpartition(".")
-    return f"{layer}{AROUND}.{tensor}" if f"{layer}{AROUND}" in modules else key
+    return f"{layer}{BASE_LAYER}.{tensor}" if f"{layer}{BASE_LAYER}" in modules else key

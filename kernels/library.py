@@ -25,6 +25,7 @@ FORMS = (AUTO, TRITON, REFERENCE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FAULTS: dict[str, str] = {}  # operation -> why its kernel could not be launched: its reference runs instead
 LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own backend in Triton
+META = "meta"  # where work is counted before it runs: an operation is one there, as where it is launched
 
 
 def _installed(package: str) -> bool:
@@ -47,7 +48,7 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str:
         return f"{dtype} is not one of float32, float16 and bfloat16"
     if not HAS_TRITON:
         return "Triton is not installed"
-    if device.type != LAUNCHED_ON and not (device.type == "cpu" and interpreting()):
+    if device.type not in (LAUNCHED_ON, META) and not (device.type == "cpu" and interpreting()):
         return f"Triton launches on NVIDIA and AMD GPUs, not on {device.type!r}"
     return ""
 
@@ -59,7 +60,7 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
         KernelError: ``triton`` was asked for and cannot be had, or ``form`` is unknown.
     """
     if form == AUTO:
-        return HAS_TRITON and x.device.type == LAUNCHED_ON and x.dtype in DTYPES
+        return HAS_TRITON and x.device.type in (LAUNCHED_ON, META) and x.dtype in DTYPES
     if form == REFERENCE:
         return False
     reason = reason_against(x.device, x.dtype) if form == TRITON else f"there is no form {form!r}"
@@ -89,18 +90,22 @@ def operation(
     fake: Callable[..., Any],
     reference: Callable[..., Any],
     terms: Callable[..., tuple[Any, ...]] | None = None,
+    launch: Callable[..., Any] | None = None,
 ) -> Any:
     """The operation of ``schema``, registered once per process however often this file is imported.
 
     Args:
-        schema: ``name(Tensor x, ...) -> Tensor``, functional; ``_triton.launches`` has the launch under that name.
+        schema: ``name(Tensor x, ...) -> Tensor``, functional.
         fake: from the same arguments to empty results; reads no data.
         reference: what the operation runs on a CPU.
         terms: from the same arguments to those of the reference and of the launch; None where they are the same.
+        launch: what runs on a GPU; by default what ``_triton.launches`` has under that name.
     """
     name = schema.partition("(")[0]
 
-    def launch() -> Callable[..., Any]:
+    def load() -> Callable[..., Any]:
+        if launch is not None:
+            return flattened(launch)
         from ._triton import launches  # slow to import
 
         return flattened(getattr(launches, name))
@@ -112,8 +117,9 @@ def operation(
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
-        library.impl(name, _Launch(name, launch, flattened(reference)), "CUDA")
-        library.impl(name, _OnCpu(name, launch, flattened(reference)), "CPU")
+        library.impl(name, _Launch(name, load, flattened(reference)), "CUDA")
+        on_cpu = _OnCpu(name, load, flattened(reference)) if launch is None else flattened(reference)
+        library.impl(name, on_cpu, "CPU")
         library.impl(name, fake, "Meta")  # its fake; torch's register_fake looks for our source in every module: 70 ms
         # A library takes its operations with it when it is collected; this file may be imported again and dropped.
         setattr(namespace, f"_library_{name}", library)

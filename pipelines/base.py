@@ -18,6 +18,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
+from ..compat.ranks import Group, Value
 from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
@@ -77,7 +78,7 @@ class Pipeline(KnownToHost):
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
     watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
     model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
-    by.
+    by. ``group`` are the processes that render one video together; None for this one alone.
     """
 
     spec: FamilySpec
@@ -100,6 +101,7 @@ class Pipeline(KnownToHost):
     resuming: Any = None
     stands_in_for: str = ""
     request: Any = None
+    group: Group | None = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -108,6 +110,10 @@ class Pipeline(KnownToHost):
     def family(self) -> str:
         """The frozen id of its family, as files have it."""
         return self.spec.id
+
+    def led(self, call: Callable[[], Value]) -> Value:
+        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
+        return call() if self.group is None else self.group.led(call)
 
     @property
     def patcher(self) -> Any:
@@ -310,8 +316,8 @@ class Call:
         latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
         time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
         embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
-        pooled: (B, D). guidance: (B,). quotes: ByT5 states. vision: SigLIP states. picture: latents of the start
-            picture in the transformer's space, (B, C, 1, H, W). later: time of the next step, (B,). fps: of the video.
+        pooled: (B, D). guidance: (B,). glyph_embeds: ByT5 states. vision: SigLIP states. picture: latents of the start
+            picture in the transformer's space, (B, C, 1, H, W). next_time: of the next step, (B,). fps: of the video.
         branch: which prompts are in the batch, for caches that keep them apart.
     """
 
@@ -321,10 +327,10 @@ class Call:
     mask: torch.Tensor | None = None
     pooled: torch.Tensor | None = None
     guidance: torch.Tensor | None = None
-    quotes: torch.Tensor | None = None
+    glyph_embeds: torch.Tensor | None = None
     vision: torch.Tensor | None = None
     picture: torch.Tensor | None = None
-    later: torch.Tensor | None = None
+    next_time: torch.Tensor | None = None
     fps: float = 25.0
     branch: str = "cond"
 

@@ -17,6 +17,7 @@ import torch
 from ..compat.device.facts import GIBIBYTE
 from ..compat.memory.parts import denoises
 from ..compat.precision import PLAIN, ModelPrecision
+from ..compat.ranks import SplitPlan
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
 from .loading.keys import Layout
 
@@ -214,19 +215,19 @@ class Download:
 
     Args:
         repository: its name on the Hub. revision: the commit. only: what of it is read; none means all.
-        gigabytes: 10**9 bytes by folder, empty for the top, as the Hub lists what is read of it, to three digits; none
-            where that is not known here.
+        sizes: bytes of the weights that are read of it by folder, empty for the top, at that commit; none where that
+            is not known here.
     """
 
     repository: str
     revision: str
     only: tuple[str, ...] = ()
-    gigabytes: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def stored_gigabytes(self) -> float:
-        """10**9 bytes of what is read of it, as it is stored there; 0 where that is not known."""
-        return sum(size for name, size in self.gigabytes.items() if not self.only or not name or name in self.only)
+    def stored_bytes(self) -> int:
+        """Bytes of the weights that are read of it, as they are stored there; 0 where that is not known."""
+        return sum(size for name, size in self.sizes.items() if not self.only or not name or name in self.only)
 
     @property
     def page(self) -> str:
@@ -278,9 +279,9 @@ class Offer:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of what is downloaded, as it is stored there; 0 where that is not known of all of it."""
-        each = [download.stored_gigabytes for download in self.downloads]
-        return int(sum(each) * 10**9) if all(each) else 0
+        """Bytes of the weights that are downloaded, as they are stored there; 0 where some of that is not known."""
+        each = [download.stored_bytes for download in self.downloads]
+        return sum(each) if all(each) else 0
 
     @property
     def total_bytes(self) -> int:
@@ -375,6 +376,7 @@ class FamilySpec:
         cautions: published files that gave others trouble.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
         recipes: how its variants are run, by names of its own.
+        split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
     """
 
@@ -425,6 +427,7 @@ class FamilySpec:
     cautions: tuple[Caution, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
+    split: SplitPlan | None = None
 
     def __repr__(self) -> str:
         return f"<family {self.id}>"
@@ -436,7 +439,12 @@ class FamilySpec:
 
     @property
     def code(self) -> ModuleType:
-        """Its ``pipeline.py``: ``encode_prompt``, ``sample``, ``decode`` and what else it can do."""
+        """Its ``pipeline.py``.
+
+        Always there: ``encode_prompt``, ``prompt_from_core``, ``sample``, ``decode``, ``call_transformer``. Where they
+        apply: ``encode_image``, ``nearest_size``, ``encode_video``, ``upscale``, ``defaults_for``, ``guess_variant``,
+        ``recipe_for``, ``settings_in``, ``task_of``, ``encoder_task``, ``frames_for``, ``batches``.
+        """
         return import_module(".pipeline", self.package)
 
     @property

@@ -13,7 +13,15 @@ FAMILIES: dict[str, FamilySpec] = {}
 
 
 def register(spec: FamilySpec) -> None:
-    """Add one family to those of ``families/``."""
+    """Add one family to those of ``families/``.
+
+    Raises:
+        ValueError: another family has this pipeline class or transformer class; files would be taken for either.
+    """
+    for other in (family for family in FAMILIES.values() if family.id != spec.id):
+        shared = {*spec.pipelines, *spec.transformer_classes} & {*other.pipelines, *other.transformer_classes}
+        if shared:
+            raise ValueError(f"family {spec.id!r} and {other.id!r} both name {', '.join(sorted(shared))}")
     known = sorted([*FAMILIES.values(), spec], key=lambda family: family.order)
     FAMILIES.clear()
     FAMILIES.update({family.id: family for family in known})

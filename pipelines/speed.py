@@ -13,13 +13,14 @@ import torch
 from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.facts import DeviceFacts, first_line
 from ..compat.device.failures import is_shortage
-from ..compat.device.probe_results import TRITON
-from ..compat.device.probe_store import ProbeResult
+from ..compat.device.probe_results import GELU, TRITON
+from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.device.quirks import policy_for, verdict
 from ..compat.errors import InputError, PackError, UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
 from ..compat.memory.statistics import stage_cost
+from ..compat.precision import NAMES
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
@@ -51,6 +52,7 @@ class Stage:
     range: str
     cost: str
     title: str
+    part: str  # whose device it computes on
 
     @property
     def again(self) -> str:
@@ -89,6 +91,7 @@ class Speed:
         kernels: the decision about them.
         attention: of the transformer.
         formats: of weights that are multiplied as they are stored.
+        epilogue: whether the transformer's products may end in GELU.
     """
 
     def __init__(
@@ -98,8 +101,9 @@ class Speed:
         kernels: Decision,
         attention: Attention,
         formats: tuple[torch.dtype, ...] = (),
+        epilogue: bool = False,
     ) -> None:
-        self.formats, self.multiplied = formats, 0
+        self.formats, self.multiplied, self.epilogue = formats, 0, epilogue
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
         self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
@@ -183,7 +187,7 @@ class Speed:
         form = self.forms.get(role_of(part), "")
         if not form:
             return None
-        self.fused[part] = fused.fuse(module, form) if denoises(part) else fuse_vae(module, form)
+        self.fused[part] = fused.fuse(module, form, self.epilogue) if denoises(part) else fuse_vae(module, form)
         return self.fused[part].restore
 
     def _compile(self, part: str, module: Any) -> Undo | None:
@@ -220,7 +224,8 @@ def speed_for(
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats)
+    epilogue = form in (fused.AUTO, fused.TRITON) and probes is not None and _ends_in_gelu(probes, dtype)
+    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats, epilogue)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
@@ -248,6 +253,12 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     if choice == AUTO:
         return ("" if against else AUTO), Decision("kernels", fused.OFF if against else fused.TRITON, against, AUTO)
     return ("" if choice == fused.OFF else choice), Decision("kernels", choice, "", CHOSEN)
+
+
+def _ends_in_gelu(probes: Mapping[str, ProbeResult], dtype: torch.dtype) -> bool:
+    """Whether a product was seen to end in GELU as well as two operations do it."""
+    answer = probes.get(f"{GELU}.{NAMES[dtype]}")
+    return answer is not None and answer.status == OK
 
 
 def _unusable(
@@ -293,10 +304,12 @@ def running(
     """
     kept = pipeline.offloader.options.state is not None
     time = expected(pipeline, stage.cost, run()) if run is not None and kept else None
+    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    device = pipeline.offloader.device_of(stage.part)
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, *((time.modelled, time.seconds) if time else ())),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds),
     ):
         try:
             yield
@@ -306,7 +319,7 @@ def running(
             if hasattr(error, EXPLAINED):
                 raise
             if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
                 raise _unexpected(error, stage.title, pipeline.source) from error
             raise
@@ -333,6 +346,12 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         if speed is not None and speed.request.fp16_sums:
             stack.enter_context(fp16_sums())
         counts: dict[str, Any] = {}
+        if cache is not None and pipeline.group is not None:
+            raise UnsupportedError(
+                f"step cache {cache.kind!r} on {pipeline.group.world.size} devices",
+                expected="no step cache, since each device would decide by its own tokens what to skip",
+                fix="Set the step cache to off for these jobs.",
+            )
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.registry import FAMILIES, register
 from test_layers import SOURCES, imported, tree_of
 
 MAY_NAME = ("pipelines/families/", "host/families.py", "pipelines/tiny/", "showcase.py")
@@ -66,3 +67,13 @@ def test_a_registered_family_has_every_file_of_its_folder() -> None:
         assert family.package.endswith(f".families.{family.id}")
         wanted = {"__init__.py", "spec.py", "pipeline.py", "tools.json", "transformer.json"}
         assert wanted <= {path.name for path in family.folder.iterdir()}
+
+
+@pytest.mark.parametrize("field", ["pipelines", "transformer_classes"])
+def test_two_families_may_not_share_a_class(field: str) -> None:
+    first = next(iter(FAMILIES.values()))
+    other = replace(first, id="other", **{"pipelines": {}, "transformer_classes": (), field: getattr(first, field)})
+    before = dict(FAMILIES)
+    with pytest.raises(ValueError, match="both name"):
+        register(other)
+    assert before == FAMILIES

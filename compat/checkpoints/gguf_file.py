@@ -6,6 +6,7 @@ loops for hours if a list is declared longer than its file.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError, PackError
+from ..errors import CheckpointError, PackError, UnsupportedError
 from ..packages import imported
 from .headers import MOST_AXES, TensorEntry, damaged, plain_status, possible_shape, unreadable
 
@@ -74,6 +75,7 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     Raises:
         CheckpointError: the file is missing, damaged, or of a version that is not read.
         MissingPackageError: the package gguf is not installed.
+        UnsupportedError: weights in a format that it does not decode.
     """
     try:
         status = plain_status(path)
@@ -94,6 +96,17 @@ def decoded_rows(raw: torch.Tensor, codec: str) -> torch.Tensor:
     """Values in fp32, (rows, columns), of packed rows (rows, bytes) uint8 on the host."""
     gguf = imported("gguf")
     return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[codec]))
+
+
+@functools.cache
+def _has_decoder(codec: str) -> bool:
+    gguf = imported("gguf")
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec]]
+    try:
+        decoded_rows(torch.zeros(1, size, dtype=torch.uint8), codec)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
@@ -139,6 +152,12 @@ def _entry(
     packed = codec.name not in PLAIN
     if packed and (not sides or not total or sides[0] % block or (total // shape[0]) % block):
         raise _damaged(path, f"tensor {name!r} of {shape} in blocks of {block}")
+    if packed and not _has_decoder(codec.name):
+        raise UnsupportedError(
+            f"the weight {name!r} of {str(path)!r} is stored as {codec.name}",
+            expected="a format that the package gguf decodes, such as Q8_0 or Q4_K",
+            fix="Use another version of this file, or update the package: python -m pip install -U gguf.",
+        )
     end = start + total // block * size
     return TensorEntry(path, "U8" if packed else codec.name, shape, start, end, stamp, codec.name if packed else "")
 

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from .facts import DeviceFacts
 from .probe_store import ProbeStore
+from .probes import NAMES
 
 TRITON = "triton"
+GELU = "gelu_in_product"
 
 
 def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
-    """The probe results for the device of ``facts``, including Triton's; each probe runs when its result is read.
+    """The probe results for the device of ``facts``, also of the kernels; each probe runs when its result is read.
 
     Args:
         folder: where answers are kept; None keeps them in memory only.
         quiet: gives only what is kept.
     """
-    return ProbeStore(facts, folder, more={TRITON: _triton}, quiet=quiet)
+    more = {TRITON: _triton} | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in NAMES.items()}
+    return ProbeStore(facts, folder, more=more, quiet=quiet)
 
 
 def _triton(device: torch.device) -> str:
     from ..transforms.fused import triton_fault  # which imports the kernels
 
     return triton_fault(device)
+
+
+def _gelu(dtype: torch.dtype, device: torch.device) -> str:
+    from ..transforms.fused import gelu_fault
+
+    return gelu_fault(dtype, device)

@@ -39,7 +39,7 @@ class Rates:
 
     Args:
         name: as the driver says it, or the part of it that tells the device.
-        half, bfloat, single: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
+        fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
             structured sparsity.
         memory: bytes per second of the device's own memory.
         to_device, to_host: bytes per second of the link, which carries both directions at once.
@@ -49,9 +49,9 @@ class Rates:
     """
 
     name: str
-    half: float
-    bfloat: float
-    single: float
+    fp16: float
+    bf16: float
+    fp32: float
     memory: float
     to_device: float
     to_host: float
@@ -61,26 +61,26 @@ class Rates:
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOPs per second of products of ``dtype``."""
-        return {torch.float16: self.half, torch.bfloat16: self.bfloat}.get(dtype, self.single)
+        return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
 
-    def operation_seconds(self, flops: float, count: float, dtype: torch.dtype) -> float:
-        """An operation of ``flops`` that reads and writes ``count`` bytes: the larger of the two, and the launch."""
-        return max(flops / self.flops(dtype), count / self.memory) + self.launch
+    def operation_seconds(self, flops: float, byte_count: float, dtype: torch.dtype) -> float:
+        """An operation of ``flops`` that moves ``byte_count`` bytes: the larger of the two, and the launch."""
+        return max(flops / self.flops(dtype), byte_count / self.memory) + self.launch
 
-    def copy_seconds(self, count: float, to_device: bool = True) -> float:
-        """A copy of ``count`` bytes over the link."""
-        return count / (self.to_device if to_device else self.to_host) + self.launch
+    def copy_seconds(self, byte_count: float, to_device: bool = True) -> float:
+        """A copy of ``byte_count`` bytes over the link."""
+        return byte_count / (self.to_device if to_device else self.to_host) + self.launch
 
 
 def _rates(
-    name: str, half: float, bfloat: float, single: float, memory: float, link: float, source: str, **more: Any
+    name: str, fp16: float, bf16: float, fp32: float, memory: float, link: float, source: str, **more: Any
 ) -> Rates:
     """A row in TFLOPS and GB/s, with a link that is as fast both ways."""
     return Rates(
         name=name,
-        half=half * TERA,
-        bfloat=bfloat * TERA,
-        single=single * TERA,
+        fp16=fp16 * TERA,
+        bf16=bf16 * TERA,
+        fp32=fp32 * TERA,
         memory=memory * GIGA,
         to_device=link,
         to_host=link,

@@ -14,12 +14,16 @@ from ..transforms.attention import attention_for, avoided_by
 from ..transforms.conv3d_choice import Conv3dLayer, choose_by
 from ..transforms.conv3d_forms import Geometry
 from .facts import GIBIBYTE, DeviceFacts
+from .probe_results import GELU
 from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
-from .quirks import DevicePolicy, abilities, fixed, policy_for
+from .quirks import DTYPE_NAMES, DevicePolicy, abilities, fixed, policy_for
 from .wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 
 HEAD_WIDTH = 128
-OPTIONAL = ("output.fp16_to_fp32", "float64", "float8", "triton", "bits.bf16_to_fp32", "sums.bf16", "sums.fp16")
+OPTIONAL = (
+    *("output.fp16_to_fp32", "float64", "float8", "triton", "bits.bf16_to_fp32", "sums.bf16", "sums.fp16"),
+    *(f"{GELU}.{name}" for name in DTYPE_NAMES),
+)
 """What a device may lack without anybody missing it: there is another way for each."""
 
 PROMISED = ("cuda", "rocm", "xpu", "mps")

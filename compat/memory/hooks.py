@@ -254,9 +254,7 @@ class GroupHooks:
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
             for group in groups:
                 self._handles.append(owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True))
-                self._handles.append(
-                    owner.register_forward_hook(lambda *_, group=group: group.offload(), always_call=True)
-                )
+                self._handles.append(owner.register_forward_hook(partial(_post_forward, group), always_call=True))
             for member in members if groups else ():
                 member.__dict__[GROUP] = groups[-1]
                 self._marked.append(member)
@@ -280,6 +278,16 @@ def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], k
         return value.to(device) if isinstance(value, torch.Tensor) else value
 
     return tuple(map(here, args)), {name: here(value) for name, value in kwargs.items()}
+
+
+def _post_forward(group: WeightGroup, *_: Any) -> None:
+    group.offload()
+
+
+def is_hooked_by_others(leaf: nn.Module) -> bool:
+    """Whether ``leaf`` has forward hooks that bring no group of ours."""
+    every = (*leaf._forward_pre_hooks.values(), *leaf._forward_hooks.values())
+    return any(getattr(hook, "func", None) not in (_pre_forward, _post_forward) for hook in every)
 
 
 def hooks_on(module: nn.Module) -> GroupHooks | None:
@@ -341,14 +349,14 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
         with own_tensors(leaf):
             yield _pair(leaf, like)
         return
-    away, hook = leaf.weight.device != like.device, getattr(leaf, "_hf_hook", None)
+    away, hook = _home_of(leaf) != like.device, getattr(leaf, "_hf_hook", None)
     theirs = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
     try:
         if away and hook is not None:
             hook.pre_forward(leaf)
         elif away and theirs is not None:
             theirs.group.onload_()
-        if leaf.weight.device != like.device:
+        if _home_of(leaf) != like.device:
             raise misplaced(leaf, like)
         yield _pair(leaf, like)
     finally:
@@ -356,6 +364,11 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
             hook.post_forward(leaf, None)
         elif away and theirs is not None:
             theirs.group.offload_()
+
+
+def _home_of(leaf: nn.Module) -> torch.device:
+    """Where its tensors are, without making a packed weight dense."""
+    return next(own_tensors_of(leaf)).device
 
 
 def _pair(leaf: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

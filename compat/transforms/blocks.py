@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...kernels.norm import normalized
+from ...kernels.product import linear_gelu
 from ...kernels.residual import gated_residual, residual_norm
 from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
-from ..memory.hooks import weights_on
+from ..checkpoints.packed import StoredLinear
+from ..memory.hooks import is_hooked_by_others, weights_on
 
 BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
@@ -32,10 +34,12 @@ class BlockOps:
     Args:
         form: one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual.
         operand_dtype: what norms write and matrix products read; None for the residual's own dtype.
+        epilogue: whether a product adds its bias and applies GELU before it writes.
     """
 
     form: str = ""
     operand_dtype: torch.dtype | None = None
+    epilogue: bool = False
 
     def normalized(self, x: Tensor, norm: Norm, modulation: Modulation) -> Tensor:
         """``norm(x) * (1 + scale) + shift`` in the operands' dtype; ``x`` (B, N, D)."""
@@ -94,8 +98,9 @@ def replacing_joint_block(
 ) -> tuple[Tensor, Tensor]:
     """The two-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
     ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
-    split = 0 if token_replace_emb is None else num_tokens
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, token_replace_emb)
+    first = token_replace_emb if num_tokens else None
+    split = 0 if first is None else num_tokens
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, first)
     text = _rows(block.norm1_context, temb, 6)
     branch, text_branch = block.attn(
         hidden_states=ops.normalized(x, _layer(block.norm1.norm), Modulation(scale, shift, split)),
@@ -136,9 +141,10 @@ def replacing_single_block(
     num_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The one-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
-    ops, split, count = getattr(block, OPS), 0 if token_replace_emb is None else num_tokens, hidden_states.shape[1]
+    ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
+    split = 0 if first is None else num_tokens
     x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-    shift, scale, gate = _rows(block.norm, temb, 3, token_replace_emb)
+    shift, scale, gate = _rows(block.norm, temb, 3, first)
     normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
     named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     if ops.form:
@@ -146,8 +152,7 @@ def replacing_single_block(
     else:  # upstream's processors rotate only what comes apart from the text
         streams = normed.split([count, x.shape[1] - count], dim=1)
         attention = torch.cat(block.attn(hidden_states=streams[0], encoder_hidden_states=streams[1], **named), dim=1)
-    branch = block.proj_out(_beside(attention, block.act_mlp, block.proj_mlp(normed)))
-    x = ops.added(x, branch, Gate(gate, split=split))
+    x = ops.added(x, _projected(block, attention, normed), Gate(gate, split=split))
     video, text = x.split([count, x.shape[1] - count], dim=1)
     return video, text
 
@@ -267,6 +272,35 @@ def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
 def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
     """Tokens and the row of modulation that they take: the first ``split`` row 0, the others row 1."""
     return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
+
+
+def reads_its_weight(leaf: Any) -> bool:
+    """Whether calling ``leaf`` is nothing but a product with what ``weights_on`` tells of it.
+
+    True for a Linear with a bias, packed, streamed by the host, brought by a group or at rest; False where anybody else
+    hooked it, wrapped it, or gave it another forward or product.
+    """
+    told = type(leaf) in (nn.Linear, StoredLinear) or (isinstance(leaf, nn.Linear) and hasattr(leaf, "weights_on"))
+    changed = "forward" in leaf.__dict__ or "multiply" in leaf.__dict__
+    return told and not changed and leaf.bias is not None and not is_hooked_by_others(leaf)
+
+
+def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
+    """``proj_out`` of attention's result beside the activated ``proj_mlp`` of ``normed``; all (B, N, features).
+
+    With an epilogue the two are not joined, since no epilogue writes beside something: each has its own columns of the
+    weight, and the second product adds to the first.
+    """
+    ops = getattr(block, OPS)
+    if not (ops.epilogue and reads_its_weight(block.proj_mlp) and reads_its_weight(block.proj_out)):
+        return block.proj_out(_beside(attention, block.act_mlp, block.proj_mlp(normed)))
+    with weights_on(block.proj_mlp, like=normed) as (weight, bias):
+        hidden = linear_gelu(normed, weight, bias, form=ops.form)
+    with weights_on(block.proj_out, like=hidden) as (weight, bias):
+        first, last = weight.split([attention.shape[-1], hidden.shape[-1]], dim=1)
+        y = functional.linear(hidden, last, bias)
+        y.flatten(0, 1).addmm_(attention.flatten(0, 1), first.t())
+    return y
 
 
 def _beside(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:

@@ -255,9 +255,9 @@ def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
         size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]
         inputs.append(torch.randn(1, leaf.in_channels, *size, generator=generator).to(dtype))
     with torch.inference_mode(False), torch.no_grad():
-        expected = _tensors(_twin(unit.owner, {}, HOST, dtype)(*inputs))
+        expected = _tensors(_clone_on(unit.owner, {}, HOST, dtype)(*inputs))
         try:
-            results = _tensors(_twin(unit.owner, plans, first.device, dtype)(*(x.to(first.device) for x in inputs)))
+            results = _tensors(_clone_on(unit.owner, plans, first.device, dtype)(*(x.to(first.device) for x in inputs)))
         except (RuntimeError, ValueError) as error:
             return f"its replacement failed: {str(error).splitlines()[0]}"
         terms = max(leaf.weight[0].numel() for leaf in unit.leaves.values())
@@ -273,23 +273,25 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
     return "" if error <= bound else f"its replacement differs by {error:.1e} of the largest value, {bound:.1e} allowed"
 
 
-def _twin(module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype) -> Any:
+def _clone_on(
+    module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
+) -> Any:
     """``module`` without its hooks, swapped if there are ``plans``; tensors are shared where nothing has to change."""
     cls, wrapper = type(module), swap_of(module) not in (None, SwappedConv3d)
-    twin: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
-    nn.Module.__init__(twin)
-    own = {*twin.__dict__, "forward", "_diffusers_hook"}
-    twin.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
+    clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
+    nn.Module.__init__(clone)
+    own = {*clone.__dict__, "forward", "_diffusers_hook"}
+    clone.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
     for name, value in module._parameters.items():
         copied = None if value is None else nn.Parameter(value.detach().to(device, dtype), requires_grad=False)
-        twin.register_parameter(name, copied)
+        clone.register_parameter(name, copied)
     for name, buffer in module.named_buffers(recurse=False):
-        twin.register_buffer(name, buffer.to(device))
+        clone.register_buffer(name, buffer.to(device))
     for name, child in module.named_children():
-        twin.add_module(name, _twin(child, plans, device, dtype))
+        clone.add_module(name, _clone_on(child, plans, device, dtype))
     if module in plans:
-        twin.conv3d_choice = plans[module]
-    return twin
+        clone.conv3d_choice = plans[module]
+    return clone
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON
+from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, failures_raise, launches
 from ...kernels.library import reason_against as reason_against
+from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST
 from ..memory.parts import Undo
@@ -24,7 +25,7 @@ from .attention_processors import full_name
 from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
-from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, half_rope
+from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -43,6 +44,7 @@ RMS_NORMS = (
 )
 LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 TEXT = ("norm_added_q", "norm_added_k")
+FEEDS = ("ff", "ff_context")
 MODULATED, QK_ROTARY, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
 SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
@@ -72,12 +74,17 @@ class BlockFusion:
 
 @dataclass(slots=True)
 class FusedSites:
-    """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back."""
+    """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back.
+
+    ``gelus`` counts those that moved into the product before them, where ``epilogue`` says that products can.
+    """
 
     form: str
     sites: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     left_sites: int = 0
+    epilogue: bool = False
+    gelus: int = 0
     undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
@@ -85,7 +92,8 @@ class FusedSites:
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
         why += "".join(f"; the kernel {name} failed, its reference runs: {fault}" for name, fault in FAULTS.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
-        return f"{done} of {done + self.left_sites} sites fused ({form}){why}"
+        gelus = f", {self.gelus} GELUs in products" if self.gelus else ""
+        return f"{done} of {done + self.left_sites} sites fused ({form}){gelus}{why}"
 
     def patch(self, module: Any, forward: Callable[..., Any]) -> None:
         """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
@@ -126,19 +134,46 @@ def triton_fault(device: torch.device) -> str:
     return "; ".join(map(str, wrong))
 
 
-def fuse(transformer: nn.Module, form: str = AUTO) -> FusedSites:
+def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
+    """The probe of a product that ends in GELU: empty where it is as near to fp64 as two operations are.
+
+    Sums are exact in every dtype, and so small that GELU with erf, which some libraries have instead, is further off.
+
+    Raises:
+        RuntimeError: nothing can be launched there.
+    """
+    if not launches(torch.empty(0, dtype=dtype, device=device)):
+        raise RuntimeError(reason_against(device, dtype))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-4, 5, (rows, 64), generator=generator).div(8).to(dtype) for rows in (96, 80))
+    bias = torch.linspace(-256, -128, 80).round().div(64).to(dtype)
+    with failures_raise():
+        result = linear_gelu(x.to(device), weight.to(device), bias.to(device)).cpu()
+    truth = linear_gelu_reference(x.double(), weight.double(), bias.double())
+    error, separate = (
+        float((each.double() - truth).norm() / truth.norm())
+        for each in (result, linear_gelu_reference(x, weight, bias))
+    )
+    if error <= 2 * separate + 16 * torch.finfo(torch.float32).eps:
+        return ""
+    return f"GELU with tanh is off by {error:.1e}, and by {separate:.1e} after the product"
+
+
+def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusedSites:
     """Rewrite every known block of ``transformer`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the transformer.
 
     Args:
         form: one of ``kernels.library.FORMS``.
+        epilogue: whether products may end in GELU, as :func:`gelu_fault` tells.
     """
-    fused, whole = FusedSites(form), True
+    fused, whole = FusedSites(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is not None and _safe(block):
             whole = _attach_rotation(block, fusion, fused) and whole
+            _attach_gelu(block, fused)
             continue
         reason = "" if fusion is not None else f"{full_name(block)} is not a known class"
         reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
@@ -163,7 +198,9 @@ def sites_of(block: nn.Module, fusion: BlockFusion) -> dict[str, int]:
 
 
 def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
-    fused.undo.set(block, OPS, BlockOps(fused.form))
+    fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
+    fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
+    _attach_gelu(block, fused)
     fused.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
@@ -171,6 +208,15 @@ def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
         feed: Any = getattr(block, path, None)
         if feed is not None:
             fused.patch(feed.net[0], gated_feed)
+
+
+def _attach_gelu(block: Any, fused: FusedSites) -> None:
+    """Let the products of feed-forwards end in their GELU."""
+    for path in FEEDS if fused.epilogue else ():
+        gated: Any = submodule_at(block, f"{path}.net.0")
+        if full_name(gated) == f"{UPSTREAM}activations.GELU" and gated.approximate == "tanh":
+            fused.patch(gated, gelu_feed)
+            fused.gelus += 1
 
 
 def _safe(block: Any) -> bool:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...kernels.activation import swiglu
+from ...kernels.product import linear_gelu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
 from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor, JointProcessor, Processor
-from .blocks import norm_of
+from .blocks import norm_of, reads_its_weight
 
 FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
 
@@ -24,6 +25,14 @@ FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it
 def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     """Upstream ``SwiGLU.forward``."""
     return swiglu(gated.proj(hidden_states), form=getattr(gated, FORM))
+
+
+def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
+    """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
+    if not reads_its_weight(gated.proj):
+        return gated.gelu(gated.proj(hidden_states))
+    with weights_on(gated.proj, like=hidden_states) as (weight, bias):
+        return linear_gelu(hidden_states, weight, bias, form=getattr(gated, FORM))
 
 
 class FusedProcessor(Processor):

@@ -15,7 +15,7 @@ from torch import nn
 from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
 from ...compat.repairs import ATTENTION, tensors_in
-from ..core_shell import CoreShell
+from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
 from .attention import AttentionOnRequest, with_override
 
@@ -42,12 +42,12 @@ def missing(name: str) -> ExecutionBlocker:
 
 def name_of(model: Any) -> str:
     """What names a MODEL or the patcher of a VAE from one run to the next: its file, or its class and size."""
-    shell = model.model
-    if isinstance(shell, CoreShell):
-        return str(shell.pipeline.source)
+    inner = model.model
+    if isinstance(inner, CoreModel):
+        return str(inner.pipeline.source)
     again = model.cached_patcher_init
     source = again[1][0] if again and again[1] else None
-    return source if isinstance(source, str) else f"{type(shell).__name__}, {model.model_size()} bytes"
+    return source if isinstance(source, str) else f"{type(inner).__name__}, {model.model_size()} bytes"
 
 
 def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from ...compat.decision import AUTO, Decision
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.precision import SAFE
-from ..core_shell import CoreShell
+from ..diffusion_model import CoreModel
 from ..recovery import keep_what_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
@@ -103,7 +103,7 @@ def fit_model(
     Raises:
         InputError: no MODEL. UnsupportedError: an explicit choice that cannot be had here.
     """
-    if isinstance(getattr(model, "model", None), CoreShell):
+    if isinstance(getattr(model, "model", None), CoreModel):
         why = "a pipeline of AnyGPU decides this on its load node"
         return model, (Decision("model", "as it is", why),)
     network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))

@@ -30,7 +30,7 @@ SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
 POINTS_AT_ONCE = 1 << 20
 SIZES = (16, 8192)
-AROUND = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
+CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
 MARGIN = 2 / 512  # of the picture: two pixels at the size that the model paints
 JUMP = 0.03  # units of the frame: the weaker Canny threshold, 30 of 255, on a mesh whose depth range is about 1
 LOW, HIGH = 30, 80  # Canny thresholds of the reference, sums of absolute gradients
@@ -214,7 +214,7 @@ class _Sight:
         size, low = self.view.size, screen[:, :2].floor()
         nearest, low = (screen[:, :2] - low >= 0.5).long(), low.long()
         chosen = torch.arange(face.shape[0], device=face.device)
-        for down, right in AROUND:  # the nearest pixel, then the others for who is not seen there
+        for down, right in CORNERS:  # the nearest pixel, then the others for who is not seen there
             offset = nearest[chosen] ^ torch.tensor((right, down), device=face.device)
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
             same = self.view.ids[row, column] == face[chosen]
@@ -307,7 +307,7 @@ def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:
     low = places.floor().clamp(max=size - 2)
     share = places - low
     index = (low[:, 1] * size + low[:, 0]).long()
-    for down, right in AROUND:
+    for down, right in CORNERS:
         part = (share[:, 0] if right else 1 - share[:, 0]) * (share[:, 1] if down else 1 - share[:, 1])
         sums.index_add_(0, index + down * size + right, values * part[:, None])
 

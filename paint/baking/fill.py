@@ -76,7 +76,7 @@ def vertex_filled(
     places = torch.zeros((count, 3), device=device).index_copy_(0, own, surface.vertices)
     start, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), own[surface.faces]
     given = (start, sums[:, 3] > 0, places, faces)
-    colours, known = _swept(*given, check) if exact else _spread(*given)
+    colours, known = _sweep_in_order(*given, check) if exact else _spread(*given)
     texture, painted = baked.texture.clone().view(-1, 3), baked.painted.clone().view(-1)
     if exact:
         chosen = (known[own] & used & ~painted[texel]).nonzero()[:, 0]
@@ -102,17 +102,17 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
     weights = (places[ends[:, 0]] - places[ends[:, 1]]).norm(dim=1).clamp(min=NEAREST).square().reciprocal()
     colours, known, settled = colours.clone(), known.clone(), 0
     while ends.shape[0] and settled < SMOOTHINGS:
-        brings = weights * known[ends[:, 1]]
+        incoming = weights * known[ends[:, 1]]
         sums = torch.zeros((known.shape[0], 4), device=colours.device)
-        near = torch.cat((colours[ends[:, 1]], torch.ones_like(brings)[:, None]), dim=1)
-        sums.index_add_(0, ends[:, 0], near * brings[:, None])
+        near = torch.cat((colours[ends[:, 1]], torch.ones_like(incoming)[:, None]), dim=1)
+        sums.index_add_(0, ends[:, 0], near * incoming[:, None])
         reached = sums[:, 3] > 0
         settled += not bool((reached & ~known).any())
         colours[reached], known[reached] = sums[reached, :3] / sums[reached, 3:], True
     return colours, known
 
 
-def _swept(
+def _sweep_in_order(
     colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
     """The same in the reference's order: vertex after vertex, by faces, each at once from what stands there; slow."""
@@ -120,7 +120,7 @@ def _swept(
 
     target = colours.device
     paint, done = colours.cpu().double().numpy().copy(), known.cpu().numpy().copy()
-    spots = places.cpu().double().numpy()
+    positions = places.cpu().double().numpy()
     triangles = faces.cpu().numpy()
     order = [vertex for vertex in triangles.reshape(-1).tolist() if not done[vertex]]
     near: dict[int, list[int]] = {vertex: [] for vertex in order}
@@ -129,7 +129,7 @@ def _swept(
         if first in near:
             near[first].append(second)
     weights = {
-        vertex: 1 / np.maximum(np.linalg.norm(spots[vertex] - spots[others], axis=1), NEAREST) ** 2
+        vertex: 1 / np.maximum(np.linalg.norm(positions[vertex] - positions[others], axis=1), NEAREST) ** 2
         for vertex, others in near.items()
     }
     sweeps, grew = 0, True

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from pathlib import Path
 
 from ..loading.folder import family_of_folder, find_models
@@ -21,10 +22,11 @@ def demo_models() -> dict[str, Path]:
     """Choice to folder, such as ``demo: LTX-Video (9 MB)``; those of the smallest family first."""
     named = {}
     for folder in find_models([MODELS]):
-        family = family_of_folder(folder)
-        size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-        if family is not None and size:
-            named[family.order] = f"demo: {family.title} ({round(size / 1e6)} MB)", folder
+        with suppress(OSError):  # nodes list their choices even where a demo cannot be read
+            family = family_of_folder(folder)
+            size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+            if family is not None and size:
+                named[family.order] = f"demo: {family.title} ({round(size / 1e6)} MB)", folder
     return dict(named[order] for order in sorted(named))
 
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.decision import AUTO, Decision
@@ -79,6 +81,8 @@ class LoadRequest:
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
             ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
             published model in whose place this demo model runs; empty otherwise.
+        cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
+            to, with the bytes that a run may take there, None where nobody tells; empty for ``device`` alone.
     """
 
     model: Path
@@ -99,6 +103,7 @@ class LoadRequest:
     keep_free_gb: float = 0.0
     quiet: bool = False
     stands_in_for: str = ""
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 def load(
@@ -238,13 +243,18 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder."""
-    if (folder / INDEX).is_file():
-        name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.pipelines), None)
-    if (folder / "config.json").is_file():
-        name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-        return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
+    """The family of a pipeline or transformer folder; None for any other folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with reading(folder):
+        if (folder / INDEX).is_file():
+            name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+        if (folder / "config.json").is_file():
+            name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
     return None
 
 

@@ -75,13 +75,14 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
     call, form = _call(pipeline, size, rows), (pipeline.speed.forms if pipeline.speed else {}).get(TRANSFORMER, "")
+    epilogue = bool(pipeline.speed and pipeline.speed.epilogue)
     dtype = pipeline.precision.compute or pipeline.precision.transformer
     key = (TRANSFORMER, pipeline.family, pipeline.variant, _text(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
         module = _built(pipeline, TRANSFORMER, shown, dtype)
         if form:
-            fused.fuse(module, form)
+            fused.fuse(module, form, epilogue)
         tokens = call.embeds.shape[1] + (0 if call.vision is None else call.vision.shape[1])
         with counting_on_meta(tokens) as work, _each_block(module, work) as blocks:
             pipeline.spec.code.call_transformer(pipeline, module, call)
@@ -89,7 +90,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
             work.update(first.times(max(0, depth[name] - ALIKE)))
         return work
 
-    return _kept((*key, None if call.vision is None else call.vision.shape, str(dtype), form), count)
+    return _kept((*key, None if call.vision is None else call.vision.shape, str(dtype), form, epilogue), count)
 
 
 def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:
@@ -201,7 +202,7 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         guidance=_empty(rows),
         vision=vision,
         picture=_empty(rows, channels, 1, *plane, dtype=dtype),
-        later=_empty(rows),
+        next_time=_empty(rows),
     )
 
 

@@ -250,12 +250,12 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
         )
     with ExitStack() as stack:
         stack.enter_context(own_tensors(vae.decoder))
-        return WALKS[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
+        return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 
 def unstreamable(vae: Any) -> str:
     """Why the decoder of ``vae`` cannot be streamed; empty where it can."""
-    if full_name(vae) not in WALKS:
+    if full_name(vae) not in STREAMED:
         return "has unknown layers"
     if any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
         return "draws new noise in its layers"
@@ -464,7 +464,7 @@ def _only(result: Any) -> Tensor:
     return output
 
 
-WALKS: dict[str, Callable[[Stream, Any, Activation, Any], Activation]] = {
+STREAMED: dict[str, Callable[[Stream, Any, Activation, Any], Activation]] = {
     f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo": _hunyuan,
     f"{AUTOENCODERS}hunyuanvideo15.AutoencoderKLHunyuanVideo15": _hunyuan15,
     f"{AUTOENCODERS}ltx.AutoencoderKLLTXVideo": _ltx,

@@ -605,7 +605,7 @@ def core_sampler(places: Places, task: Task, precision: str) -> Results:
         rows(embeds),
         rows(rest.get("attention_mask")),
         pooled=rows(rest.get("pooled_output")),
-        quotes=rows(rest.get("conditioning_byt5small")),
+        glyph_embeds=rows(rest.get("conditioning_byt5small")),
         vision=rows(tensors.get("vision", tensors.get("image_embeds"))),
         picture=None if start is None else rows(start[:, : start.shape[1] // 2]),
     )

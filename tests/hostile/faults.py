@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,16 @@ def misbehaving(original: Any, behaviour: Any, count: list[int]) -> Callable[...
 
 
 def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
-    """Latents and frames of one short run, with its memory plan before it; ours is imported when it is called."""
+    """Latents and frames of one short run, with its memory plan before it; ours is imported when it is called.
+
+    Args:
+        state: where what is kept goes, latents and unfinished steps too.
+    """
     import torch
     from anygpu.pipelines import stages, tiny
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.latents import recovery
+    from anygpu.pipelines.latents.steps import KeptSteps
     from anygpu.pipelines.loading.folder import LoadRequest, load
     from anygpu.pipelines.memory.estimates import Size
     from anygpu.pipelines.memory.page import memory_plan
@@ -49,5 +56,8 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     assert memory_plan(pipeline, Size(64, 64, 9))
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
-        latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent())
+        steps = None if state is None else KeptSteps(state / "kept" / "steps", str, share=math.inf)
+        latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent(), steps)
+        if state is not None:
+            recovery.keep(state / "kept", latents, str)
         return latents.samples, stages.decode(pipeline, latents, Silent())

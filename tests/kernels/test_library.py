@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.kernels import activation, group_norm, library, norm, residual, rope
+from anygpu.kernels import activation, group_norm, library, norm, product, residual, rope
 from anygpu.kernels.library import AUTO, REFERENCE, TRITON, KernelError
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from torch import Tensor
@@ -26,6 +26,7 @@ OPERATIONS: dict[str, Any] = {
     "gelu_tanh": activation._GELU_TANH,
     "geglu": activation._GEGLU,
     "swiglu": activation._SWIGLU,
+    "linear_gelu": product._LINEAR_GELU,
     "group_norm_silu_pad": group_norm._GROUP_NORM_SILU_PAD,
     "rms_silu_pad": group_norm._RMS_SILU_PAD,
 }
@@ -66,6 +67,7 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
         "gelu_tanh": (x, narrow),
         "geglu": (x, narrow),
         "swiglu": (x, narrow),
+        "linear_gelu": (x, some(6, 8).to(x.dtype), some(6).to(x.dtype)),
         "group_norm_silu_pad": (clip, channel, channel, 2, 1e-6, False, [1, 1, 0, 0, 2, 0], True, layout),
         "rms_silu_pad": (clip, channel, rows, rows, 1e-6, [0, 0, 0, 0, 1, 1], True, layout),
     }
@@ -167,6 +169,7 @@ def block(x: Tensor, branch: Tensor, rows: Tensor, q: Tensor, cos: Tensor, sin: 
     new = residual.gated_residual(new, normed, Gate(gate, True, 1e-6))
     turned = rope.qk_norm_rope(Pair(q, q), Tables(cos, sin), 1e-6, Pair(q, q))
     fed = activation.swiglu(activation.gelu_tanh(again)) + activation.geglu(again)
+    fed = product.linear_gelu(fed, fed.select(0, 0), fed.select(0, 0).select(1, 0))
     padded = group_norm.group_norm_silu_pad(clip, GroupNorm(2, 1e-6), (1, 1, 1, 1, 2, 0), layout="channels_last")
     return new, turned, fed, padded, group_norm.rms_silu_pad(clip, Norm(RMS, 1e-6), pad=(0, 0, 0, 0, 1, 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,6 +64,10 @@ def shapes_of_config(config: Mapping[str, Any], library: str = "diffusers") -> S
 def encoder(kind: str, index: int = 0) -> Shapes:
     """Names and shapes of a text or picture encoder, as it is published in transformers' names."""
     config = json.loads((CONFIGS / f"{kind}.json").read_text())[index]["config"]
+    if kind == "llava_vision":
+        whole = shapes_of_config({**config, "_class_name": CLASSES["llava"]}, "transformers")
+        seen = {name: shape for name, shape in whole.items() if not name.startswith("language_model.")}
+        return {re.sub(r"^vision_tower\.(vision_model\.)?", "vision_model.", name): seen[name] for name in seen}
     found, prefix = shapes_of_config({**config, "_class_name": CLASSES[kind]}, "transformers"), PREFIXES.get(kind, "")
     return {name if name.startswith(prefix) else prefix + name: shape for name, shape in found.items()}
 
@@ -77,7 +82,8 @@ def sparse(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: Any = "BF1
     """A safetensors file of these shapes whose tensors take no room on the disk.
 
     Args:
-        dtype: safetensors' name of a dtype for all; two of them for matrices of blocks, and the rest.
+        dtype: safetensors' name of a dtype for all; two of them for matrices of blocks, and the rest. A third is a
+            part of names whose matrices are of the rest.
         metadata: of the file; values that are not text become JSON.
     """
     header: dict[str, Any] = {}
@@ -85,7 +91,7 @@ def sparse(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: Any = "BF1
         header["__metadata__"] = {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
     end = 0
     for name, shape in tensors.items():
-        kind = dtype if isinstance(dtype, str) else dtype[not (len(shape) == 2 and "blocks." in name)]
+        kind = dtype if isinstance(dtype, str) else dtype[not _is_narrow(name, shape, *dtype[2:])]
         size = STORED[kind].itemsize * math.prod(shape)
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
@@ -95,6 +101,10 @@ def sparse(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: Any = "BF1
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + end)
     return path
+
+
+def _is_narrow(name: str, shape: tuple[int, ...], but: str = "\0") -> bool:
+    return len(shape) == 2 and "blocks." in name and but not in name
 
 
 def sparse_gguf(path: Path, tensors: Mapping[str, tuple[int, ...]], codec: str) -> Path:
@@ -139,6 +149,10 @@ MODELS: dict[str, tuple[str, dict[str, tuple[str, int]]]] = {
     "ltx 2B 0.9.5": ("ltx", {"text_encoder": ("t5", 0)}),
     "ltx 13B": ("ltx", {"text_encoder": ("t5", 0)}),
     "hunyuan_video": ("hunyuan_video", {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0)}),
+    "hunyuan_video i2v": (
+        "hunyuan_video",
+        {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0), "image_encoder": ("llava_vision", 0)},
+    ),
     "skyreels i2v": ("hunyuan_video", {"text_encoder": ("llama", 0), "text_encoder_2": ("clip_l", 0)}),
     "hunyuan_video_15": (
         "hunyuan_video_15",

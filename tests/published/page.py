@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for runs as a command
 
 from anygpu.pipelines.base import Pipeline  # noqa: E402
+from anygpu.pipelines.loading.formats import config_of, contents  # noqa: E402
 from anygpu.pipelines.memory.estimates import Size  # noqa: E402
 from anygpu.pipelines.memory.forecast import fastest, forecasts  # noqa: E402
 from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
@@ -32,6 +33,7 @@ CARDS = (8, 12, 16, 24)
 STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
 LATER, EARLIER = {"sampler": "LinearQuadratic"}, {"sampler": "Uniform"}
 SCALED = ("F8_E4M3", "BF16")
+UNMODULATED = (*SCALED, "norm")  # Kijai's converter keeps what is named so: of FramePack, the modulations
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ def ltx(name: str, size: str, notes: Any, dtype: Any = "BF16") -> File:
 
 
 TRAINED = {"scheduler": LATER, "allowed_inference_steps": STEPS}
+REPACKAGED = "Comfy-Org/HunyuanVideo_repackaged"
+CITY96 = "city96/HunyuanVideo-I2V-gguf"
 SKYREELS = "Kijai/SkyReels-V1-Hunyuan_comfy"
 TENCENT15 = "tencent/HunyuanVideo-1.5/transformer"
 FILES = (
@@ -77,7 +81,7 @@ FILES = (
         File(f"QuantStack/LTXV-13B-0.9.8-dev-GGUF/LTXV-13B-0.9.8-dev-{bits}.gguf", "ltx 13B", "ltx 13B", codec)
         for bits, codec in (("Q8_0", "Q8_0"), ("Q4_K_M", "Q4_K"), ("Q3_K_M", "Q3_K"))
     ),
-    File("Comfy-Org/HunyuanVideo_repackaged/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
+    File(f"{REPACKAGED}/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
     File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
     *(
         File(f"calcuis/hunyuan-gguf/hunyuan-video-t2v-720p-{bits}.gguf", "hunyuan_video", "hunyuan_video", codec)
@@ -85,6 +89,14 @@ FILES = (
             ("q8_0", "Q8_0"), ("q6_k", "Q6_K"), ("q5_k_m", "Q5_K"), ("q4_k_m", "Q4_K"), ("q3_k_m", "Q3_K")
         )
     ),
+    *(
+        File(f"{REPACKAGED}/{name}.safetensors", shapes, "hunyuan_video i2v")
+        for name, shapes in (
+            ("hunyuan_video_image_to_video_720p_bf16", "hunyuan_video i2v 33"),
+            ("hunyuan_video_v2_replace_image_to_video_720p_bf16", "hunyuan_video"),
+        )
+    ),
+    File(f"{CITY96}/hunyuan-video-i2v-720p-Q4_K_M.gguf", "hunyuan_video", "hunyuan_video i2v", "Q4_K"),
     *(
         File(f"{SKYREELS}/{name}", "skyreels i2v", "skyreels i2v", dtype)
         for name, dtype in (
@@ -110,11 +122,26 @@ FILES = (
         "hunyuan_video_15",
         "F16",
     ),
-    File("Kijai/HunyuanVideo_comfy/FramePackI2V_HY_bf16.safetensors", "framepack", "framepack"),
-    File("Kijai/HunyuanVideo_comfy/FramePackI2V_HY_fp8_e4m3fn.safetensors", "framepack", "framepack", SCALED),
-    File("Kijai/HunyuanVideo_comfy/FramePack_F1_I2V_HY_20250503_bf16.safetensors", "framepack", "framepack"),
+    *(
+        File(f"jayn7/HunyuanVideo-1.5_{task.upper()}_{size}-GGUF/{name}.gguf", *["hunyuan_video_15"] * 2, codec)
+        for task, size, name, codec in (
+            ("t2v", "480p", "hunyuanvideo1.5_480p_t2v_cfg_distilled-Q5_K_S", "Q5_K"),
+            ("i2v", "480p", "hunyuanvideo1.5_480p_i2v_cfg_distilled-Q4_K_S", "Q4_K"),
+            ("t2v", "720p", "hunyuanvideo1.5_720p_t2v-Q4_K_M", "Q4_K"),
+        )
+    ),
+    *(
+        File(f"Kijai/HunyuanVideo_comfy/{name}.safetensors", "framepack", "framepack", dtype)
+        for name, dtype in (
+            ("FramePackI2V_HY_bf16", "BF16"),
+            ("FramePackI2V_HY_fp8_e4m3fn", UNMODULATED),
+            ("FramePack_F1_I2V_HY_20250503_bf16", "BF16"),
+            ("FramePack_F1_I2V_HY_20250503_fp8_e4m3fn", UNMODULATED),
+        )
+    ),
     File("Comfy-Org/mochi_preview_repackaged/mochi_preview_bf16.safetensors", "mochi", "mochi"),
     File("Comfy-Org/mochi_preview_repackaged/mochi_preview_fp8_scaled.safetensors", "mochi", "mochi", SCALED),
+    File("calcuis/mochi/mochi-q3_k_m.gguf", "mochi", "mochi", "Q3_K"),
 )  # fmt: skip
 HEAD = """# Published models
 
@@ -143,7 +170,9 @@ def row(file: File, folder: Path) -> str:
     pipeline = published.composed(file.model, folder, transformer=place)
     subjects = {decision.subject: decision for decision in pipeline.decisions}
     known = subjects.get("variant") or subjects.get("model")
-    title = f"{pipeline.spec.title} {known.verdict}: {known.why}" if known else pipeline.spec.title
+    title = (
+        f"{pipeline.spec.title} {known.verdict}: {known.why}" if known else f"{pipeline.spec.title}{told_apart(place)}"
+    )
     recipe = recipe_of(pipeline)
     loaded = pipeline.weights["transformer"].total / 2**30
     size = size_of(pipeline)
@@ -152,6 +181,12 @@ def row(file: File, folder: Path) -> str:
     place.unlink()
     name = file.path.removesuffix("/diffusion_pytorch_model.safetensors").removesuffix(".safetensors")
     return f"| `{name}` | {title} | {told} | {loaded:.1f} | {' | '.join(verdicts)} |"
+
+
+def told_apart(place: Path) -> str:
+    """What the shapes alone say of a file that needs no guess, after a blank; empty for the only one of its family."""
+    name = next(config_of(content).name for content in contents(place) if content.kind.endswith("/transformer"))
+    return "" if name == "published" else f" {name}"
 
 
 def size_of(pipeline: Pipeline) -> Size:

@@ -7,7 +7,20 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
-from ...family import GUIDED, Defaults, Download, FamilySpec, FileKind, Fit, MemoryTerms, MusubiCache, Offer, Recipe
+from ....compat.ranks import SplitPlan
+from ...family import (
+    GUIDED,
+    Defaults,
+    Download,
+    FamilySpec,
+    FileKind,
+    Fit,
+    MemoryTerms,
+    MusubiCache,
+    Offer,
+    Quantised,
+    Recipe,
+)
 from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
@@ -25,10 +38,17 @@ BESIDE = (  # what a lone transformer takes from other folders
         "lllyasviel/flux_redux_bfl",
         "45b801affc54ff2af4e5daf1b282e0921901db87",
         ("image_encoder", "feature_extractor"),
-        {"image_encoder": 0.86},
+        {"image_encoder": 856_506_120},
     ),
 )
+STORED = {"": 25_748_781_400}
 GIB = {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5}
+
+
+def quantised(name: str) -> dict[str, tuple[Quantised, ...]]:
+    """Published files of a transformer in fewer bits: of these, modulations are in bf16."""
+    return {"transformer": (Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33),)}
+
 
 SPEC = FamilySpec(
     id="framepack",
@@ -106,13 +126,20 @@ SPEC = FamilySpec(
     files={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
     tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     offer=Offer(
-        (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), {"": 25.75}), *BESIDE),
+        (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED), *BESIDE),
         GIB,
+        quantised("FramePackI2V_HY"),
     ),
     more_offers={
         "FramePack F1": Offer(
-            (Download("lllyasviel/FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7"), *BESIDE),
+            (
+                Download(
+                    "lllyasviel/FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7", (), STORED
+                ),
+                *BESIDE,
+            ),
             GIB,
+            quantised("FramePack_F1_I2V_HY_20250503"),
         )
     },
     musubi=MusubiCache(
@@ -128,4 +155,5 @@ SPEC = FamilySpec(
     recipes={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     published_blocks=BLOCKS,
     published_vae_sites=29,
+    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
     if looks:
         sight = _sight(pipeline, request)
-    positive, opposite, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = llama_from_core
@@ -292,15 +293,13 @@ def _predictor(
         return output[:, :, -latents.shape[2] :]
 
     positive = placed(prompt.embeds, device, dtype)
-    opposite = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
+    negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
 
     cfg = Guidance(settings, steps)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        cond = branch("cond", positive, latents, time)
-        if opposite is None or not cfg.acts(index):
-            return cond
-        return cfg.guide(cond, branch("uncond", opposite, latents, time))
+        cond = partial(branch, "cond", positive, latents, time)
+        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", negative, latents, time))
 
     return predict
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....compat.precision import HALF_TEXT
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -24,11 +25,12 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TENCENT, SKYREELS = "hunyuan_video", "skyreels"
+BESIDE = {"text_encoder_2": 246_144_152, "vae": 985_943_868}
 DOWNLOAD = Download(
     "hunyuanvideo-community/HunyuanVideo",
     "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
     (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
-    {"text_encoder": 15.02, "text_encoder_2": 0.25, "transformer": 25.64, "vae": 0.99},
+    {**BESIDE, "text_encoder": 15_010_405_376, "transformer": 25_642_175_520},
 )
 GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
 BLOCKS = (
@@ -102,9 +104,16 @@ SPEC = FamilySpec(
                     "hunyuanvideo-community/HunyuanVideo-I2V",
                     "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
                     (*DOWNLOAD.only, "image_processor"),
+                    {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
                 ),
             ),
             {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+            {
+                "transformer": (
+                    Quantised("Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19),
+                    Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
+                )
+            },
         )
     },
     musubi=MusubiCache(
@@ -126,4 +135,5 @@ SPEC = FamilySpec(
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
     published_blocks=BLOCKS,
     published_vae_sites=29,
+    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
 )

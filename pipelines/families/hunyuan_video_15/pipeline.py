@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
 from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
+BRANCHES = ("pred_cond", "pred_uncond")
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 STATES, PICTURE = "image_embeds", "image_latents"
 
@@ -80,8 +82,8 @@ def task_of(config: Mapping[str, Any]) -> str:
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Qwen and ByT5 embeddings of both texts."""
-    positive, opposite = qwen_embeds(pipeline, request, progress)
-    return Prompt(SPEC.id, positive, opposite)
+    positive, negative = qwen_embeds(pipeline, request, progress)
+    return Prompt(SPEC.id, positive, negative)
 
 
 prompt_from_core = qwen_from_core
@@ -129,10 +131,8 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            cond = forward(transformer, "pred_cond", latents, time, index)
-            if not guidance.acts(index):
-                return cond
-            return guidance.guide(cond, forward(transformer, "pred_uncond", latents, time, index))
+            branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
+            return guidance.predict(index, pipeline.group, *branches)
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -151,17 +151,19 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     """The velocity, noise minus data, for a sampler of core's."""
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
-    quotes = call.quotes if call.quotes is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    glyph_embeds = (
+        call.glyph_embeds if call.glyph_embeds is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    )
     vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
-    later = call.later if config.get("use_meanflow") and call.vision is not None else None
+    next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
     output: torch.Tensor = transformer(
         hidden_states=like,
         timestep=call.time.to(like.dtype),
-        timestep_r=None if later is None else later.to(like.dtype),
+        timestep_r=None if next_time is None else next_time.to(like.dtype),
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
-        encoder_hidden_states_2=quotes,
-        encoder_attention_mask_2=torch.ones(quotes.shape[:2], dtype=torch.bool, device=quotes.device),
+        encoder_hidden_states_2=glyph_embeds,
+        encoder_attention_mask_2=torch.ones(glyph_embeds.shape[:2], dtype=torch.bool, device=glyph_embeds.device),
         image_embeds=vision,
         return_dict=False,
     )[0]
@@ -188,9 +190,9 @@ class _Forward:
     ) -> None:
         device, self.dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
         config = pipeline.configs["transformer"]
-        branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
+        branches = dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True))
         self.text = placed(branches, device, self.dtype)
-        self.no_quotes = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
+        self.no_glyphs = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
         self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)
         # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
         self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
@@ -198,25 +200,25 @@ class _Forward:
             self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
             self.beside[:, CHANNELS:, :1] = 1.0
             self.vision = image.tensors[STATES].to(self.vision)
-        self.later: torch.Tensor | None = None
+        self.next_times: torch.Tensor | None = None
         if image is not None and config.get("use_meanflow"):
-            self.later = functional.pad(schedule.timesteps[1:], (0, 1))
+            self.next_times = functional.pad(schedule.timesteps[1:], (0, 1))
 
     def __call__(
         self, transformer: Any, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
     ) -> torch.Tensor:
         """The velocity (1, 32, T, H, W), fp32."""
         text = self.text[branch]
-        quotes = text.get(EMBEDS_2, self.no_quotes)
+        glyph_embeds = text.get(EMBEDS_2, self.no_glyphs)
         with transformer.cache_context(branch):
             output: torch.Tensor = transformer(
                 hidden_states=torch.cat([latents.to(self.dtype), self.beside], dim=1),
                 timestep=time.expand(1).to(self.dtype),
-                timestep_r=None if self.later is None else self.later[index].expand(1).to(self.dtype),
+                timestep_r=None if self.next_times is None else self.next_times[index].expand(1).to(self.dtype),
                 encoder_hidden_states=text[EMBEDS],
                 encoder_attention_mask=_all_valid(text[EMBEDS]),
-                encoder_hidden_states_2=quotes,
-                encoder_attention_mask_2=_all_valid(quotes),
+                encoder_hidden_states_2=glyph_embeds,
+                encoder_attention_mask_2=_all_valid(glyph_embeds),
                 image_embeds=self.vision,
                 return_dict=False,
             )[0]

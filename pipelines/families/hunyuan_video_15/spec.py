@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -25,7 +26,27 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.27)
 FEW_STEPS = "few steps"
+# Transformer, VAE and ByT5 in fp32.
+STORED = {
+    "text_encoder": 14_141_274_960,
+    "text_encoder_2": 877_273_128,
+    "transformer": 33_306_642_968,
+    "vae": 5_042_562_948,
+}
+REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
+QWEN = (Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
+
+
+def quantised(task: str) -> tuple[Quantised, ...]:
+    """Published files of the 480p transformer that needs no cfg, in fewer bits. Args: task: ``t2v`` or ``i2v``."""
+    name, repository = f"hunyuanvideo1.5_480p_{task}_cfg_distilled", f"jayn7/HunyuanVideo-1.5_{task.upper()}_480p-GGUF"
+    return (
+        Quantised(REPACKAGED, f"{name}_fp8_scaled.safetensors", 8.33),
+        Quantised(repository, f"{name}-Q5_K_S.gguf", 5.94),
+        Quantised(repository, f"{name}-Q4_K_S.gguf", 4.9),
+    )
+
 
 SPEC = FamilySpec(
     id="hunyuan_video_15",
@@ -79,15 +100,11 @@ SPEC = FamilySpec(
                 "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                 "286be7ce72277246578a3e3cc2487e95ddae5bcf",
                 (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
-                {"": 57.3},  # 33 files
+                STORED,
             ),
         ),
         {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-        {
-            "text": (
-                Quantised("Comfy-Org/HunyuanVideo_1.5_repackaged", "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),
-            ),
-        },
+        {"transformer": quantised("t2v"), "text": QWEN},
     ),
     more_offers={
         "HunyuanVideo 1.5 image to video": Offer(
@@ -96,9 +113,11 @@ SPEC = FamilySpec(
                     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
                     "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
                     (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider", "image_encoder", "feature_extractor"),
+                    {**STORED, "image_encoder": 856_506_120},
                 ),
             ),
             {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
+            {"transformer": quantised("i2v"), "text": QWEN},
         )
     },
     musubi=MusubiCache(
@@ -123,4 +142,5 @@ SPEC = FamilySpec(
     },
     vae_tile=256,  # the VAE's own
     most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
+    split=SplitPlan(("freqs_cis",), dim=0),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -31,7 +32,7 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streamed=9.25)
 
 LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template ltx2_on_an_older_gpu"
-STORED = {"text_encoder": 19.05, "transformer": 7.69, "vae": 1.68}  # in fp32
+STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
 CONFIGS = "Lightricks/LTX-Video configs/"
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
@@ -178,4 +179,5 @@ SPEC = FamilySpec(
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
     published_vae_sites=39,
+    split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....compat.precision import BF16, FP32, ModelPrecision, Precision
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -20,7 +21,7 @@ from ...family import (
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
-STORED = {"text_encoder": 19.05, "transformer": 20.06, "vae": 0.92}  # the text encoder in fp32
+STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 919_549_966}  # the first in fp32
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
@@ -61,6 +62,8 @@ SPEC = FamilySpec(
         {
             "transformer": (
                 Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
+                # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
+                Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
             ),
             "text": T5_XXL,
         },
@@ -68,4 +71,5 @@ SPEC = FamilySpec(
     recipes={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
     published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
     published_vae_sites=38,
+    split=SplitPlan(("image_rotary_emb",), dim=0),
 )

@@ -257,6 +257,20 @@ def test_the_test_of_a_kernel_decides_on_an_old_card_with_a_new_triton(monkeypat
     assert ("ptxas" in speed.kernels.why) == (verdict == "off")
 
 
+@pytest.mark.parametrize(
+    ("answer", "epilogue"), [(ProbeResult(OK), True), (ProbeResult(WRONG, "erf"), False), (None, False)]
+)
+def test_products_end_in_gelu_only_where_a_probe_saw_it(monkeypatch, answer, epilogue):
+    monkeypatch.setattr(library, "HAS_TRITON", True)
+    facts = replace(nvidia("sm89", triton="3.7.1"), device=torch.device("cuda"))
+    precision = precision_for(PLAIN, facts)
+    probes = {"triton": ProbeResult(OK), "gelu_in_product.fp16": ProbeResult(OK)}
+    probes |= {} if answer is None else {"gelu_in_product.bf16": answer}
+    assert speed_for(SpeedRequest(), facts, {}, precision, probes, Attention()).epilogue is epilogue
+    off = SpeedRequest(kernels="off")
+    assert not speed_for(off, facts, {}, precision, probes, Attention()).epilogue
+
+
 def test_every_row_has_a_machine_to_stand_on():
     assert set(BUG_CASES) == {row.name for row in QUIRKS}
     assert len({row.name for row in QUIRKS}) == len(QUIRKS)

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.transforms import fp16, fp16_layers, fused, fused_attention
+from anygpu.compat.checkpoints.packed import StoredLinear, eight_bits, pack
+from anygpu.compat.memory.hooks import GroupHooks
+from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.transforms import blocks, fp16, fp16_layers, fused, fused_attention
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.fused import FUSIONS, fuse
+from anygpu.kernels import library, product
+from anygpu.kernels.product import linear_gelu_reference
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
@@ -174,6 +179,121 @@ OPERATIONS = {  # kind of site to the operation that a graph has for it
 }
 
 
+# ---- GELU at the end of a product ---------------------------------------------------------------------------------
+
+
+def fused_gelu(x, weight, bias, form="auto"):
+    """The product as a library's epilogue computes it: summed, biased and activated in fp32, rounded once."""
+    return functional.gelu(functional.linear(x.float(), weight.float(), bias.float()), approximate="tanh").to(x.dtype)
+
+
+@pytest.fixture
+def epilogue(monkeypatch) -> list[torch.Tensor]:
+    """A library whose products end in GELU; the results it gave."""
+    given: list[torch.Tensor] = []
+
+    def product(x, weight, bias, form="auto"):
+        given.append(fused_gelu(x, weight, bias) if x.dtype.itemsize < 4 else linear_gelu_reference(x, weight, bias))
+        return given[-1]
+
+    for module in (blocks, fused_attention):
+        monkeypatch.setattr(module, "linear_gelu", product)
+    return given
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("ltx", "framepack") else pytest.param(n, marks=pytest.mark.full) for n in CASES]
+)
+def test_with_gelu_in_the_product_no_block_is_further_from_fp64_than_upstream(name, epilogue):
+    block, inputs = block_of(CASES[name])
+    truth, gelus = ran(block, inputs, torch.float64), 0 if name.startswith("mochi") else 1
+    for dtype in DTYPES:
+        model = Model(copy.deepcopy(block).to(dtype))
+        taken_off = replace_attention_processors(model, SDPA)
+        stock = ran(model.transformer_blocks[0], inputs, dtype)
+        taken_off()
+        done = fuse(model, REFERENCE, epilogue=True)
+        assert bool(done.gelus) == bool(gelus)
+        replace_attention_processors(model, SDPA)
+        epilogue.clear()
+        ours = ran(model.transformer_blocks[0], inputs, dtype)
+        assert len(epilogue) == done.gelus
+        for result, former, expected in zip(ours, stock, truth, strict=True):
+            assert (result - expected).norm() <= NO_WORSE * (former - expected).norm(), dtype
+        done.restore()
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda leaf: None, True),
+        (lambda leaf: leaf.register_forward_hook(lambda *_: None), False),
+        (lambda leaf: leaf.register_forward_pre_hook(lambda *_: None), False),
+        (lambda leaf: setattr(leaf, "forward", leaf.forward), False),
+        (lambda leaf: setattr(leaf, "bias", None), False),
+        (lambda leaf: setattr(leaf, "__class__", type("Other", (nn.Linear,), {})), False),
+    ],
+)
+def test_a_linear_that_somebody_changed_is_called_and_its_gelu_follows(change, kept, epilogue):
+    block, inputs = block_of(CASES["ltx"])
+    change(block.ff.net[0].proj)
+    expected = ran(block, inputs, torch.float64)
+    fuse(Model(block), REFERENCE, epilogue=True)
+    (result,) = ran(block, inputs, torch.float64)
+    assert len(epilogue) == kept
+    torch.testing.assert_close(result, expected[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_block", [True, False], ids=["group", "sequential"])
+def test_our_own_hooks_bring_the_weights_of_a_product_with_gelu(by_block, epilogue):
+    """So a part that streams gives what it gives at rest, bit for bit."""
+    block, inputs = block_of(CASES["framepack"])
+    model = Model(block.to(torch.bfloat16))
+    fuse(model, REFERENCE, epilogue=True)
+    expected = ran(block, inputs, torch.bfloat16)
+    hooks = GroupHooks(model, torch.device("cpu"), by_block, MemoryStats())
+    try:
+        result = ran(block, inputs, torch.bfloat16)
+    finally:
+        hooks.remove()
+    assert len(epilogue) == 2 and all(map(torch.equal, result, expected))
+
+
+@pytest.mark.parametrize("choice", ["int8", "fp8"])
+def test_a_packed_linear_is_made_dense_once_for_its_product(choice, epilogue, monkeypatch):
+    block, inputs = block_of(CASES["framepack"])
+    block = block.float()
+    packed_leaves = [block.proj_mlp, block.proj_out]
+    for leaf in packed_leaves:
+        pack(leaf, *eight_bits(leaf.weight.detach(), choice), torch.float32)
+    expected = ran(block, inputs, torch.float32)
+    model = Model(block)
+    fuse(model, REFERENCE, epilogue=True)
+    times, dense = [], StoredLinear.dense
+    monkeypatch.setattr(StoredLinear, "dense", lambda leaf, dtype: (times.append(leaf), dense(leaf, dtype))[1])
+    replace_attention_processors(model, SDPA)
+    for result, former in zip(ran(block, inputs, torch.float32), expected, strict=True):
+        torch.testing.assert_close(result, former, rtol=1e-4, atol=1e-5)
+    assert len(epilogue) == 1 and times == packed_leaves
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_of_gelu_in_a_product_wants_the_tanh_form(dtype, monkeypatch):
+    """torch's own library on a CPU has the form with erf under the same name."""
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="not on 'cpu'"):
+        fused.gelu_fault(dtype, cpu)
+    monkeypatch.setattr(library, "LAUNCHED_ON", "cpu")
+    monkeypatch.setattr(fused, "linear_gelu", product._launch)
+    assert "GELU with tanh is off by" in fused.gelu_fault(dtype, cpu)
+    monkeypatch.setattr(fused, "linear_gelu", fused_gelu)
+    assert not fused.gelu_fault(dtype, cpu)
+    monkeypatch.setattr(fused, "linear_gelu", lambda x, weight, bias: fused_gelu(x, weight, 0 * bias))
+    assert fused.gelu_fault(dtype, cpu), "without a bias"
+    monkeypatch.setattr(fused, "linear_gelu", lambda *given: fused_gelu(*given) * float("nan"))
+    assert fused.gelu_fault(dtype, cpu)
+
+
 def _on_cuda(block: nn.Module) -> None:
     """Weights as tensors of a GPU that is not there; inside a fake mode only."""
     for module in block.modules():
@@ -208,7 +328,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
     with FakeTensorMode(), torch.no_grad():
         _on_cuda(block)
         model = Model(block)
-        found = fuse(model)
+        found = fuse(model, epilogue=True)
         # No SDPA: without a GPU torch has no kernel to ask about. Its place is taken by sums of the same shape.
         replace_attention_processors(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
         torch.compile(block.forward, fullgraph=True, backend=compiler)(**{n: fake(v) for n, v in inputs.items()})
@@ -217,7 +337,8 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
     ours = [str(node.target) for node in seen[0].graph.nodes if "anygpu" in str(node.target)]
     for kind, operation in OPERATIONS.items():
         assert sum(operation in target for target in ours) == found.sites[kind], (kind, ours)
-    assert len(ours) == found.sites.total()
+    assert sum("linear_gelu" in target for target in ours) == found.gelus
+    assert len(ours) == found.sites.total() + found.gelus
 
 
 def _both(name: str, change: Any) -> tuple[torch.Tensor, torch.Tensor, int]:

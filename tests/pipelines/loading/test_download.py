@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,12 +18,15 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import huggingface_hub.constants
+import published
 import pytest
+from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.download import every_offer, fetched, is_checked, selected
+from anygpu.pipelines.registry import FAMILIES
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
@@ -356,3 +360,47 @@ def test_a_part_of_what_was_fetched_is_there_too(hub: Hub, tmp_path: Path) -> No
     assert not is_checked(folder, replace(DOWNLOAD, only=("transformer", "image_encoder")))
     assert not is_checked(folder, replace(DOWNLOAD, only=()))
     assert not is_checked(folder, replace(DOWNLOAD, revision="f" * 40))
+
+
+# Folder of what is offered to the published shapes of each part, and the dtype in which they are stored there.
+STORED_AS = {
+    "LTX-Video": {"text_encoder": ("t5", "F32"), "transformer": ("ltx", "F32"), "vae": ("ltx", "F32")},
+    "mochi-1-preview": {"text_encoder": ("t5", "F32"), "transformer": ("mochi", "BF16"), "vae": ("mochi", "BF16")},
+    "HunyuanVideo": {
+        "text_encoder": ("llama", "F16"),
+        "text_encoder_2": ("clip_l", "F16"),
+        "transformer": ("hunyuan_video", "BF16"),
+        "vae": ("hunyuan_video", "F32"),
+    },
+    "HunyuanVideo-1.5-Diffusers-480p_i2v": {
+        "text_encoder": ("qwen2_5_vl", "BF16"),
+        "text_encoder_2": ("byt5", "F32"),
+        "transformer": ("hunyuan_video_15", "F32"),
+        "vae": ("hunyuan_video_15", "F32"),
+        "image_encoder": ("siglip", "BF16"),
+    },
+    "FramePack_F1_I2V_HY_20250503": {"": ("framepack", "BF16")},
+}
+
+
+def shapes_of(part: str, name: str) -> published.Shapes:
+    """Names and shapes of a part as diffusers and transformers store it: what is tied, once."""
+    if "encoder" in part:
+        shapes = published.encoder("t5", 1) if name == "byt5" else published.encoder(name)
+        return {key: shape for key, shape in shapes.items() if key != "encoder.embed_tokens.weight"}
+    if part == "vae":
+        return published.vae(name)
+    (first, *_) = json.loads((FAMILIES[name].folder / "transformer.json").read_text())
+    return published.shapes_of_config(first["config"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("folder", STORED_AS)
+def test_the_bytes_of_an_offer_are_those_of_its_tensors_and_headers(folder: str) -> None:
+    """Headers take a thousandth at most. That the Hub lists the same is known of Mochi, LTX-Video and HunyuanVideo."""
+    downloads = (download for offer in every_offer().values() for download in offer.downloads)
+    sizes = next(download.sizes for download in downloads if download.folder == folder)
+    assert set(sizes) == set(STORED_AS[folder])
+    for part, (name, dtype) in STORED_AS[folder].items():
+        tensors = sum(map(math.prod, shapes_of(part, name).values())) * STORED[dtype].itemsize
+        assert tensors < sizes[part] < 1.001 * tensors, part

@@ -1,4 +1,4 @@
-"""A pipeline's transformer in the place of core's own network, and the shell of core's class around it."""
+"""A pipeline's transformer in the place of core's own network, and core's model class around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
 from ..pipelines.memory.estimates import beside_transformer
 from ..pipelines.sampling.core_sampler import TIME, velocity
 from .core_patches import block_patches, unread
-from .memory_manager import Shell
+from .memory_manager import PartHolder
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
 TRANSFORMER = "transformer"
 
 
-class Driver(nn.Module):
+class DiffusionModel(nn.Module):
     """What core takes for the network: calls the transformer of ``pipeline`` as core calls its own.
 
     Args:
@@ -84,34 +84,34 @@ class Driver(nn.Module):
             conds.get("attention_mask"),
             pooled=conds.get("y"),
             guidance=conds.get("guidance"),
-            quotes=conds.get("txt_byt5"),
+            glyph_embeds=conds.get("txt_byt5"),
             vision=conds.get("clip_fea"),
             picture=conds.get(PICTURE),
-            later=_later(options, time),
+            next_time=_next_time(options, time),
             fps=float(conds.get("frame_rate", 25.0)),
             branch="_".join("uncond" if side else "cond" for side in options.get("cond_or_uncond", [0])),
         )
         return velocity(self.pipeline, self.__dict__["held"], call, block_patches(options))
 
 
-class CoreShell(Shell):
-    """What our shells add to core's classes."""
+class CoreModel(PartHolder):
+    """What is added to core's model classes."""
 
     pipeline: Pipeline
-    diffusion_model: Driver
+    diffusion_model: DiffusionModel
     time_scale = 1.0  # core's schedules of some families count noise levels from 0 to 1
     scaled = False  # whether the VAE's configuration has core's scale of the latents
 
-    def furnish(self, pipeline: Pipeline) -> None:
-        """Put the driver in the network's place, and this checkpoint's own numbers into core's tables."""
+    def set_pipeline(self, pipeline: Pipeline) -> None:
+        """Put the transformer in the network's place, and this checkpoint's own numbers into core's tables."""
         pipeline = replace(pipeline, offloader=None)  # which has the patcher that has this
         self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
-        self.diffusion_model = Driver(pipeline, self.time_scale)
+        self.diffusion_model = DiffusionModel(pipeline, self.time_scale)
         if self.scaled and pipeline.configs["vae"].get("scaling_factor") is not None:
             self.latent_format.scale_factor = float(pipeline.configs["vae"]["scaling_factor"])
 
     def place(self) -> nn.Module:
-        """The driver: core names weights by the network's attribute."""
+        """The network: core names weights by the network's attribute."""
         return self.diffusion_model
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class CoreShell(Shell):
         return {}
 
 
-def _later(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
+def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
     """The time of the next step, (B,), where the sampler tells its levels."""
     levels = options.get("sample_sigmas")
     if levels is None or time.ndim != 1:
