@@ -10,7 +10,7 @@ from ...compat.memory.statistics import amount_of, duration
 from ..base import Pipeline
 from ..memory.estimates import SPARE
 from ..memory.forecast import Forecast
-from .forecast import Run, TimeForecast, time_forecast
+from .forecast import Run, TimeForecast, earlier_runs, time_forecast
 
 Times = Mapping[str, TimeForecast]
 WORTH = 0.9  # of the time, below which another mode is worth it
@@ -22,7 +22,8 @@ def times_of(pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | Non
     A forecast that fails costs the figure, never the page that shows it.
     """
     usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
-    known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room), None) for mode in usable}
+    rows = earlier_runs(pipeline)
+    known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room, rows), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 
 

@@ -89,21 +89,25 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
     return Run(replace(size, guided=cfg > 1.0), settings)
 
 
-def time_forecast(pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None) -> TimeForecast | None:
+def time_forecast(
+    pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rows: Sequence[StageCost] | None = None
+) -> TimeForecast | None:
     """How long a run takes under ``mode``, by default the pipeline's own; None where nobody knows the device's rates.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
+        rows: what :func:`earlier_runs` gives, for who asks of several modes.
     """
-    mode = mode or pipeline.offloader.mode
-    stages = [stage_time(pipeline, stage, run, mode, room) for stage in STAGES]
+    mode, rows = mode or pipeline.offloader.mode, earlier_runs(pipeline) if rows is None else rows
+    stages = [stage_time(pipeline, stage, run, mode, room, rows) for stage in STAGES]
     known = tuple(stage for stage in stages if stage is not None)
     return TimeForecast(mode, known) if len(known) == len(STAGES) else None
 
 
-def stage_time(pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None) -> StageTime | None:
-    """How long one stage takes; None where nobody knows the device's rates."""
-    mode = mode or pipeline.offloader.mode
+def stage_time(
+    pipeline: Pipeline, stage: str, run: Run, mode: str, room: int | None, rows: Sequence[StageCost]
+) -> StageTime | None:
+    """How long one stage takes; None where nobody knows the device's rates. Args as above."""
     precision = pipeline.precision
     dtype = {
         TEXT: precision.text,
@@ -113,10 +117,14 @@ def stage_time(pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: i
     pace = pace_of(pipeline.facts, pipeline.probes, dtype)
     if pace is None:
         return None
-    state = pipeline.offloader.options.state
-    rows = [] if state is None else kept_stages(state)
     modelled = _modelled(pipeline, stage, run, pace, mode, room, _link(pipeline, rows))
     return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode))
+
+
+def earlier_runs(pipeline: Pipeline) -> list[StageCost]:
+    """The last stages of all pipelines, where they are kept."""
+    state = pipeline.offloader.options.state
+    return [] if state is None else kept_stages(state)
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
@@ -203,7 +211,8 @@ def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str)
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
     """How long a stage that begins now takes; a forecast that fails stops no run."""
-    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline)), None)
+    mode, rows = pipeline.offloader.mode, earlier_runs(pipeline)
+    return value_or(lambda: stage_time(pipeline, stage, run, mode, _room(pipeline), rows), None)
 
 
 def _room(pipeline: Pipeline) -> int | None:
