@@ -11,7 +11,7 @@ import torch
 from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions, StandaloneOffloader
 from anygpu.compat.memory.parts import Parts
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ROOMS = ("compat", "pipelines", "paint", "host", "nodes")
 CPU = torch.device("cpu")
 
