@@ -16,7 +16,7 @@ import latent_preview
 import torch
 from server import PromptServer
 
-from ..compat.decision import Decision
+from ..compat.decision import CHOSEN, Decision
 from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left
@@ -120,11 +120,12 @@ class NodeProgress:
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Iterable[Decision]) -> None:
-        """End with what was decided: briefly under the node, with the reasons in the log; the side bar has both."""
+        """End with what was decided; briefly under the node, without what is off by itself. Tab and log have all."""
         decisions = tuple(decisions)
         for decision in decisions:
             log.info("AnyGPU: %s", decision)
-        self.finish("\n".join((status, *(decision.brief for decision in decisions))))
+        shown = (each for each in decisions if each.verdict != "off" or each.source == CHOSEN or each.alarming)
+        self.finish("\n".join((status, *(decision.brief for decision in shown))))
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""

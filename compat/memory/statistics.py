@@ -29,7 +29,8 @@ class StageNeed:
     """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations.
 
     ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
-    is what weights that come ahead take beside it, which it can do without.
+    is what weights that come ahead take beside it, which it can do without. ``device`` is where it computes and
+    ``room`` what it may take there, for a stage that is not on the pipeline's own device.
     """
 
     name: str
@@ -38,6 +39,8 @@ class StageNeed:
     activations: int
     form: str = ""
     ahead: int = 0
+    device: str = ""
+    room: int | None = None
 
     @property
     def total(self) -> int:
@@ -185,7 +188,13 @@ def _mark(device: torch.device) -> torch.Event:
 
 @contextmanager
 def stage_cost(
-    pipeline: Any, name: str, progress: Any, modelled_seconds: float = 0.0, forecast_seconds: float = 0.0
+    pipeline: Any,
+    name: str,
+    progress: Any,
+    device: torch.device | None = None,
+    *,
+    modelled_seconds: float = 0.0,
+    forecast_seconds: float = 0.0,
 ) -> Iterator[None]:
     """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
 
@@ -194,11 +203,12 @@ def stage_cost(
         name: of the stage.
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
             that was long is told beside its forecast, on every device.
+        device: where the stage computes; None for the pipeline's own.
         modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
     """
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
-    with offloader.memory_stats.stage(name, title, offloader.mode, offloader.device) as cost:
+    with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device) as cost:
         yield
         cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
         cost.modelled_seconds, cost.forecast_seconds = modelled_seconds, forecast_seconds

@@ -15,6 +15,7 @@ from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, state_of
 from ...compat.precision import Precision
+from ...compat.ranks import Group
 from ..base import Latents, Pipeline, Progress, Prompt
 from .schedules import Schedule
 
@@ -101,6 +102,48 @@ class StepStore(Protocol):
 
     def drop(self, key: str) -> None:
         """Forget this sampling: it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSteps:
+    """Unfinished samplings that the leader keeps: every rank goes on where the leader does."""
+
+    group: Group
+    store: StepStore
+
+    def found(self, key: str) -> StepState | None:
+        """Where the leader's file says that this sampling stands."""
+        return self.group.led(lambda: self.store.found(key))
+
+    def due(self) -> bool:
+        """Whether it is time, on the leader."""
+        return self.group.leads and self.store.due()
+
+    def keep(self, key: str, state: StepState) -> None:
+        """Replace what is kept; only the leader is ever asked to."""
+        self.store.keep(key, state)
+
+    def drop(self, key: str) -> None:
+        """Forget this sampling."""
+        if self.group.leads:
+            self.store.drop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSections:
+    """Finished sections, likewise."""
+
+    group: Group
+    store: SectionStore
+
+    def found(self, key: str) -> SectionState | None:
+        """Where the leader's file says that this sampling stands."""
+        return self.group.led(lambda: self.store.found(key))
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+        """Take in all sections so far, on the leader."""
+        if self.group.leads:
+            self.store.keep(key, index, count, latents, standing)
 
 
 @dataclass(slots=True)

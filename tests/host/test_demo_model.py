@@ -26,12 +26,15 @@ def test_a_demo_model_draws_what_is_asked_with_nothing_chosen(server: Server, cl
         assert scene_of(frames).caption == prompt
 
 
-def test_the_shipped_workflow_draws_with_it_while_no_model_is_installed(server: Server, client: Client) -> None:
+@pytest.mark.parametrize("workflow", ["ltx_text_to_video", "ltx_core_ksampler"])
+def test_the_shipped_workflow_draws_with_it_while_no_model_is_installed(
+    server: Server, client: Client, workflow: str
+) -> None:
     models = server.base / "models" / "diffusers"
     away = models.rename(models.with_name("away"))
     models.mkdir()
     try:
-        run = client.run(pictured(replay(WORKFLOWS / "ltx_text_to_video.json")))
+        run = client.run(pictured(replay(WORKFLOWS / f"{workflow}.json")))
     finally:
         models.rmdir()
         away.rename(models)

@@ -17,6 +17,12 @@ def taking(mode: str, seconds: float) -> TimeForecast:
     return TimeForecast(mode, (StageTime("sampling", seconds, seconds / 2, seconds * 2, seconds),))
 
 
+def test_clips_of_a_batch_come_one_after_the_other():
+    text = StageTime("text", 10, 5, 20, 10)
+    several = TimeForecast("none", (text, *taking("none", 60).stages)).of_clips(3)
+    assert several.stages == (text, StageTime("sampling", 180, 90, 360, 180)) and several.seconds == 190
+
+
 def needing(mode: str, gigabytes: float) -> Forecast:
     return Forecast(mode, (StageNeed("sampling", 0, 0, int(gigabytes * GB)),))
 
