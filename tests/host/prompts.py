@@ -170,7 +170,6 @@ FEW_STEPS = 4  # with which a demo model still draws what is asked: docs/quality
 def with_demo_model(prompt: Prompt, model: str, text: str = SCENE) -> Prompt:
     """A replay with a demo model that is asked for ``text``, from the picture or clip of :data:`SCENE`."""
     given = {"LoadImage": {"image": SCENE_PICTURE}, "LoadVideo": {"file": SCENE_CLIP}}
-    given["LTXVConditioning"] = {"frame_rate": DEMO_RATE}
     given["AnyGPULoadPipeline"], given["AnyGPUEncodePrompt"] = {"model": model}, {"text": text, "negative": ""}
     for node in prompt.values():
         node["inputs"].update(given.get(node["class_type"], {}))
