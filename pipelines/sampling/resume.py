@@ -153,12 +153,14 @@ class Resuming:
     Args:
         store: where. key: of the sampling. progress: told where it goes on.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
+        skipped: steps that an earlier run had done.
     """
 
     store: StepStore
     key: str
     progress: Progress
     broken: bool = False
+    skipped: int = 0
 
     def abandon(self) -> None:
         """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
@@ -193,6 +195,7 @@ class Steps:
         where = f"after step {state.done} of {len(schedule)}"
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
+        self.resuming.skipped += state.done
         return state.latents.to(latents), state.done
 
     def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
