@@ -61,13 +61,20 @@ def state(arguments: argparse.Namespace) -> int:
 
 def cancel(arguments: argparse.Namespace) -> int:
     """Ask for the end of jobs, by the first digits of their keys."""
+    from .driver import lines_in
     from .render import task_of
 
     folder = JobFolder(Path(arguments.folder))
-    from .driver import lines_in
-
     keys = [task_of(line).key for line in lines_in(folder.job_files())]
-    folder.cancel(key for key in keys if any(key.startswith(start) for start in arguments.keys))
+    meant = {start: [key for key in keys if key.startswith(start)] for start in arguments.keys}
+    folder.cancel(dict.fromkeys(key for matches in meant.values() for key in matches))
+    unknown = [start for start, matches in meant.items() if not matches]
+    if unknown:
+        raise InputError(
+            f"no job in {arguments.folder!r} whose key begins with {', '.join(map(repr, unknown))}",
+            expected="the first digits of a key of its job files",
+            fix="`anygpu-farm state FOLDER` shows the keys of those that run.",
+        )
     return 0
 
 

@@ -29,9 +29,10 @@ from .job_format import write_job as write_job
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
-from .loading.folder import LoadRequest, find_models, load
+from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
 from .movie import read_frames
+from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
@@ -131,7 +132,7 @@ class Machine:
         host: further arguments of ``load``: how a host around us frees memory and moves weights.
         single: what else pipelines of single files may take: other files, tokenizers.
         unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
-            None for the one with the kept latents.
+            None for the one with the kept latents. cards: as :class:`LoadRequest` has them.
     """
 
     places: Places
@@ -141,6 +142,7 @@ class Machine:
     host: Mapping[str, Any] = field(default_factory=dict)
     single: Files | None = None
     unfinished: Path | None = None
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
         image_encoder=None if job.image_encoder is None else find(job.image_encoder),
         files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
         device=machine.device,
+        cards=machine.cards,
         search=machine.places.models,
         state=machine.state,
     )
@@ -179,7 +182,7 @@ def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadR
     Args:
         request: what :func:`request_of` gave before; None asks it.
     """
-    pipeline = load(request or request_of(job, machine), progress, **machine.host)
+    pipeline = load_placed(request or request_of(job, machine), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file)
         pipeline = lora.with_lora(pipeline, path, adapter.strength, adapter.blocks, adapter.mode, progress)
