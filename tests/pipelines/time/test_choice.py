@@ -61,6 +61,11 @@ def test_time_left_from_the_second_step_on():
     assert time_left(0.1, 3, 20) == "", "too quick to read"
 
 
+def test_steps_of_an_earlier_run_took_no_time_of_this_one():
+    assert time_left(0.0, 31, 50, first=31) == ""
+    assert time_left(8.0, 33, 50, first=31) == ", 4.0 s each, about 68 s left"
+
+
 def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
     model = str(build("ltx", tiny_folder))
     words = ("render", "--model", model, "--plan", "--width", "64", "--height", "64", "--device", "cpu")
