@@ -16,10 +16,10 @@ FILES = ROOT / "benchmarks" / "machines"
 PAGE = ROOT / "docs" / "machines.md"
 HEAD = """# Machines
 
-Machines that AnyGPU was really run on, as their owners shared them. `anygpu report --share` writes such a file: device,
-driver, versions, the answers of the short tests, what `auto` decides, and what the last runs cost. It shows the file
-before it writes it, leaves out paths and names, and sends nothing; attach it to an
-[issue](https://github.com/anygpu/anygpu/issues/new?template=hardware.yml) if you like.
+Machines that AnyGPU was really run on, as their owners shared them. The button *Share this machine* in the AnyGPU tab
+and `anygpu report --share` write such a file: device, driver, versions, the answers of the short tests, what `auto`
+decides, and what the last runs cost. Both show the file before they write it, leave out paths and names, and send
+nothing; paste it into an [issue](https://github.com/anygpu/anygpu/issues/new?template=hardware.yml) if you like.
 
 This page is made from [benchmarks/machines](../benchmarks/machines) by `python benchmarks/machines_page.py`.
 

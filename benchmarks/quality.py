@@ -1,14 +1,19 @@
 """What each lossy switch costs on a model that means something: the checker's score, PSNR and SSIM against fp32.
 
-    python benchmarks/quality.py                 # appends rows to results/quality.csv, writes docs/quality.md
+    pip install --target ggml pywhispercpp        # for GGUF's K types, which the package gguf reads but cannot write
+    python benchmarks/quality.py --ggml ggml/libggml-base.so
 
-For each demo model: the same prompts and seeds under each switch. What needs hardware that is not here is emulated, and
-says so. Prompts are in the words the model knows, so the checker can tell whether a switch still shows what was asked.
+For each demo model: the same prompts and seeds under each switch. Appends rows to ``results/quality.csv`` and writes
+``docs/quality.md`` of the newest row of each. What needs hardware that is not here is emulated, and says so. Prompts
+are in the words the model knows, so the checker can tell whether a switch still shows what was asked. ``--only GGUF 8``
+measures the switches with one of these in their names; the strips are drawn of all.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,23 +21,26 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
-from anygpu.compat.errors import PackError
+from anygpu.compat import precision
 from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import with_step_cache
-from anygpu.pipelines.vae.plan import Form
 from lossy import int8_attention, products
 from steps import psnr, ssim
-from table import append, machine
+from table import RESULTS, append, machine
 from torch import nn
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # those that the package gguf can write
-STRIP = 6  # clips in a strip
+K_TYPES = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL"}  # and what takes their place in short rows
+K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is no multiple of it
+STRIP = 2  # clips in a strip
 EQUAL = 99.0  # dB, of clips without a difference
 
 
@@ -48,6 +56,9 @@ class Switch:
     around: Callable[[nn.Module], AbstractContextManager[Any]] = lambda transformer: nullcontext()
 
 
+PLAIN = Switch("fp32")
+
+
 @contextmanager
 def attention_in_int8(transformer: nn.Module) -> Iterator[None]:
     back = replace_attention_processors(transformer, int8_attention)
@@ -58,26 +69,65 @@ def attention_in_int8(transformer: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def rounded_to(kind: str, transformer: nn.Module) -> Iterator[None]:
-    """The Linears of the blocks in a GGUF type and back, as a GGUF file's weights are when they compute."""
-    import gguf
+def rounded_to(kind: str, across: bool, ggml: Path | None, transformer: nn.Module) -> Iterator[None]:
+    """The Linears of the blocks in a GGUF type and back, as a GGUF file's weights are when they compute.
 
-    to = gguf.GGMLQuantizationType[kind]
+    Args:
+        across: blocks of values go on in the next row, so that every Linear has the type, however short its rows are;
+            else short rows have the type that llama.cpp's tools write in its place. ggml: what writes K types.
+    """
     with torch.no_grad():
         for name, leaf in transformer.named_modules():
             if isinstance(leaf, nn.Linear) and "blocks" in name and leaf.in_features % 32 == 0:
-                packed = gguf.quants.quantize(leaf.weight.float().numpy(), to)
-                leaf.weight.copy_(torch.from_numpy(gguf.quants.dequantize(packed, to)))
+                weight = leaf.weight.float().numpy()
+                rows = weight.reshape(-1, K_BLOCK) if across else weight
+                own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
+                leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
     yield
 
 
-def switches(pipeline: Any) -> list[Switch]:
+def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
+    """``rows`` in a GGUF type and back, fp32."""
+    import gguf
+
+    to = gguf.GGMLQuantizationType[kind]
+    if kind in GGUF_TYPES:
+        packed = gguf.quants.quantize(rows, to)
+    else:
+        rows = np.ascontiguousarray(rows, dtype=np.float32)
+        block, size = gguf.GGML_QUANT_SIZES[to]
+        packed = np.zeros((rows.shape[0], rows.shape[1] // block * size), dtype=np.uint8)
+        write = ctypes.CDLL(str(ggml)).ggml_quantize_chunk
+        write.restype = ctypes.c_size_t
+        places = (ctypes.c_void_p(array.ctypes.data) for array in (rows, packed))
+        written = write(ctypes.c_int(to), *places, *map(ctypes.c_int64, (0, *rows.shape)), None)
+        if written != packed.nbytes:
+            raise RuntimeError(f"{ggml} wrote {written} bytes of {kind}; expected {packed.nbytes}")
+    return gguf.quants.dequantize(packed, to)
+
+
+def gguf_switches(ggml: Path | None) -> list[Switch]:
+    """A row for each type that can be written; two for a K type: as files of this model have it, and everywhere."""
+    every = [
+        Switch(f"GGUF {kind}", "rounded and back", around=partial(rounded_to, kind, False, ggml)) for kind in GGUF_TYPES
+    ]
+    if ggml is not None:
+        every.append(Switch("GGUF IQ4_NL", "rounded and back", around=partial(rounded_to, "IQ4_NL", False, ggml)))
+        for kind, other in K_TYPES.items():
+            mixed, whole = f"rows of 768; {other} in rows of 192", "in all rows, blocks across their ends"
+            every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
+            every.append(Switch(f"GGUF {kind}", whole, around=partial(rounded_to, kind, True, ggml)))
+    return every
+
+
+def switches(pipeline: Any, ggml: Path | None) -> list[Switch]:
     """Every row but the first, which is fp32."""
     emulated = "emulated on a CPU"
-    every = [Switch(f"precision {name}", load={"precision": name}) for name in ("bf16", "fp16", "fp16-safe")]
+    every = [Switch(f"precision {name}", load={"precision": name}) for name in ("bf16", "fp16")]
+    every.append(Switch("precision fp16-safe", "as GPUs have it; on a CPU refused", load={"precision": "fp16-safe"}))
     every += [Switch(f"weights {name}", load={"weights": name}) for name in ("fp8", "int8")]
     every += [Switch(f"text_weights {name}", load={"text_weights": name}) for name in ("fp8", "int8")]
-    every += [Switch(f"GGUF {kind}", "rounded and back", around=partial(rounded_to, kind)) for kind in GGUF_TYPES]
+    every += gguf_switches(ggml)
     for kind in pipeline.spec.step_caches:
         for preset in PRESETS:
             cached = partial(with_step_cache, preset=preset, asked=StepCacheSettings(kind))
@@ -86,7 +136,6 @@ def switches(pipeline: Any) -> list[Switch]:
         Switch("int8 attention", emulated, around=attention_in_int8),
         Switch("fp16 products", emulated, around=lambda t: products(t, False)),
         Switch("fp16 accumulation", emulated, around=lambda t: products(t, True)),
-        Switch("tiled decode", "tiles of 32 pixels", sample={"form": Form("tiled", 32)}),
     ]
     every += [Switch(f"{steps} steps", sample={"steps": steps}) for steps in (12, 8, 4, 2)]
     return every
@@ -95,47 +144,74 @@ def switches(pipeline: Any) -> list[Switch]:
 def clips(folder: Path, switch: Switch, asked: list[Any]) -> list[torch.Tensor]:
     """The clips of these scenes under a switch."""
     request = {"precision": "fp32", "device": "cpu", **switch.load}
-    pipeline = switch.change(load(LoadRequest(folder, **request)))
+    with mock.patch.object(precision, "_contradicts", lambda *_: False):  # or a CPU would refuse fp16-safe
+        pipeline = switch.change(load(LoadRequest(folder, **request)))
     with switch.around(pipeline.parts.read("transformer")):
         return [drawing.drawn(pipeline, scene.caption, seed=seed, **switch.sample) for seed, scene in enumerate(asked)]
+
+
+def measured(model: str, switch: Switch, shown: list[torch.Tensor], plain: list[torch.Tensor], asked: list[Any]) -> Any:
+    """A row of the table: how these clips compare with the plain ones."""
+    how = switch.how
+    if all(torch.equal(a, b) for a, b in zip(shown, plain, strict=True)):
+        if switch is not PLAIN and "step cache" not in switch.name:
+            raise RuntimeError(f"{switch.name} changed nothing")
+        how = "" if switch is PLAIN else "no step was alike enough"
+    score = drawing.scores(shown, asked)
+    pairs = list(zip(shown, plain, strict=True))
+    noise = sum(min(psnr(*pair), EQUAL) for pair in pairs) / len(pairs)
+    alike = sum(ssim(*pair) for pair in pairs) / len(pairs)
+    row = {"model": model, "switch": switch.name, "how": how, "prompts": len(asked)}
+    row |= {name: round(score[key], 3) for name, key in (("right", "all"), ("shape", "shape"), ("motion", "motion"))}
+    return machine() | row | {"psnr_db": round(noise, 2), "ssim": round(alike, 4)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--only", nargs="+", default=[""], help="measure the switches with one of these in their names")
+    parser.add_argument("--ggml", type=Path, help="ggml's library, which writes GGUF's K types")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    asked, page = drawing.chosen_scenes(given.prompts), [HEAD]
+    asked, names, pictures = drawing.chosen_scenes(given.prompts), {}, {}
     for choice, folder in demo_models().items():
-        plain = clips(folder, Switch("fp32"), asked)
-        strips, lines = {"fp32": plain}, [line("fp32", "", drawing.scores(plain, asked), None, None)]
-        for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu"))):
-            try:
-                shown = clips(folder, switch, asked)
-            except PackError as error:
-                print(f"{switch.name}: {error}", flush=True)
-                lines.append(f"| {switch.name} | refused: {error.found}; expected {error.expected} | | | | | |")
-                continue
-            how = switch.how
-            if all(torch.equal(a, b) for a, b in zip(shown, plain, strict=True)):
-                if "step cache" not in switch.name:
-                    raise RuntimeError(f"{switch.name} changed nothing")
-                how = "no step was alike enough"
-            score, strips[switch.name] = drawing.scores(shown, asked), shown
-            noise = sum(min(psnr(a, b), EQUAL) for a, b in zip(shown, plain, strict=True)) / len(asked)
-            alike = sum(ssim(a, b) for a, b in zip(shown, plain, strict=True)) / len(asked)
-            row = {"model": choice, "switch": switch.name, "how": how, "prompts": len(asked)}
-            row |= {"right": round(score["all"], 3), "psnr_db": round(noise, 2), "ssim": round(alike, 4)}
-            print(row) if given.dry else append("quality", [machine() | row])
-            lines.append(line(switch.name, how, score, noise, alike))
+        plain = clips(folder, PLAIN, asked)
+        strips = {PLAIN.name: strip(plain)}
+        keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
+        for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
+            whole = any(text in switch.name for text in given.only)
+            shown = clips(folder, switch, asked if whole else asked[:STRIP])
+            strips[switch.name] = strip(shown)
+            if whole:
+                keep([measured(choice, switch, shown, plain, asked)], given.dry)
+        names[choice], picture = list(strips), f"images/quality_{folder.name}.png"
+        pictures[choice] = picture
         if not given.dry:
-            picture = DOCS / "images" / f"quality_{folder.name}.png"
-            drawing.save_sheet([strip(shown) for shown in strips.values()], list(strips), picture)
-            page += [f"## {choice.removeprefix('demo: ')}\n", *TABLE, *lines, f"\n![Strips](images/{picture.name})\n"]
+            drawing.save_sheet(list(strips.values()), list(strips), DOCS / picture)
     if not given.dry:
-        (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
+        write_page(names, pictures)
     return 0
+
+
+def keep(rows: list[Any], dry: bool) -> None:
+    """Append rows to the table, or only print them."""
+    print(*rows, sep="\n", flush=True) if dry else append("quality", rows)
+
+
+def write_page(names: dict[str, list[str]], pictures: dict[str, str]) -> None:
+    """``docs/quality.md`` of the newest row of each switch.
+
+    Args:
+        names: switches by model, in their order. pictures: of the strips, by model.
+    """
+    with (RESULTS / "quality.csv").open(newline="", encoding="utf-8") as file:
+        rows = {(row["model"], row["switch"]): row for row in csv.DictReader(file)}
+    page = [HEAD]
+    for model, switched in names.items():
+        lines = [line(rows[model, name]) for name in switched if (model, name) in rows]
+        page += [f"## {model.removeprefix('demo: ')}\n", *TABLE, *lines, f"\n![Strips]({pictures[model]})\n"]
+    (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
 
 
 HEAD = """# What each quality switch costs
@@ -146,6 +222,26 @@ SSIM compare each clip with that of fp32 from the same seed; they fall where a c
 
 The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models, the
 figures may not: rounding errors grow with depth and shrink with width.
+
+- **K types.** They share scales among 256 values, and the demo model's rows have 192 or 768. llama.cpp's tools write
+  another type into rows that are no multiple of 256: the rows *file* are what such a file is. In the rows without that
+  word a block goes on in the next row, so that every Linear has the type. Published models have rows of 2048 and more
+  and need neither. Written by ggml's own encoder, read back by the package gguf.
+- **fp16-safe** is computed in fp16 on a CPU, which refuses it otherwise, around the fp32 residual that GPUs get.
+- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and the demo VAE, which was
+  trained at that size, is worse on larger pictures whole than in tiles (6 clips at 128 x 128: 16 dB whole, 22 dB in
+  tiles). [Memory](memory.md) compares the ways to decode.
+
+Defaults and presets beside the table:
+
+- `precision` auto is bf16 where a GPU has it fast, else fp16-safe, never plain fp16. fp16 and fp16-safe are closer to
+  fp32 than bf16 here; bf16 stays first, since its range needs no care where activations are large, as they are in
+  published models and not in this one.
+- `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
+- The step cache is off unless asked for. Each preset costs more than the one before, in every kind; at the same preset
+  taylor costs less than pyramid. All stay right.
+- Of GGUF's types each bit less doubles the error; at 4 bits it is that of pyramid's `fast`.
+- `steps` 0 is the model's own 20. With 4 it still draws what was asked, with 2 not always.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",
@@ -154,18 +250,16 @@ TABLE = (
 FOOT = "\nRepeat it with `python benchmarks/quality.py`; the rows are in `benchmarks/results/quality.csv`.\n"
 
 
-def line(name: str, how: str, score: dict[str, float], noise: float | None, alike: float | None) -> str:
+def line(row: dict[str, str]) -> str:
     """A row of the page."""
-    figures = (
-        ["", ""] if noise is None or alike is None else ["equal" if noise == EQUAL else f"{noise:.1f}", f"{alike:.3f}"]
-    )
-    shares = [f"{score[key]:.0%}" for key in ("all", "shape", "motion")]
-    return f"| {name} | {how} | {' | '.join([*shares, *figures])} |"
+    shares = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
+    noise = "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}"
+    return f"| {row['switch']} | {row['how']} | {' | '.join([*shares, noise, row['ssim'][:5]])} |"
 
 
 def strip(shown: list[torch.Tensor]) -> torch.Tensor:
-    """The middle frame of some clips, as one clip for the sheet."""
-    return torch.stack([clip[len(clip) // 2] for clip in shown[:STRIP]])
+    """Some clips side by side, for the sheet."""
+    return torch.cat(shown[:STRIP], dim=2)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,13 @@ def model_choices() -> list[str]:
 
 
 def stand_in_for(name: str) -> str:
-    """The demo model that runs in the place of a published one while no model is installed; empty for none."""
+    """The demo model that runs in the place of a published one while no model is installed; empty for none.
+
+    Where some models of a family want a picture and others none, it stands in for the first one of the family alone.
+    """
     family = None if models() else published_family(name)
+    if family is not None and family.image_required and Path(name).name != Path(family.pages[0]).name:
+        return ""
     if family is None:
         return ""
     return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")

@@ -156,8 +156,8 @@ class EncodeImage(io.ComfyNode):
         """The condition and the size it was fitted to."""
         progress = NodeProgress(cls.hidden.unique_id)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
-        settings = own_inputs(pipeline, {**settings, "fit": fit}, progress.notify)
-        fit = settings.pop("fit")
+        settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
+        image, fit = settings.pop("image"), settings.pop("fit")
         condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)

@@ -155,8 +155,10 @@ class SampleFramePack(io.ComfyNode):
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
+        settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "window": window}, progress.notify)
         framepack = FramePackSettings(
-            clip_seconds=clip_seconds, window=window, order=order, end_strength=end_strength, single_frame=single_frame,
+            clip_seconds=settings.pop("clip_seconds"), window=settings.pop("window"), order=order,
+            end_strength=end_strength, single_frame=single_frame,
         )
         levels = None if sigmas is None else tuple(sigmas.tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)

@@ -22,6 +22,8 @@ from .report import precisions
 
 VERSION, HEAD = 1, "anygpu_machine"
 MOST_BYTES, MOST_TEXT, MOST_ITEMS = 256 * 1024, 200, 400
+FILE = "anygpu-machine.json"
+FORM = "https://github.com/anygpu/anygpu/issues/new?template=hardware.yml"
 HINT = "never sent by AnyGPU: attach it to the issue form 'How it runs on my hardware' if you like"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import DIGITS, content_of, picture_content
+from ..compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
 from ..compat.checkpoints.latents import metadata_of, record_in
 from ..compat.device.facts import GIBIBYTE, value_or
 from ..compat.errors import CheckpointError, InputError, PackError
@@ -71,9 +71,7 @@ def with_receipt(
         record["job"] = job.record()
     except (PackError, OSError, TypeError) as error:
         missing.append(f"a request that can be written down ({type(error).__name__})")
-    decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
-    told = {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
-    record |= redact(told, own_names())
+    record |= redact(_told(pipeline), own_names())
     if missing:
         record["missing"] = missing
     return replace(latents, extra={**latents.extra, RECEIPT: record})
@@ -152,28 +150,28 @@ def job_of(record: Mapping[str, Any]) -> Job:
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
     """What differs between the machine of a receipt and this one, in versions, device and decisions."""
-    here = redact({"made_with": versions(), "device": device_of(pipeline)}, own_names())
-    lines = []
-    for group, now in here.items():
-        then = record.get(group)
-        then = then if isinstance(then, dict) else {}
-        lines += [
-            f"{key} {shown(then[key])}, here {now[key]!r}" for key in now if key in then and then[key] != now[key]
-        ]
-    then = record.get("decisions")
-    pairs = {str(pair[0]): pair[1] for pair in then if _is_pair(pair)} if isinstance(then, list) else {}
-    for line in pipeline.decisions:
-        verdict = redact(line.verdict, own_names())
-        if line.subject in pairs and pairs[line.subject] != verdict:
-            lines.append(f"{line.subject} {shown(pairs[line.subject])}, here {verdict!r}")
-    return lines
+    here = redact(_told(pipeline), own_names())
+    return [
+        f"{name} {shown(then)}, here {now!r}"
+        for name, then, now in differing(record, here)
+        if then is not None and now is not None
+    ]
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What two receipts say differently of device, versions and decisions: its name, and both values or None."""
+    rows = []
+    for group in ("device", "made_with", "decisions"):
+        old, new = _by_name(before.get(group)), _by_name(now.get(group))
+        rows += [(name, old.get(name), new.get(name)) for name in {**new, **old} if old.get(name) != new.get(name)]
+    return rows
 
 
 def latents_hash(latents: Latents) -> str:
     """A hash of every bit of the latents."""
-    values = latents.samples.detach().cpu().contiguous()
+    values = latents.samples
     digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
-    digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(bytes_of(values))
     return digest.hexdigest()[:DIGITS]
 
 
@@ -262,5 +260,14 @@ def _named(path: Path) -> Content:
     return Content(path.name, content_of(path))
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
+def _told(pipeline: Pipeline) -> dict[str, Any]:
+    """What a receipt says beside the job; not redacted yet."""
+    decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
+    return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
+
+
+def _by_name(values: Any) -> dict[str, Any]:
+    """A receipt's group, which may be pairs, by name; empty for what somebody else made of it."""
+    if isinstance(values, list):
+        values = {str(pair[0]): pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2}
+    return values if isinstance(values, dict) else {}

@@ -78,6 +78,9 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
     "no interpreter for",
     "lacks what this pack requires",
     "needs a C++ compiler",
+    "is built on Linux and macOS only",
+    "no build on this system",
+    "without its C++ headers",
     "needs torch 2.9 or newer",
     "the fuzzer atheris is not installed",
     "needs symbolic links",  # with --windows-rules

@@ -19,6 +19,7 @@ import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.transforms.compile import CompileSettings
@@ -97,7 +98,9 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
     )
     queue = SimpleNamespace(currently_running={})
-    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), offloader_on=None, evictable_bytes=lambda: 0)
+    memory = SimpleNamespace(
+        compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
+    )
     files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
@@ -193,9 +196,25 @@ def test_help_that_is_in_no_other_language_is_found_in_english(pack):
 
 def test_the_device_is_not_asked_during_a_run(pack):
     pack.queue.currently_running[0] = "a prompt"
-    status, found, _ = pack.ask("POST", "/anygpu/probes", json={})
-    assert status == 409 and found["error"]["found"] == "a run is in progress"
+    for status, found, _ in pack.ask_all([("POST", f"/anygpu/{path}", {"json": {}}) for path in ("probes", "share")]):
+        assert status == 409 and found["error"]["found"] == "a run is in progress"
     assert pack.files() == {}
+
+
+def test_the_file_to_share_is_that_of_the_command_and_is_only_shown(pack, monkeypatch):
+    """A name of this user or computer, wherever it stands, is not in it."""
+    machines = importlib.import_module("anygpu.pipelines.machines")
+    names = ("annette", str(pack.home.parent.name))
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    with MemoryStats(state).stage("text", f"ltx of Annette in {pack.home}", "comfyui", torch.device("cpu")):
+        pass
+    monkeypatch.setattr(machines, "own_names", lambda: names)
+    status, found, _ = pack.ask("POST", "/anygpu/share", json={})
+    kept = sorted(Path(path).name.partition("-")[0] for path in pack.files())
+    assert status == 200 and found["file"] == "anygpu-machine.json" and found["form"].startswith("https://github.com/")
+    assert found["text"] == machines.this_machine("cpu", state).text() and "ltx of <name> in <path>" in found["text"]
+    assert not [name for name in names if name in found["text"].lower()]
+    assert machines.machine_in(found["text"]).runs and kept == ["memory.json", "probes"], "no file but answers"
 
 
 def test_a_graph_is_decided_before_it_runs(pack, tiny_folder):
@@ -380,7 +399,7 @@ def test_every_choice_of_a_load_node_reaches_the_forecast(pack, tiny_folder, mon
     """Whatever the node asks of loading, the panel asks too; only a trace is not begun for a forecast."""
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     forecasting, asked = importlib.import_module("anygpu.host.server.forecast"), []
-    monkeypatch.setattr(forecasting, "load", lambda request, **_: asked.append(request) or load(request))
+    monkeypatch.setattr(forecasting, "load_placed", lambda request, **_: asked.append(request) or load(request))
     chosen = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all"}
     chosen |= {"compile_cache_size": 3, "compile_vae": True, "profile": True}
     pack.ask("POST", "/anygpu/graph", json=graph_of(**chosen))
@@ -544,6 +563,18 @@ def test_the_last_run_is_told_stage_by_stage(pack):
     assert found["nodes"]["5"]["status"] == "done" and found["nodes"]["5"]["said"] == ["rounded"]
     assert found["nodes"]["5"]["stages"].keys() == {"sampling"} and found["nodes"]["5"]["done"]
     assert found["nodes"]["6"]["stages"].keys() == {"decoding"} and not found["nodes"]["6"]["done"]
+
+
+def test_what_changed_since_the_sampling_before_is_told(pack):
+    folder = importlib.import_module("anygpu.host.folders").kept_folder()
+    for torch_version in ("1.0", "2.0"):
+        assert pack.ask("GET", "/anygpu/run")[1]["changed"] is None
+        record = {"anygpu_receipt": 1, "latents": "00", "made_with": {"torch": torch_version}}
+        latents = Latents(torch.zeros(1, 4, 2, 8, 8), "ltx", "text", 9, 64, 64, 8.0, 3, extra={"receipt": record})
+        assert store.keep(folder, latents, print)
+    told = pack.ask("GET", "/anygpu/run")[1]["changed"]
+    assert told["changes"] == [{"subject": "torch", "before": "1.0", "now": "2.0"}] and told["same"]
+    assert told["headline"] == "The same latents, bit for bit, although this changed:"
 
 
 def test_routes_are_added_once(pack):

@@ -7,12 +7,9 @@ import random
 from dataclasses import dataclass
 
 import torch
-from anygpu.pipelines.demo.scenes import COLOURS, Scene, scenes
+from anygpu.pipelines.demo.scenes import COLOURS, GROWTH, MEASURES, RADIUS, TRAVEL, Scene, scenes
 
 SIZE, FRAMES = 64, 9
-RADIUS = {"circle": 14.2, "square": 12.2, "triangle": 9.5}  # of the inner circle, in pixels
-TRAVEL = (15.0, 19.0)  # pixels from the first frame to the last
-GROWTH = (0.6, 1.25)  # of the radius
 SPIN = math.radians(64)
 HELD_OUT = 63  # a tenth of the scenes is never trained on
 
@@ -47,19 +44,19 @@ def draw(shown: list[Scene], generator: torch.Generator, spread: float = 1.0) ->
     return ground + (colour - ground) * mask[:, None]
 
 
-def shapes(shown: list[Scene], generator: torch.Generator, spread: float = 1.0) -> torch.Tensor:
-    """How much of each pixel (B, F, H, W) the shape of a scene covers, 0..1."""
-    path = _paths(shown, generator, spread)
+def shapes(shown: list[Scene], generator: torch.Generator, spread: float = 1.0, frames: int = FRAMES) -> torch.Tensor:
+    """How much of each pixel (B, F, H, W) the shape of a scene covers, 0..1; further frames go on as the first 9."""
+    path = _paths(shown, generator, spread, frames)
     return _masks(shown, path, 1 + 0.16 * spread * (torch.rand(len(shown), 1, generator=generator) - 0.5))
 
 
-def _paths(shown: list[Scene], generator: torch.Generator, spread: float) -> Path:
+def _paths(shown: list[Scene], generator: torch.Generator, spread: float, frames: int) -> Path:
     rows = len(shown)
 
     def between(low: float, high: float) -> torch.Tensor:
         return (low + high) / 2 + spread * (high - low) * (torch.rand(rows, 1, generator=generator) - 0.5)
 
-    phase = torch.linspace(-0.5, 0.5, FRAMES)[None]
+    phase = (torch.arange(frames) / (FRAMES - 1) - 0.5)[None]
     motions = [scene.motion for scene in shown]
 
     def where(**values: float) -> torch.Tensor:
@@ -71,7 +68,7 @@ def _paths(shown: list[Scene], generator: torch.Generator, spread: float) -> Pat
     y = between(24, 40) * (along_y == 0) + between(29, 35) * (along_y != 0) + along_y * travel
     low, high = GROWTH
     grown = (low + high) / 2 + where(grow=1, shrink=-1) * (high - low) * phase
-    scale = torch.where(where(grow=1, shrink=1) > 0, grown, torch.ones(1, FRAMES))
+    scale = torch.where(where(grow=1, shrink=1) > 0, grown, torch.ones(1, frames))
     return Path(x, y, scale, where(spin=1) * SPIN * (phase + 0.5))
 
 
@@ -87,16 +84,3 @@ def _masks(shown: list[Scene], path: Path, size: torch.Tensor) -> torch.Tensor:
         rows = [row for row, scene in enumerate(shown) if scene.shape == shape]
         distance[rows] = measure(u[rows], v[rows])
     return (radius[..., None, None] - distance + 0.5).clamp(0, 1)
-
-
-def _triangle(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    half = math.sqrt(3) / 2
-    return torch.maximum(v, half * u.abs() - 0.5 * v)
-
-
-# The radius of the inner circle of the shape whose edge goes through (u, v); v points down.
-MEASURES = {
-    "circle": torch.hypot,
-    "square": lambda u, v: torch.maximum(u.abs(), v.abs()),
-    "triangle": _triangle,
-}

@@ -34,6 +34,13 @@ export function seconds(count) {
   return `${Math.floor(count / 60)} min ${Math.round(count % 60)} s`;
 }
 
+/** A table with column headings; the first cell of each row is the row's heading. */
+export function table(columns, rows) {
+  const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
+  const body = rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell))));
+  return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
+}
+
 /** A button that copies a text and confirms it. */
 export function copyButton(text) {
   const button = make("button", { type: "button", class: "anygpu-button" }, "Copy");

@@ -2,8 +2,10 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
-import { bytes, copyButton, make, seconds, style } from "./elements.mjs";
+import { changeList } from "./changes.mjs";
+import { bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
+import { shareMachine } from "./share.mjs";
 
 const SETTLED = 700; // milliseconds without a change before the graph is sent again
 
@@ -134,13 +136,6 @@ function pipelineCard(card, forecasts) {
   );
 }
 
-/** A table with column headings; the first cell of each row is the row's heading. */
-function table(columns, rows) {
-  const head = make("tr", {}, columns.map((name) => make("th", { scope: "col" }, name)));
-  const body = rows.map(([name, ...cells]) => make("tr", {}, make("th", { scope: "row" }, name), cells.map((cell) => make("td", {}, cell))));
-  return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
-}
-
 function runCard([id, { stages, status, said, seconds: spent, done }]) {
   const rows = Object.entries(stages).map(([stage, time]) => [make("dt", {}, stage), make("dd", {}, seconds(time))]);
   const lines = [...(status ? status.split("\n") : []), ...said];
@@ -206,12 +201,13 @@ export function open(element) {
   const parts = {
     graph: part("This graph"),
     run: part("Last run", false),
-    kept: part("Kept latents", false),
+    kept: part("Saved latents", false),
     machine: part("This machine", false),
   };
   const memory = make("div", {});
   const notice = make("div", {});
   const told = make("p", { role: "status", class: "anygpu-why" });
+  const sharing = shareMachine();
   const again = make("button", { type: "button", class: "anygpu-button" }, "Run the probes again");
   let last = { prompt: "", nodes: {} };
   let forecasts = [];
@@ -245,11 +241,12 @@ export function open(element) {
       told,
       missing.length > 0 && make("details", {}, make("summary", {}, "Choices that this machine cannot run"), make("p", {}, missing.join("; "))),
       found.sections.map(section),
+      sharing,
     );
   };
   const showRun = () => {
     const nodes = Object.entries(last.nodes);
-    parts.run.fill(costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."));
+    parts.run.fill(changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."));
   };
   const guarded = async (target, act) => {
     try {

@@ -169,7 +169,11 @@ def _locked(size: int) -> torch.Tensor:
 
 def copy_stream(device: torch.device) -> CopyStream | None:
     """A stream for copies to ``device``; None where it has none beside its computation, or cannot lock host memory."""
-    if not locks_host_memory(device):
-        return None
-    stream = value_or(lambda: torch.Stream(device), None)
-    return None if stream is None else CopyStream(device, stream)
+
+    def tried() -> CopyStream:
+        copies = CopyStream(device, torch.Stream(device))
+        with copies.stream:  # a plug-in may have streams and no events
+            copies.wait_for(copies._mark(copies.stream))
+        return copies
+
+    return value_or(tried, None) if locks_host_memory(device) else None

@@ -13,7 +13,7 @@ from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
 from ...compat.requirements import package_problem
-from ...pipelines import decisions
+from ...pipelines import changes, decisions, machines
 from ...pipelines.demo import demo_models
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
@@ -38,8 +38,8 @@ def first_run() -> str:
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
     steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
     demo = next(iter(demo_models()), "")
-    at_once = f"To try it without a download, run an LTX-Video workflow as it is: {demo!r} draws in the model's place."
-    return f"{steps}\n{at_once}" if demo else steps
+    at_once = f"No model yet. An LTX-Video workflow runs as it is: {demo!r} draws in the model's place."
+    return f"{at_once if demo else 'No model yet.'}\n{steps}"
 
 
 def memory_now() -> dict[str, Any]:
@@ -83,6 +83,22 @@ def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
     kept, marks = kept_stages(folders.state_folder()), before[-1:]
     first = next((place + 1 for place in reversed(range(len(kept))) if kept[place : place + 1] == marks), 0)
     return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in kept[first:]]
+
+
+def last_changes() -> dict[str, Any] | None:
+    """What the last sampling did otherwise than the one before it; None where no two receipts are kept."""
+    compared = changes.last_two(folders.kept_folder())
+    return None if compared is None else {**asdict(compared), "headline": compared.headline}
+
+
+def shared_machine() -> dict[str, str]:
+    """This machine as the file that `anygpu report --share` writes, the name of that file and where it may go.
+
+    Raises:
+        UnsupportedError: the device has gone.
+    """
+    here = machines.this_machine(memory_manager.compute_device(), folders.state_folder())
+    return {"text": here.text(), "file": machines.FILE, "form": machines.FORM}
 
 
 def said(error: PackError) -> dict[str, str]:

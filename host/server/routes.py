@@ -1,4 +1,5 @@
-"""The HTTP routes of the AnyGPU tab. All are read-only except two: one reruns the probes, one recovers a saved latent.
+"""The HTTP routes of the AnyGPU tab. All are read-only except three: two ask the device and keep its answers, one
+recovers a saved latent.
 
 Every body is small JSON and is checked here. No text from a client ever becomes a path.
 """
@@ -60,8 +61,9 @@ async def memory(request: web.Request) -> Any:
 
 
 async def run(request: web.Request) -> Any:
-    """The last run, with what its stages cost."""
-    return {**runs.last_run(), "costs": await asyncio.to_thread(panel.last_costs, runs.costs_before())}
+    """The last run, with what its stages cost, and what its sampling did otherwise than the one before."""
+    costs = await asyncio.to_thread(panel.last_costs, runs.costs_before())
+    return {**runs.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 
 
 async def graph(request: web.Request) -> Any:
@@ -73,12 +75,17 @@ async def graph(request: web.Request) -> Any:
 
 async def probes(request: web.Request) -> Any:
     """The machine after asking the device anew; refused while a run is on, whose memory and time it would take."""
-    await body_of(request)
-    if _busy():
-        raise web.HTTPConflict(
-            text=_refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
-        )
+    await _idle(request)
     return await asyncio.to_thread(panel.machine, True)
+
+
+async def share(request: web.Request) -> Any:
+    """This machine as the file that its owner may share, to look at: the page saves it, and nobody sends it.
+
+    Refused while a run is on, since probes that were not asked yet are.
+    """
+    await _idle(request)
+    return await asyncio.to_thread(panel.shared_machine)
 
 
 async def error_parts(request: web.Request) -> Any:
@@ -87,7 +94,7 @@ async def error_parts(request: web.Request) -> Any:
 
 
 async def latents(request: web.Request) -> Any:
-    """The kept latents, newest first."""
+    """The saved latents, newest first."""
     return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
 
 
@@ -118,6 +125,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/latents", latents),
     ("GET", "/latents/{id}/picture", picture),
     ("POST", "/probes", probes),
+    ("POST", "/share", share),
     ("POST", "/latents/recover", recover),
     ("POST", "/error", error_parts),
 )
@@ -215,7 +223,15 @@ def _shown(item: Any) -> dict[str, str]:
     }
 
 
-def _busy() -> bool:
-    """Whether ComfyUI is running a prompt."""
+async def _idle(request: web.Request) -> None:
+    """Return where the device may be asked.
+
+    Raises:
+        InputError: no JSON object in the body. web.HTTPException: ComfyUI is running a prompt.
+    """
+    await body_of(request)
     queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
-    return bool(getattr(queue, "currently_running", None))
+    if getattr(queue, "currently_running", None):
+        raise web.HTTPConflict(
+            text=_refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
+        )

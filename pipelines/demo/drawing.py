@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from .. import stages
-from ..base import Pipeline, PromptRequest, SampleSettings, Silent
+from ..base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from ..vae.plan import Form
-from .scenes import Scene, agreement, scene_of, scenes
+from .scenes import EXAMPLE, Scene, agreement, first_frame, scene_in, scene_of, scenes
+from .stand_in import FIT, one_section
 
 SHEET_FRAMES, SHEET_ROWS, ZOOM = 5, 12, 2
 
@@ -23,12 +24,22 @@ def chosen_scenes(count: int, seed: int = 19) -> list[Scene]:
 
 
 def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = None, **settings: Any) -> torch.Tensor:
-    """The frames (F, H, W, 3) in 0..1 of one clip, in the size and steps of the model's own unless ``settings`` say."""
+    """The frames (F, H, W, 3) in 0..1 of one clip, in the size and steps of the model's own unless ``settings`` say.
+
+    A model that starts from a picture is given that of the scene.
+    """
     progress = Silent()
     with torch.no_grad():
         encoded = stages.encode_prompt(pipeline, PromptRequest(prompt), progress)
         chosen = SampleSettings(**{"width": 0, "height": 0, "frames": 0, "seed": seed, **settings})
-        return stages.decode(pipeline, stages.sample(pipeline, encoded, None, chosen, progress), progress, form=form)
+        if pipeline.spec.sections:
+            picture = first_frame(scene_in(prompt) or EXAMPLE)
+            image = stages.encode_image(pipeline, ImageRequest(picture, *picture.shape[2:0:-1]), FIT, progress)
+            framepack = FramePackSettings(*one_section(pipeline))
+            latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress)
+        else:
+            latents = stages.sample(pipeline, encoded, None, chosen, progress)
+        return stages.decode(pipeline, latents, progress, form=form)
 
 
 def scores(clips: Sequence[torch.Tensor], asked: Sequence[Scene]) -> dict[str, float]:

@@ -32,6 +32,9 @@ MOTIONS: dict[str, str] = {
     "shrink": "shrinks",
     "spin": "spins",
 }
+RADIUS = {"circle": 14.2, "square": 12.2, "triangle": 9.5}  # of the inner circle, in pixels of 64
+TRAVEL = (15.0, 19.0)  # such pixels from the first frame to the last
+GROWTH = (0.6, 1.25)  # of the radius
 FEWEST_PIXELS = 30  # a shape of fewer is none
 MOVED_PIXELS, GROWN, TURNED = 6.0, 1.6, math.radians(20)  # between the first frames and the last
 CORNERS = 0.15  # the least harmonic of a shape with corners: 0.34 for a triangle, 0.33 for a square, 0.0 for a circle
@@ -51,6 +54,9 @@ class Scene:
         return f"a {self.colour} {self.shape} {MOTIONS[self.motion]} on {self.ground}"
 
 
+EXAMPLE = Scene("circle", "red", "left", "blue")
+
+
 def scenes() -> list[Scene]:
     """Every scene; a circle that spins looks like one that does not."""
     return [
@@ -62,6 +68,34 @@ def scenes() -> list[Scene]:
         for ground in COLOURS
         if ground != colour
     ]
+
+
+def first_frame(scene: Scene) -> torch.Tensor:
+    """The picture (1, 64, 64, 3) in 0..1 that a clip of this scene begins with; its motion is about the centre."""
+    palette = {name: torch.tensor(rgb) / 255 for name, rgb in COLOURS.items()}
+    half = sum(TRAVEL) / 4
+    across, down = {"left": (half, 0), "right": (-half, 0), "up": (0, half), "down": (0, -half)}.get(
+        scene.motion, (0, 0)
+    )
+    low, high = GROWTH
+    radius = RADIUS[scene.shape] * {"grow": low, "shrink": high}.get(scene.motion, 1.0)
+    steps = torch.arange(64) + 0.5 - 32
+    distance = MEASURES[scene.shape](*torch.broadcast_tensors(steps[None, :] - across, steps[:, None] - down))
+    mask = (radius - distance + 0.5).clamp(0, 1)[..., None]
+    return (palette[scene.ground] + (palette[scene.colour] - palette[scene.ground]) * mask)[None]
+
+
+def _triangle(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    half = math.sqrt(3) / 2
+    return torch.maximum(v, half * u.abs() - 0.5 * v)
+
+
+# The radius of the inner circle of the shape whose edge goes through (u, v); v points down.
+MEASURES = {
+    "circle": torch.hypot,
+    "square": lambda u, v: torch.maximum(u.abs(), v.abs()),
+    "triangle": _triangle,
+}
 
 
 def at_night(colours: torch.Tensor) -> torch.Tensor:

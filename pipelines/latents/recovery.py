@@ -111,6 +111,11 @@ def listing(folder: Path) -> list[Kept]:
     return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
+def by_date(folder: Path) -> list[Path]:
+    """The files in the folder, newest first, unread."""
+    return sorted(folder.glob("*.safetensors"), key=_modified, reverse=True)
+
+
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
     """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
@@ -135,14 +140,14 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
         fitting = [kept.id for kept in every if family in ("", kept.family)]
         if not fitting:
             raise CheckpointError(
-                f"no kept latents of {family!r}",
+                f"no saved latents of {family!r}",
                 expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
                 fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
             )
         name = fitting[0]
     if name not in ids:
         raise CheckpointError(
-            f"no kept latents {name!r}" if ids else "no kept latents at all",
+            f"no saved latents {name!r}" if ids else "no saved latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
             fix="Press R to refresh the list."
             if ids
@@ -231,9 +236,8 @@ def _make_newest(folder: Path, path: Path) -> None:
 
 def _sweep(folder: Path, newest: Path, limit_bytes: int) -> None:
     """Remove the oldest files until the rest fits into ``limit_bytes``; the newest always stays."""
-    files = sorted(folder.glob("*.safetensors"), key=_modified, reverse=True)
     total = 0
-    for path in [newest, *(file for file in files if file != newest)]:
+    for path in [newest, *(file for file in by_date(folder) if file != newest)]:
         total += path.stat().st_size if path.exists() else 0
         if total > limit_bytes and path != newest:
             path.unlink(missing_ok=True)

@@ -56,8 +56,12 @@ class TokenizerFiles:
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
-def llama3() -> TokenizerFiles:
-    """The text tokenizer of HunyuanVideo: byte-level pairs with Llama 3's split, ``<image>`` and ``<pad>`` added."""
+def llama3(words: str = WORDS) -> TokenizerFiles:
+    """The text tokenizer of HunyuanVideo: byte-level pairs with Llama 3's split, ``<image>`` and ``<pad>`` added.
+
+    Args:
+        words: get a token each, beside those of the templates.
+    """
     from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video, pipeline_hunyuan_video_image2video
     from tokenizers import processors
 
@@ -66,7 +70,7 @@ def llama3() -> TokenizerFiles:
         for module in (pipeline_hunyuan_video, pipeline_hunyuan_video_image2video)
     ]
     special = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    tokenizer = _byte_level(LLAMA3_SPLIT, [*templates, WORDS], (*special, "<unk>", "<image>", "<pad>"))
+    tokenizer = _byte_level(LLAMA3_SPLIT, [*templates, words], (*special, "<unk>", "<image>", "<pad>"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A",
         pair="<|begin_of_text|> $A <|begin_of_text|> $B",
@@ -104,8 +108,12 @@ def qwen2() -> TokenizerFiles:
     )
 
 
-def clip() -> TokenizerFiles:
-    """The second tokenizer of HunyuanVideo: byte pairs with an end-of-word mark, at most 77 tokens."""
+def clip(words: str = WORDS) -> TokenizerFiles:
+    """The second tokenizer of HunyuanVideo: byte pairs with an end-of-word mark, at most 77 tokens.
+
+    Args:
+        words: get a token each.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     splitter = pre_tokenizers.Sequence(
@@ -115,7 +123,7 @@ def clip() -> TokenizerFiles:
         ]
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces, merges = _byte_pairs(splitter, [WORDS.lower()], suffix="</w>")
+    pieces, merges = _byte_pairs(splitter, [words.lower()], suffix="</w>")
     ends = ("<|startoftext|>", "<|endoftext|>")
     vocabulary = dict.fromkeys([*alphabet, *(letter + "</w>" for letter in alphabet), *pieces, *ends])
     ids = {piece: number for number, piece in enumerate(vocabulary)}

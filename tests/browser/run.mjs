@@ -17,12 +17,16 @@ import {
   tabKeepsToItself,
   tabShowsTheRun,
 } from "./notices.mjs";
+import { changesAreTold, machineIsShared } from "./receipts.mjs";
 import { chosenModes, picture, report } from "./reporting.mjs";
-import { browseTemplates, ended, names, queue, scrolledTo, shrink, source } from "./running.mjs";
+import { browseTemplates, described, ended, names, queue, scrolledTo, shrink, source } from "./running.mjs";
 
 async function templates({ page }, nodes2) {
   await browseTemplates(page);
   await picture(page, nodes2 ? null : "templates.png", { height: 900 });
+  const [first] = described;
+  for (const text of [first.description, ...first.tags]) await page.getByText(text, { exact: true }).first().waitFor();
+  assert.equal(await page.getByText("ltx_text_to_video", { exact: true }).count(), 0, "a file name for a title");
   for (const name of await names()) await (await scrolledTo(page, name)).waitFor();
   await page.keyboard.press("Escape");
 }
@@ -97,6 +101,8 @@ for (const nodes2 of chosenModes()) {
     await check("the tab follows the graph", () => tabFollowsTheGraph(open));
     await check("the tab shows the run and recovers its latents", () => tabShowsTheRun(open));
     await check("the tab offers what fits the graph and shows no prompt", () => tabKeepsToItself(open));
+    await check("the tab tells what changed since the sampling before", () => changesAreTold(open));
+    await check("this machine is shown, then saved as a file to share", () => machineIsShared(open));
     await check("the tab is accessible in both themes", () => tabIsAccessible(open));
     await check("each error says what to do and leads to its node", () => errorsSayWhatToDo(open));
     await check("out of memory of the host is mended by what the notice says", () => memoryIsMended(open));

@@ -22,6 +22,8 @@ from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.device.report import report_on
 from anygpu.compat.errors import PackError, parts_of
+from anygpu.compat.memory import prefetch
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
@@ -33,7 +35,7 @@ from simulated import accelerator
 from test_routes import Pack, graph_of, pack  # noqa: F401
 
 from hostile.faults import ABSENT, LIES, TESTS, clip, misbehaving
-from hostile.outside import CONSTANT, DEVICE, DOWNLOAD, FACTS, FILES, FLAGS, HOST, JOB, TABLE, questions
+from hostile.outside import CONSTANT, DEVICE, DOWNLOAD, FACTS, FARM, FILES, FLAGS, HOST, JOB, STREAMS, TABLE, questions
 from hostile.test_device import RAISED, TRITON_ERRORS
 
 ROUNDING = 1e-5
@@ -56,7 +58,7 @@ def test_every_question_to_the_outside_is_in_the_table() -> None:
 
 
 def test_who_is_said_to_attack_a_question_names_it() -> None:
-    known = {JOB, FACTS, FLAGS, FILES, CONSTANT, HOST, DOWNLOAD}
+    known = {JOB, FACTS, STREAMS, FLAGS, FILES, CONSTANT, HOST, DOWNLOAD, FARM}
     assert set(TABLE.values()) == known
     text = (TESTS / HOST).read_text(encoding="utf-8")
     missing = [name for name, by in TABLE.items() if by == HOST and name.rpartition(".")[2] not in text]
@@ -279,6 +281,23 @@ def test_import_load_clip_and_report_where_nobody_answers_at_all(
     assert done.returncode == 0, done.stderr[-2000:]
     for one, other in zip(torch.load(tmp_path / "clip.pt"), expected, strict=True):
         torch.testing.assert_close(one, other, atol=ROUNDING, rtol=ROUNDING)
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch.Event", "torch.Stream", "torch.accelerator.current_stream"])
+def test_a_device_whose_streams_misbehave_copies_before_it_computes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device:
+        assert prefetch.copy_stream(device) is not None
+        for behaviour in (ABSENT, *RAISES, *LIES):
+            with monkeypatch.context() as patched:
+                attack(patched, name, behaviour)
+                assert prefetch.copy_stream(device) is None, behaviour
+                with MemoryStats().moving(1, device):  # which asks the device's clock
+                    pass
 
 
 # ---- torch's flags ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.demo import demo_loras, demo_models, drawing, scenes
-from anygpu.pipelines.demo.stand_in import EXAMPLE, own_inputs
+from anygpu.pipelines.demo.stand_in import own_inputs
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
@@ -43,6 +43,12 @@ def test_the_checker_sees_nothing_on_an_empty_ground_and_no_motion_in_a_frozen_c
     asked = scenes.Scene("square", "red", "left", "blue")
     clip = drawn_exactly(world, [asked])[0]
     assert scenes.scene_of(clip[:1].expand(9, -1, -1, -1)).motion == "still"
+
+
+def test_the_first_frame_is_that_of_a_clip_in_the_middle(world):
+    for scene in scenes.scenes()[::47]:
+        clip = world.draw([scene], torch.Generator().manual_seed(0), spread=0)[0, :, 0].permute(1, 2, 0)
+        assert torch.allclose(scenes.first_frame(scene)[0], (clip + 1) / 2, atol=1e-5)
 
 
 def test_a_caption_and_its_scene_are_the_same():
@@ -80,7 +86,8 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     assert own_inputs(pipeline, given, said.append) == {**given, **own}
     assert "width 704 -> 64" in said[0] and "cfg" not in said[0] and len(said) == 1
     drawn = own_inputs(pipeline, {"text": "a woman smiles", "negative": "blurry"}, said.append)
-    assert drawn == {"text": EXAMPLE, "negative": ""} and "Its words: circle, square" in said[1] and len(said) == 2
+    assert drawn == {"text": scenes.EXAMPLE.caption, "negative": ""}
+    assert "Its words: circle, square" in said[1] and len(said) == 2
     asked = {"text": "A blue square moves right on yellow.", "negative": ""}
     assert own_inputs(pipeline, {**asked, "negative": "blurry"}, said.append) == asked and len(said) == 3
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3

@@ -1,0 +1,148 @@
+"""What changed between the last two samplings: their receipts beside each other, in the words of the inputs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..compat.errors import PackError
+from .job_format import Content, job_in
+from .latents import recovery
+from .receipts import differing, read_receipt
+from .requests import LOAD_INPUTS
+
+UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
+OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
+MODELS_OWN, NONE, MORE = "the model's own", "none", "…"
+HASH = 6  # letters of a content that tell two of one name apart
+CONTEXT = 3  # words that stay on each side of what changed in a long text
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that was otherwise before, as text."""
+
+    subject: str
+    before: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The last sampling beside the one before it.
+
+    Args:
+        before: when the earlier one was, in local time. same: whether both made the same latents, bit for bit.
+        missing: what made one of them and is in no receipt, such as a noise mask.
+    """
+
+    before: str
+    same: bool
+    changes: tuple[Change, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The outcome in one sentence."""
+        if self.same:
+            return "The same latents, bit for bit" + (", although this changed:" if self.changes else ".")
+        if self.changes:
+            return "This changed:"
+        return "Other latents, although nothing changed that a receipt records."
+
+
+def last_two(folder: Path) -> Comparison | None:
+    """How the newest kept latents with a receipt differ from those before them; None where there are fewer than two.
+
+    Args:
+        folder: of kept latents. Reads headers only.
+    """
+    records: list[tuple[float, Mapping[str, Any]]] = []
+    for path in recovery.by_date(folder):
+        with suppress(PackError, OSError):  # of core's samplings, damaged, or removed just now
+            records.append((path.stat().st_mtime, read_receipt(path)))
+        if len(records) == 2:
+            (_, now), (date, before) = records
+            when = datetime.datetime.fromtimestamp(date).isoformat(" ", "minutes")
+            missing = dict.fromkeys(text for record in (before, now) for text in _texts(record.get("missing")))
+            same = isinstance(now.get("latents"), str) and now["latents"] == before.get("latents")
+            return Comparison(when, same, changes(before, now), tuple(missing))
+    return None
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
+    """What differs between two receipts: what was asked for first, then device, versions and decisions."""
+    earlier, later = _asked(before), _asked(now)
+    rows = [
+        Change(name, *_trimmed(earlier.get(name, NONE), later.get(name, NONE)))
+        for name in dict.fromkeys((*later, *earlier))
+        if earlier.get(name, NONE) != later.get(name, NONE)
+    ]
+    asked = {row.subject for row in rows}
+    rows += [
+        Change(name, NONE if old is None else str(old), NONE if new is None else str(new))
+        for name, old, new in differing(before, now)
+        if name not in asked
+    ]
+    return tuple(rows)
+
+
+def _asked(record: Mapping[str, Any]) -> dict[str, str]:
+    """Everything that a receipt's job sets, by the names that people know; empty where it has none."""
+    with suppress(PackError):  # somebody edited it, or it was not written down
+        job, defaults = job_in(record.get("job")), {name: row.default for name, row in LOAD_INPUTS.items()}
+        return dict(_leaves(replace(job, family="", load={**defaults, **job.load}), ()))  # the model says its family
+    return {}
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """The plain values in ``value`` by name, such as ``LoRA 1 strength``."""
+    if is_dataclass(value) and not isinstance(value, (type, Content)):
+        for item in fields(value):
+            yield from _leaves(getattr(value, item.name), (*path, item.name))
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, str(name)))
+    elif isinstance(value, tuple) and value and not isinstance(value[0], (int, float)):
+        singular = path[-1].removesuffix("s").replace("lora", "LoRA")
+        for number, inner in enumerate(value, 1):
+            yield from _leaves(inner, (*path[:-1], f"{singular} {number}"))
+    elif value is not None:
+        name = " ".join(part for part in path if part not in UNNAMED) or path[-1]
+        yield name.replace("_", " ").replace("prompt negative", "negative prompt"), _text(path[-1], value)
+
+
+def _text(name: str, value: Any) -> str:
+    """A value as people read it."""
+    if isinstance(value, Content):
+        return " ".join(filter(None, (value.name, f"({value.content[:HASH]})" if value.content else "")))
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(_text(name, item) for item in value) or NONE
+    if isinstance(value, (int, float)):
+        return MODELS_OWN if name in OWN and value == 0 else f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value) or NONE
+
+
+def _trimmed(before: str, now: str) -> tuple[str, str]:
+    """Two texts without most of the words that both begin and end with."""
+    old, new = before.split(), now.split()
+    shortest = min(len(old), len(new))
+    head = next((n for n in range(shortest) if old[n] != new[n]), shortest)
+    tail = next((n for n in range(shortest - head) if old[-1 - n] != new[-1 - n]), shortest - head)
+    first, last = max(head - CONTEXT, 0), max(tail - CONTEXT, 0)
+
+    def part(words: list[str]) -> str:
+        kept = words[first : len(words) - last]
+        return " ".join([MORE] * bool(first) + kept + [MORE] * bool(last)) or NONE
+
+    return part(old), part(new)
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
