@@ -185,7 +185,7 @@ def main() -> int:
             strips[switch.name] = strip(shown)
             if whole:
                 keep([measured(choice, switch, shown, plain, asked)], given.dry)
-        names[choice], picture = list(strips), f"images/quality_{folder.name}.png"
+        names[choice], picture = list(strips), f"images/quality_{folder.name}.webp"
         pictures[choice] = picture
         if not given.dry:
             drawing.save_sheet(list(strips.values()), list(strips), DOCS / picture)
