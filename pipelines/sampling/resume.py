@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compat.checkpoints.identity import content_of
+from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, state_of
 from ...compat.precision import Precision
@@ -266,7 +266,7 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
     """The bytes of nested values: names, numbers and every bit of every tensor."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield bytes_of(value)
     elif isinstance(value, Mapping):
         for key in sorted(value):
             yield f"<{key}>".encode()
