@@ -65,7 +65,7 @@ class Printed:
         text = StageText(stage)
         if self._bar is None or text.name != self._stage:
             self.close()
-            self._bar, self._stage = tqdm(total=total, disable=None), text.name
+            self._bar, self._stage = tqdm(total=total, initial=max(0, done - 1), disable=None), text.name
         self._bar.total = total
         self._bar.set_description(str(text), refresh=False)
         self._bar.update(done - self._bar.n)

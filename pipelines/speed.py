@@ -309,10 +309,12 @@ def running(
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, device, **seconds),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
     ):
         try:
             yield
+            if pipeline.resuming is not None and pipeline.resuming.skipped:  # a part of it: no measure of the whole
+                cost.modelled_seconds = cost.forecast_seconds = 0.0
         except PackError:
             raise
         except Exception as error:

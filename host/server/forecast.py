@@ -193,10 +193,13 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     run = f"{size.width}x{size.height}, {size.frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))
+    clips = int(plain.get("batch_size", 1))
+    run += f", {clips} videos" if clips > 1 else ""
 
     def times(mode: str, room: int | None) -> TimeForecast | None:
         planned = planned_run(pipeline, asked, settings)
-        return times_of(pipeline, planned, [mode], room, memory_manager.room_on).get(mode)
+        one = times_of(pipeline, planned, [mode], room, memory_manager.room_on).get(mode)
+        return None if one is None else one.of_clips(clips)
 
     return run, lambda mode, room: forecast(pipeline, asked, mode, room, memory_manager.room_on).stages, times
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compat.checkpoints.identity import content_of
+from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, state_of
 from ...compat.precision import Precision
@@ -153,12 +153,14 @@ class Resuming:
     Args:
         store: where. key: of the sampling. progress: told where it goes on.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
+        skipped: steps that an earlier run had done.
     """
 
     store: StepStore
     key: str
     progress: Progress
     broken: bool = False
+    skipped: int = 0
 
     def abandon(self) -> None:
         """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
@@ -193,6 +195,7 @@ class Steps:
         where = f"after step {state.done} of {len(schedule)}"
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
+        self.resuming.skipped += state.done
         return state.latents.to(latents), state.done
 
     def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
@@ -263,7 +266,7 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
     """The bytes of nested values: names, numbers and every bit of every tensor."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield bytes_of(value)
     elif isinstance(value, Mapping):
         for key in sorted(value):
             yield f"<{key}>".encode()
