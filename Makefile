@@ -80,7 +80,6 @@ test-full-host: $(READY)
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
-	$(PY) tests/browser/drive.py layout.mjs
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs

@@ -65,7 +65,7 @@ class Printed:
         text = StageText(stage)
         if self._bar is None or text.name != self._stage:
             self.close()
-            self._bar, self._stage = tqdm(total=total, disable=None), text.name
+            self._bar, self._stage = tqdm(total=total, initial=max(0, done - 1), disable=None), text.name
         self._bar.total = total
         self._bar.set_description(str(text), refresh=False)
         self._bar.update(done - self._bar.n)
@@ -292,14 +292,17 @@ def replay(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace) -> Any:
     """Where the job of ``arguments`` runs."""
+    from .compat.device.facts import accelerators, default_device, rooms_on
     from .pipelines.jobs import Machine, Places
 
     beside = [Path(arguments.job).parent] if arguments.job else []
+    cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
     return Machine(
         places=Places(tuple(map(Path, arguments.search)), (*beside, Path())),
         state=Path(arguments.state).expanduser(),
         device=arguments.device,
         trace=None if arguments.profile is None else Path(arguments.profile),
+        cards=cards,
     )
 
 

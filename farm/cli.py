@@ -61,13 +61,20 @@ def state(arguments: argparse.Namespace) -> int:
 
 def cancel(arguments: argparse.Namespace) -> int:
     """Ask for the end of jobs, by the first digits of their keys."""
+    from .driver import lines_in
     from .render import task_of
 
     folder = JobFolder(Path(arguments.folder))
-    from .driver import lines_in
-
     keys = [task_of(line).key for line in lines_in(folder.job_files())]
-    folder.cancel(key for key in keys if any(key.startswith(start) for start in arguments.keys))
+    meant = {start: [key for key in keys if key.startswith(start)] for start in arguments.keys}
+    folder.cancel(dict.fromkeys(key for matches in meant.values() for key in matches))
+    unknown = [start for start, matches in meant.items() if not matches]
+    if unknown:
+        raise InputError(
+            f"no job in {arguments.folder!r} whose key begins with {', '.join(map(repr, unknown))}",
+            expected="the first digits of a key of its job files",
+            fix="`anygpu-farm state FOLDER` shows the keys of those that run.",
+        )
     return 0
 
 
@@ -133,6 +140,12 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     from .render import Renderer, reached_in, task_of
 
     models = tuple(Path(root).resolve() for root in arguments.models)
+    if arguments.group < 1 or (arguments.branches and arguments.group % 2):
+        raise InputError(
+            f"--group {arguments.group}{' --branches' if arguments.branches else ''}",
+            expected=f"1 or more devices{', an even number' if arguments.branches else ''}",
+            fix="For example --group 2.",
+        )
     folder = JobFolder(folder.root.resolve())
     renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
     if arguments.address:
@@ -141,12 +154,32 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         count = arguments.workers or max(gpus, 1)
     else:
         gpus = value_or(lambda: int(torch.accelerator.device_count()), 0) if arguments.device is None else 0
-        count = arguments.local or max(gpus, 1)
-        ray = cluster.start_here(count, gpus)
+        count = arguments.local or max(gpus, arguments.group)
+        ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), _say)
-    driver.hire(count, renderer, {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1})
+    needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
+    if arguments.group > 1:
+        _hire_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
+    else:
+        driver.hire(count, renderer, needs)
     return driver
+
+
+def _hire_groups(
+    driver: Any, arguments: argparse.Namespace, renderer: Any, needs: dict[str, float], count: int
+) -> None:
+    """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
+    from ray.util import placement_group
+
+    from .group import GroupRenderer, loopback_name
+
+    room = {"CPU": needs["num_cpus"], **({"GPU": needs["num_gpus"]} if "num_gpus" in needs else {})}
+    loopback = "" if arguments.address else loopback_name()
+    for _ in range(count):
+        place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
+        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback)
+        driver.hire(1, leader, {"num_cpus": 0})
 
 
 def _say(text: str) -> None:
@@ -168,6 +201,10 @@ def _parser() -> argparse.ArgumentParser:
         where.add_argument("--local", type=int, default=0, metavar="N", help="N workers here (default: one per device)")
         where.add_argument("--address", default="", help="a Ray cluster, such as 10.0.0.5:6379, or auto")
         command.add_argument("--workers", type=int, default=0, help="of a cluster (default: its GPUs)")
+        command.add_argument("--group", type=int, default=1, metavar="N", help="render each video on N alike devices")
+        command.add_argument(
+            "--branches", action="store_true", help="half of each group for the prompt, half for the negative prompt"
+        )
         command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
         command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
         command.add_argument("--state", default=STATE, help=f"folder of this machine for test results ({STATE})")

@@ -80,8 +80,8 @@ class Driver:
     def hire(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
         actor = self.ray.remote(Worker)
-        for index in range(count):
-            hand = Hand(f"{self.name}-{index}", None)
+        for _ in range(count):
+            hand = Hand(f"{self.name}-{len(self.hands)}", None)
             options = {"name": hand.name, "max_restarts": -1, "max_concurrency": ANSWERS, **needs}
             hand.actor = actor.options(**options).remote(renderer)
             self.hands.append(hand)
@@ -159,15 +159,14 @@ class Driver:
         """Take in what became of a call."""
         try:
             answer = self.ray.get(call)
-        except self.ray.exceptions.RayActorError:
-            self._died(hand)
+        except self.ray.exceptions.RayActorError as error:
+            if hand.up:
+                self._died(hand)
+            else:  # Ray retries this call for as long as it restarts the process: it has given it up
+                self._broke(hand, str(error).strip().splitlines()[-1])
             return
-        except self.ray.exceptions.RayError as error:  # such as a worker whose packages cannot be imported
-            hand.broken = first_line(error)
-            if hand.task is not None:
-                self.schedule.put_back(hand.task)
-                hand.task = None
-            self.say(f"{hand.name}: {hand.broken}")
+        except self.ray.exceptions.RayError as error:
+            self._broke(hand, first_line(error))
             return
         if isinstance(answer, Outcome):
             self._ended(hand, answer)
@@ -219,6 +218,14 @@ class Driver:
             self._fail(task, f"{task.deaths} workers died at this job without a further step")
         else:
             self.schedule.put_back(task)
+
+    def _broke(self, hand: Hand, text: str) -> None:
+        """A worker gets no jobs any more, such as one whose packages cannot be imported; others do its job."""
+        hand.broken = text
+        if hand.task is not None:
+            self.schedule.put_back(hand.task)
+            hand.task = None
+        self.say(f"{hand.name}: {text}")
 
     def _fail(self, task: Task, text: str) -> None:
         self.folder.fail(task.key, text)

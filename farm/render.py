@@ -13,6 +13,7 @@ import torch
 
 from ..compat.device.facts import value_or
 from ..compat.durable import replacing, require_writable
+from ..compat.ranks import Group
 from ..compat.records import json_in
 from ..paint.jobs import KIND as PAINT
 from ..paint.jobs import Item, PaintJob, paint_job_in
@@ -22,6 +23,7 @@ from ..pipelines.job_folder import JobFolder
 from ..pipelines.jobs import Content, Job, Machine, Places, job_in, load_pipeline, run
 from ..pipelines.movie import read_frames, write_mp4
 from ..pipelines.receipts import decoded_receipt, tags_for
+from ..pipelines.split import on_group
 from .schedule import Task
 
 OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
@@ -56,12 +58,14 @@ class Renderer:
     Args:
         folder: whose results it writes, seen by all machines under this path. models: folders that are searched.
         state: of this machine, for probe results. device: None for the default device.
+        group: processes that render each video together; None for this one alone.
     """
 
     folder: Path
     models: tuple[Path, ...]
     state: Path
     device: Any = None
+    group: Group | None = None
     _pipeline: Any = field(default=None, repr=False)
     _model: str = ""
 
@@ -83,8 +87,12 @@ class Renderer:
         kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
         places = Places((*self.models, DEMOS), (self.folder,))
         machine = Machine(places, self.state, self.device, unfinished=kept)
-        self._pipeline = self._pipeline or load_pipeline(job, machine, progress)
+        if self._pipeline is None:
+            pipeline = load_pipeline(job, machine, progress)
+            self._pipeline = pipeline if self.group is None else on_group(pipeline, self.group)
         rendered = run(job, machine, progress, self._pipeline)
+        if self.group is not None and not self.group.leads:
+            return "", rendered.frames
         tags = tags_for(decoded_receipt(rendered.latents, job.decode))
         path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4", tags)
         shutil.rmtree(kept, ignore_errors=True)

@@ -47,6 +47,14 @@ class Outcome:
     seconds: float = 0.0
 
 
+class Ended(Exception):
+    """Raised by a render whose end was told by other processes."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
+
+
 class Cancelled(BaseException):
     """Raised inside a render that somebody wants to end."""
 
@@ -77,6 +85,11 @@ class Watch:
     def notify(self, text: str) -> None:
         """Keep one line that the user should read."""
         self.notes.append(text)
+
+    @property
+    def ending(self) -> bool:
+        """Whether somebody wants the job to end."""
+        return self._ended.is_set()
 
     def end(self) -> None:
         """End the job at its next layer."""
@@ -113,6 +126,8 @@ class Worker:
                 folder.finish(task.key, self.renderer.render(task.text, self._watch))
         except Cancelled:
             return Outcome(CANCELLED, "cancelled")
+        except Ended as ended:
+            return ended.outcome
         except Exception as error:  # whatever it is belongs to this job or this machine, and the next job is another
             return Outcome(verdict(error), text_of(error))
         finally:

@@ -8,11 +8,12 @@ MODEL's patcher is the pipeline's own, so the weights are on the device once who
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import comfy.weight_adapter
-from comfy.patcher_extension import CallbacksMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_execution.utils import get_executing_context
 
@@ -20,6 +21,7 @@ from ..compat.errors import InputError
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.loading import lora as loras
 from ..pipelines.loading.lora_kinds import BIAS
+from ..pipelines.settings import of_checkpoint
 from .core_patches import unread_patches
 from .core_vae import CoreVAE
 from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
@@ -58,19 +60,49 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     patcher = offloader.patcher_of(TRANSFORMER, made)
     keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
+    if pipeline.stands_in_for:
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
     if reload is not None:
         patcher.cached_patcher_init = (_model_again, (reload,))
     return patcher
+
+
+def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a demo model samples in a published one's place: a corner, of its own size, of core's latents."""
+    own = of_checkpoint(pipeline).defaults
+    spatial, temporal = pipeline.spec.ratios
+    sides = (own.frames - 1) // temporal + 1, own.height // spatial, own.width // spatial
+    call = inspect.signature(executor.original).bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    larger = tuple(given["latent_image"].shape[-3:]) != sides
+
+    def corner(latents: Any) -> Any:
+        return None if latents is None else latents[..., : sides[0], : sides[1], : sides[2]].contiguous()
+
+    if larger and len(given["latent_shapes"] or [0]) == 1:
+        for name in ("noise", "latent_image", "denoise_mask"):
+            given[name] = corner(given[name])
+        given["latent_shapes"] = [given["latent_image"].shape]
+        progress = _progress()
+        progress.notify(f"the demo model draws at its own size: {own.width}x{own.height}, {own.frames} frames")
+        progress.show()
+    return executor(*call.args, **call.kwargs)
 
 
 def _model_again(reload: Reload, **_dynamic: Any) -> PartPatcher | None:
     return model_of(reload({}), reload)
 
 
+def _progress() -> NodeProgress:
+    """The progress of the node that runs."""
+    context = get_executing_context()
+    return NodeProgress(None if context is None else context.node_id)
+
+
 def _begin(patcher: PartPatcher) -> None:
     """Say on the node that samples what has no effect; what was said of an earlier sampling is said again."""
-    context = get_executing_context()
-    progress = NodeProgress(None if context is None else context.node_id)
+    progress = _progress()
 
     def notify(text: str) -> None:
         if text not in progress.lines:

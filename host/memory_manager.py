@@ -23,7 +23,7 @@ from torch import nn
 
 from ..compat.checkpoints.packed import without_unpacking
 from ..compat.device.execution import HOST, current
-from ..compat.device.facts import default_device, free_bytes, value_or
+from ..compat.device.facts import accelerators, default_device, free_bytes, value_or
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.host_weights import DISK
@@ -68,9 +68,20 @@ def make_room(needed_bytes: int) -> None:
         comfy.model_management.free_memory(needed_bytes + reserve(), device)
 
 
-def evictable_bytes() -> int:
-    """Bytes of models on the device, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
-    device = compute_device()
+def cards() -> dict[torch.device, int | None]:
+    """The accelerators of this machine with the bytes that a run may take there; none where there is only one."""
+    devices = accelerators(compute_device())
+    return {device: room_on(device) for device in devices} if len(devices) > 1 else {}
+
+
+def room_on(device: torch.device) -> int | None:
+    """Bytes available to a run: what is free on ``device``, plus loaded models that ComfyUI can evict."""
+    free = free_bytes(device)
+    return free if free is None else free + evictable_bytes(device)
+
+
+def evictable_bytes(device: torch.device) -> int:
+    """Bytes of models on ``device``, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
     listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
     held = [item.model for item in listed if item.device == device and device.type != HOST.type]
     return sum(int(told_bytes(model.loaded_size, 0)) for model in held if model is not None)

@@ -16,7 +16,7 @@ import latent_preview
 import torch
 from server import PromptServer
 
-from ..compat.decision import Decision
+from ..compat.decision import CHOSEN, Decision
 from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left
@@ -80,7 +80,7 @@ class NodeProgress:
         self._run = NodeRun(node_id)
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
-        self._begun: dict[str, float] = {}  # by stage: one may be told of in between, as bytes that move within a step
+        self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
         self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
@@ -93,9 +93,10 @@ class NodeProgress:
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-            self._begun.setdefault(name, time.monotonic())
+            self._begun.setdefault(name, (time.monotonic(), done))  # another may be told of in between: bytes that move
         if name in PACED:
-            self._paced = f"{(time.monotonic() - self._begun[name]) / (done - 1):.2g} s per step" if done > 1 else ""
+            began, first = self._begun[name]
+            self._paced = f"{(time.monotonic() - began) / (done - first):.2g} s per step" if done > first else ""
         now = text if text.counted else f"{text} {done}/{total}"
         self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
@@ -120,11 +121,12 @@ class NodeProgress:
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Iterable[Decision]) -> None:
-        """End with what was decided: briefly under the node, with the reasons in the log; the side bar has both."""
+        """End with what was decided; briefly under the node, without what is off by itself. Tab and log have all."""
         decisions = tuple(decisions)
         for decision in decisions:
             log.info("AnyGPU: %s", decision)
-        self.finish("\n".join((status, *(decision.brief for decision in decisions))))
+        shown = (each for each in decisions if each.verdict != "off" or each.source == CHOSEN or each.alarming)
+        self.finish("\n".join((status, *(decision.brief for decision in shown))))
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
@@ -133,7 +135,8 @@ class NodeProgress:
         self._send("\n".join([status, *self.lines]))
 
     def _pace(self, done: int, total: int) -> str:
-        return time_left(time.monotonic() - self._begun[self._stage], done, total)
+        began, first = self._begun[self._stage]
+        return time_left(time.monotonic() - began, done, total, first)
 
     def _text(self, text: str) -> None:
         now = time.monotonic()

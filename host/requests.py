@@ -50,6 +50,7 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
         base=folders.provider_folder(given["base"]),
         image_encoder=folders.provider_folder(given["image_encoder"]),
         search=(*folders.model_roots(), *folders.encoder_roots()),
+        cards=memory_manager.cards(),
         **_here(machine),
     )
 
@@ -69,7 +70,8 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
     files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
     base = folders.provider_folder(given["base"])
     model = files.parts["transformer"]
-    return load_request(given, trace, model=model, files=files, base=base, **_here(machine))
+    cards = memory_manager.cards()
+    return load_request(given, trace, model=model, files=files, base=base, cards=cards, **_here(machine))
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
@@ -104,6 +106,7 @@ def machine_of(folder: Path) -> Machine:
         places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures))),
         state=folders.state_folder(),
         device=memory_manager.compute_device(),
+        cards=memory_manager.cards(),
         host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},
         single=Files({}, model_files.offered(), AUTO, model_files.tokenizers()),
     )

@@ -142,16 +142,16 @@ def weight_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "transformer_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the transformer computes. auto: ComfyUI's device.",
+            tooltip="Where the transformer computes. auto: ComfyUI's device, or a second card where that helps.",
         ),
         io.Combo.Input(
             "text_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the text encoders compute. auto: ComfyUI's device. cpu: they need no GPU memory, and take "
+            tooltip="Where the text encoders compute. auto: ComfyUI's device, or a second card where that helps. cpu: they need no GPU memory, and take "
                     "seconds to minutes per prompt.",
         ),
         io.Combo.Input(
             "vae_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the VAE computes. auto: ComfyUI's device. cpu: decoding needs no GPU memory, and is very "
+            tooltip="Where the VAE computes. auto: ComfyUI's device, or a second card where that helps. cpu: decoding needs no GPU memory, and is very "
                     "slow.",
         ),
         io.Float.Input(

@@ -18,6 +18,7 @@ from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.evidence import variant_choices
 from ..pipelines.loading.folder import LoadRequest, load
+from ..pipelines.placement import load_placed
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs
@@ -218,11 +219,12 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     here = (memory_manager.make_room, memory_manager.offloader_on)
     if problem := package_problem():
         progress.notify(problem)
-    pipeline = load(request, progress, *here)
+    pipeline = load_placed(request, progress, *here)
     progress.chosen(status_of(pipeline), pipeline.decisions)
 
     def reload(devices: Mapping[str, Any]) -> Any:
-        return load(replace(request, devices={**request.devices, **devices}), None, *here)
+        same = pipeline.request
+        return load(replace(same, devices={**same.devices, **devices}), None, *here)
 
     return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 

@@ -18,6 +18,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
+from ..compat.ranks import Group, Value
 from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
@@ -77,7 +78,7 @@ class Pipeline(KnownToHost):
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
     watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
     model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
-    by.
+    by. ``group`` are the processes that render one video together; None for this one alone.
     """
 
     spec: FamilySpec
@@ -100,6 +101,7 @@ class Pipeline(KnownToHost):
     resuming: Any = None
     stands_in_for: str = ""
     request: Any = None
+    group: Group | None = None
 
     def __repr__(self) -> str:
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
@@ -108,6 +110,10 @@ class Pipeline(KnownToHost):
     def family(self) -> str:
         """The frozen id of its family, as files have it."""
         return self.spec.id
+
+    def led(self, call: Callable[[], Value]) -> Value:
+        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
+        return call() if self.group is None else self.group.led(call)
 
     @property
     def patcher(self) -> Any:

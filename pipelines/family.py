@@ -17,6 +17,7 @@ import torch
 from ..compat.device.facts import GIBIBYTE
 from ..compat.memory.parts import denoises
 from ..compat.precision import PLAIN, ModelPrecision
+from ..compat.ranks import SplitPlan
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
 from .loading.keys import Layout
 
@@ -375,6 +376,7 @@ class FamilySpec:
         cautions: published files that gave others trouble.
         vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
         recipes: how its variants are run, by names of its own.
+        split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
         most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
     """
 
@@ -425,6 +427,7 @@ class FamilySpec:
     cautions: tuple[Caution, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
+    split: SplitPlan | None = None
 
     def __repr__(self) -> str:
         return f"<family {self.id}>"

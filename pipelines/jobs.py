@@ -29,12 +29,17 @@ from .job_format import write_job as write_job
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
-from .loading.folder import LoadRequest, find_models, load
+from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
 from .movie import read_frames
+from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
+from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .speed import with_step_cache
+from .vae.fallback import serve_decoding
+from .vae.plan import Form
+from .vae.shared import dismiss
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
@@ -127,7 +132,7 @@ class Machine:
         host: further arguments of ``load``: how a host around us frees memory and moves weights.
         single: what else pipelines of single files may take: other files, tokenizers.
         unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
-            None for the one with the kept latents.
+            None for the one with the kept latents. cards: as :class:`LoadRequest` has them.
     """
 
     places: Places
@@ -137,6 +142,7 @@ class Machine:
     host: Mapping[str, Any] = field(default_factory=dict)
     single: Files | None = None
     unfinished: Path | None = None
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +170,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
         image_encoder=None if job.image_encoder is None else find(job.image_encoder),
         files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
         device=machine.device,
+        cards=machine.cards,
         search=machine.places.models,
         state=machine.state,
     )
@@ -175,7 +182,7 @@ def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadR
     Args:
         request: what :func:`request_of` gave before; None asks it.
     """
-    pipeline = load(request or request_of(job, machine), progress, **machine.host)
+    pipeline = load_placed(request or request_of(job, machine), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file)
         pipeline = lora.with_lora(pipeline, path, adapter.strength, adapter.blocks, adapter.mode, progress)
@@ -188,6 +195,8 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
     Args:
         pipeline: of an earlier job with the same ``model_key``; None loads it.
 
+    Of a group, all processes call it, and the leader has the frames.
+
     Raises:
         PackError: what any of the stages refuses.
     """
@@ -195,23 +204,40 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
         pipeline = pipeline or load_pipeline(job, machine, progress)
         latents, kept = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
-        return Rendered(stages.decode(pipeline, latents, progress, form=job.decode), latents, kept)
+        return Rendered(decoded(pipeline, latents, progress, job.decode), latents, kept)
+
+
+def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
+    group = pipeline.group
+    if group is None:
+        return stages.decode(pipeline, latents, progress, form=form)
+    if not group.leads:
+        serve_decoding(pipeline, latents.samples.shape, progress)
+        return latents.samples.new_empty(0)
+    try:
+        return stages.decode(pipeline, latents, progress, form=form)
+    finally:
+        dismiss(group)
 
 
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
-    image, start = _images(job, machine, progress, pipeline)
+    group = pipeline.group
+    image, start = pipeline.led(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
-    prompt = stages.encode_prompt(pipeline, asked, progress)
+    prompt = pipeline.led(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
-    settings = replace(job.settings, width=size[0], height=size[1], latents=_video(job, machine, progress, pipeline))
+    video = pipeline.led(lambda: _video(job, machine, progress, pipeline))
+    settings = replace(job.settings, width=size[0], height=size[1], latents=video)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
-    steps = KeptSteps(unfinished / FOLDER, progress.notify)
+    steps: StepStore = KeptSteps(unfinished / FOLDER, progress.notify)
+    steps = steps if group is None else LeaderSteps(group, steps)
     if not pipeline.spec.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
-        kept = recovery.keep(store, latents, progress.notify)
+        kept = recovery.keep(store, latents, progress.notify) if group is None or group.leads else ""
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
@@ -220,7 +246,8 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
             with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
         keeper = recovery.KeptSections(unfinished, progress.notify, describe=signed)
-        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, keeper, steps)
+        sections = keeper if group is None else LeaderSections(group, keeper)
+        latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
         latents = signed(latents)
         kept = next(iter(keeper.names.values()), "")
     if kept:

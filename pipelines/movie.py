@@ -73,13 +73,13 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
 
 
 def tags_of(path: Path) -> dict[str, str]:
-    """The texts in the metadata of a video file, by name.
+    """The texts in the metadata of a video file, by name in small letters: Matroska writes capitals.
 
     Raises:
         CheckpointError: no such file, or no video.
     """
     with _opened(path, "a video file") as container:
-        return {str(name): str(text) for name, text in container.metadata.items()}
+        return {str(name).lower(): str(text) for name, text in container.metadata.items()}
 
 
 @contextmanager

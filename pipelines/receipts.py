@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import DIGITS, content_of, picture_content
+from ..compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
 from ..compat.checkpoints.latents import metadata_of, record_in
 from ..compat.device.facts import GIBIBYTE, value_or
 from ..compat.errors import CheckpointError, InputError, PackError
@@ -169,9 +169,9 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
 
 def latents_hash(latents: Latents) -> str:
     """A hash of every bit of the latents."""
-    values = latents.samples.detach().cpu().contiguous()
+    values = latents.samples
     digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
-    digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(bytes_of(values))
     return digest.hexdigest()[:DIGITS]
 
 

@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..compat import precision
-from ..compat.errors import InputError
-from ..compat.memory.offloader import part_devices
+from ..compat.device.execution import HOST
+from ..compat.device.facts import default_device, value_or
+from ..compat.errors import InputError, UnsupportedError
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
 from .loading.folder import AUTO, LoadRequest
 from .profiling import Profile
@@ -31,6 +34,30 @@ class LoadInput(NamedTuple):
     default: Any
     target: Callable[..., Any] | None = LoadRequest
     argument: str = ""
+
+
+def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
+    """Part to device, for the parts that are not left to ``auto``.
+
+    Raises:
+        UnsupportedError: an accelerator that this machine does not have.
+    """
+    asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
+    return {part: _device_named(name) for part, name in asked.items() if name not in ("auto", "")}
+
+
+def _device_named(name: str) -> str:
+    if not name.startswith("gpu:"):
+        return name
+    kind, index = default_device().type, int(name.removeprefix("gpu:"))
+    count = 0 if kind == HOST.type else value_or(lambda: int(torch.accelerator.device_count()), 1)
+    if index >= count:
+        raise UnsupportedError(
+            f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
+            expected="auto, cpu, or the number of an existing accelerator",
+            fix="Choose auto.",
+        )
+    return f"{kind}:{index}"
 
 
 LOAD_INPUTS: dict[str, LoadInput] = {

@@ -113,8 +113,8 @@ def _stand_in(pipeline: Pipeline) -> tuple[Decision, ...]:
         return ()
     defaults = of_checkpoint(pipeline).defaults
     size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames"
-    verdict = f"demo in place of {pipeline.stands_in_for!r}, which is not installed: coloured shapes at {size}"
-    return (Decision("model", verdict, "no model is installed; AnyGPU Download Model fetches one", AUTO),)
+    why = f"in place of {pipeline.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
+    return (Decision("model", f"draws coloured shapes at {size}", why, AUTO),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class Stage:
     range: str
     cost: str
     title: str
+    part: str  # whose device it computes on
 
     @property
     def again(self) -> str:
@@ -303,20 +304,24 @@ def running(
     """
     kept = pipeline.offloader.options.state is not None
     time = expected(pipeline, stage.cost, run()) if run is not None and kept else None
+    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    device = pipeline.offloader.device_of(stage.part)
     profile = getattr(pipeline.speed, "profile", None)
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, *((time.modelled, time.seconds) if time else ())),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
     ):
         try:
             yield
+            if pipeline.resuming is not None and pipeline.resuming.skipped:  # a part of it: no measure of the whole
+                cost.modelled_seconds = cost.forecast_seconds = 0.0
         except PackError:
             raise
         except Exception as error:
             if hasattr(error, EXPLAINED):
                 raise
             if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint) from error
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
                 raise _unexpected(error, stage.title, pipeline.source) from error
             raise
@@ -343,6 +348,12 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         if speed is not None and speed.request.fp16_sums:
             stack.enter_context(fp16_sums())
         counts: dict[str, Any] = {}
+        if cache is not None and pipeline.group is not None:
+            raise UnsupportedError(
+                f"step cache {cache.kind!r} on {pipeline.group.world.size} devices",
+                expected="no step cache, since each device would decide by its own tokens what to skip",
+                fix="Set the step cache to off for these jobs.",
+            )
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)

@@ -25,8 +25,8 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .memory.estimates import Size
-from .memory.fit import fit_offload, make_room_and_retry
+from .memory.estimates import TRANSFORMER, VAE, Size
+from .memory.fit import fit_offload, make_room_and_retry, release_text
 from .pictures import checked_frames, fitted, fitted_size, resized
 from .receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries
@@ -51,12 +51,12 @@ MOST_TOKENS = 1024
 MOST_STG = 20.0
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
-TEXT = Stage("encode prompt", "text", "encoding the prompt")
-IMAGE = Stage("encode image", "image", "encoding the image")
-VIDEO = Stage("encode video", "video", "encoding the video")
-UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents")
-SAMPLING = Stage("sample", "sampling", "sampling")
-DECODING = Stage("decode", "decoding", "decoding")
+TEXT = Stage("encode prompt", "text", "encoding the prompt", "text_encoder")
+IMAGE = Stage("encode image", "image", "encoding the image", VAE)
+VIDEO = Stage("encode video", "video", "encoding the video", VAE)
+UPSCALING = Stage("upscale latents", "upscaling", "upscaling the latents", "upscaler")
+SAMPLING = Stage("sample", "sampling", "sampling", TRANSFORMER)
+DECODING = Stage("decode", "decoding", "decoding", VAE)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -89,7 +89,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
                 with attempt:
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
-            release_text(pipeline, family)
+            release_text(pipeline, TRANSFORMER)
     return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts_of(request))
 
 
@@ -286,7 +286,7 @@ def decode(
     window = int(latents.extra.get("window") or 9)
     run = partial(planned_run, pipeline, Size(latents.width, latents.height, latents.frames, window=window))
     with running(DECODING, pipeline, progress, latents, hint, run):
-        release_text(pipeline, family)
+        release_text(pipeline, VAE)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
@@ -311,7 +311,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
         )
     require_finite(latents.samples, "latents")
     with running(UPSCALING, pipeline, progress, latents):
-        release_text(pipeline, family)
+        release_text(pipeline, TRANSFORMER)
         for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
@@ -336,12 +336,6 @@ def with_decode_noise(
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
-def release_text(pipeline: Pipeline, family: FamilySpec) -> None:
-    """Take the text encoders off the device; where that is the host, free their memory."""
-    for part in family.text_parts:
-        pipeline.offloader.release(part)
-
-
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
     """The size of a run, for forecasts."""
     guided = settings.cfg > 1.0
@@ -363,7 +357,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
 
     asked = Run(size, settings)
     with running(SAMPLING, pipeline, progress, settings, run=lambda: asked):
-        release_text(pipeline, pipeline.spec)
+        release_text(pipeline, TRANSFORMER)
         fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):

@@ -19,6 +19,7 @@ import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.transforms.compile import CompileSettings
@@ -97,7 +98,9 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
     )
     queue = SimpleNamespace(currently_running={})
-    memory = SimpleNamespace(compute_device=lambda: torch.device("cpu"), offloader_on=None, evictable_bytes=lambda: 0)
+    memory = SimpleNamespace(
+        compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
+    )
     files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
@@ -396,7 +399,7 @@ def test_every_choice_of_a_load_node_reaches_the_forecast(pack, tiny_folder, mon
     """Whatever the node asks of loading, the panel asks too; only a trace is not begun for a forecast."""
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     forecasting, asked = importlib.import_module("anygpu.host.server.forecast"), []
-    monkeypatch.setattr(forecasting, "load", lambda request, **_: asked.append(request) or load(request))
+    monkeypatch.setattr(forecasting, "load_placed", lambda request, **_: asked.append(request) or load(request))
     chosen = {"compile": True, "compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all"}
     chosen |= {"compile_cache_size": 3, "compile_vae": True, "profile": True}
     pack.ask("POST", "/anygpu/graph", json=graph_of(**chosen))

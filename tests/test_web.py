@@ -77,6 +77,16 @@ def test_every_workflow_has_a_thumbnail(workflow):
     assert path.stat().st_size < 80_000
 
 
+def test_the_template_browser_is_told_of_every_workflow():
+    """In the order of the file; core shows hyphens of a description as spaces."""
+    rows = json.loads((WEB / "templates.json").read_text(encoding="utf-8"))
+    assert sorted(row["name"] for row in rows) == [path.stem for path in WORKFLOWS]
+    assert len({row["title"] for row in rows}) == len(rows)
+    for row in rows:
+        assert list(row) == ["name", "title", "description", "tags", "models"] and row["tags"], row
+        assert len(row["title"]) <= 50 and 20 < len(row["description"]) <= 100 and "-" not in row["description"], row
+
+
 def test_the_pictures_of_the_help_are_shown_and_small():
     """Each by the page it lies beside; that those which a page shows are there is a link like others."""
     pictures = sorted((WEB / "docs").rglob("*.webp"))

@@ -201,7 +201,7 @@ export function open(element) {
   const parts = {
     graph: part("This graph"),
     run: part("Last run", false),
-    kept: part("Kept latents", false),
+    kept: part("Saved latents", false),
     machine: part("This machine", false),
   };
   const memory = make("div", {});

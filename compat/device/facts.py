@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -96,6 +96,21 @@ def default_device() -> torch.device:
         return torch.device(current.type, torch.accelerator.current_device_index())
 
     return value_or(accelerator, torch.device("cpu"))
+
+
+def accelerators(device: torch.device) -> tuple[torch.device, ...]:
+    """``device`` and the others of its type that torch sees, ``device`` first; a CPU is alone."""
+    if device.type == "cpu" or device.index is None:
+        return (device,)
+    count = value_or(lambda: int(torch.accelerator.device_count()), 1)
+    others = (torch.device(device.type, index) for index in range(count) if index != device.index)
+    return (device, *others) if default_device().type == device.type else (device,)
+
+
+def rooms_on(devices: Iterable[torch.device]) -> dict[torch.device, int | None]:
+    """What is free now on each of several accelerators; nothing for one alone, of which nothing is to be chosen."""
+    devices = tuple(devices)
+    return {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:

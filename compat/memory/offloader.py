@@ -19,7 +19,7 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, default_device, device_fault, empty_cache, free_bytes, indexed, value_or
+from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
@@ -61,6 +61,10 @@ class OffloadOptions:
     keep_free_bytes: int = 0
     state: Path | None = None
     host_weights: HostWeights = field(default_factory=HostWeights)
+
+    def place(self, part: str, own: torch.device) -> torch.device:
+        """Where ``part`` computes in a pipeline on the device ``own``."""
+        return self.devices.get(role_of(part), own)
 
 
 class Offloader(Protocol):
@@ -285,10 +289,11 @@ class StandaloneOffloader:
 
     def step_down(self, part: str, *beside: str) -> str:
         """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
-        if self.device_of(part).type == HOST.type:
+        device = self.device_of(part)
+        if device.type == HOST.type:
             return ""
         staying = (part, *beside, *self._state.in_use)
-        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, self.device)]
+        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, device)]
         for name in others:
             self.take_off(name)
         if others:
@@ -438,7 +443,8 @@ def offloader_for(
             fix="Choose auto. A CPU has no second memory to offload to.",
         )
     free = None if free is None else max(0, free - options.keep_free_bytes)
-    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, part_bytes, free)
+    here = {part: size for part, size in part_bytes.items() if options.place(part, device) == device}
+    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, here, free)
     own = StandaloneOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
     return _with_decision(own, choice, why)
 
@@ -457,30 +463,6 @@ def placement(offloader: Offloader) -> str:
 
 def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offloader, Decision]:
     return offloader, Decision("offload", placement(offloader), why, AUTO if choice == AUTO else CHOSEN)
-
-
-def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
-    """Part to device, for the parts that are not left to ``auto``.
-
-    Raises:
-        UnsupportedError: an accelerator that this machine does not have.
-    """
-    asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
-    return {part: _device_named(name) for part, name in asked.items() if name not in ("auto", "")}
-
-
-def _device_named(name: str) -> str:
-    if not name.startswith("gpu:"):
-        return name
-    kind, index = default_device().type, int(name.removeprefix("gpu:"))
-    count = 0 if kind == HOST.type else value_or(lambda: int(torch.accelerator.device_count()), 1)
-    if index >= count:
-        raise UnsupportedError(
-            f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
-            expected="auto, cpu, or the number of an existing accelerator",
-            fix="Choose auto.",
-        )
-    return f"{kind}:{index}"
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:

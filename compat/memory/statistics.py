@@ -29,7 +29,8 @@ class StageNeed:
     """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations.
 
     ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
-    is what weights that come ahead take beside it, which it can do without.
+    is what weights that come ahead take beside it, which it can do without. ``device`` is where it computes and
+    ``room`` what it may take there, for a stage that is not on the pipeline's own device.
     """
 
     name: str
@@ -38,6 +39,8 @@ class StageNeed:
     activations: int
     form: str = ""
     ahead: int = 0
+    device: str = ""
+    room: int | None = None
 
     @property
     def total(self) -> int:
@@ -185,8 +188,14 @@ def _mark(device: torch.device) -> torch.Event:
 
 @contextmanager
 def stage_cost(
-    pipeline: Any, name: str, progress: Any, modelled_seconds: float = 0.0, forecast_seconds: float = 0.0
-) -> Iterator[None]:
+    pipeline: Any,
+    name: str,
+    progress: Any,
+    device: torch.device | None = None,
+    *,
+    modelled_seconds: float = 0.0,
+    forecast_seconds: float = 0.0,
+) -> Iterator[StageCost]:
     """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
 
     Args:
@@ -194,14 +203,15 @@ def stage_cost(
         name: of the stage.
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
             that was long is told beside its forecast, on every device.
+        device: where the stage computes; None for the pipeline's own.
         modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
     """
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
-    with offloader.memory_stats.stage(name, title, offloader.mode, offloader.device) as cost:
-        yield
-        cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
+    with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device) as cost:
         cost.modelled_seconds, cost.forecast_seconds = modelled_seconds, forecast_seconds
+        yield cost
+        cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
         cost.reading_seconds = parts.reading_seconds - before
     tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
     if tell is not None and offloader.device.type != HOST.type:
@@ -229,16 +239,18 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def time_left(seconds: float, done: int, total: int) -> str:
-    """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before the second step.
+def time_left(seconds: float, done: int, total: int, first: int = 1) -> str:
+    """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before a second step.
 
     Args:
-        seconds: since the first step has ended, which also loads and tunes.
+        seconds: since step ``first`` has ended, which also loads and tunes.
         done: steps that have ended, of ``total``.
+        first: the first step of this run; a later one where an earlier run's steps are gone on after.
     """
-    if done < 2 or seconds < WORTH_SHOWING * (done - 1):
+    steps = done - first
+    if steps < 1 or seconds < WORTH_SHOWING * steps:
         return ""
-    each = seconds / (done - 1)
+    each = seconds / steps
     left = f", about {duration((total - done) * each)} left" if done < total else ""
     return f", {each:.1f} s each{left}"
 

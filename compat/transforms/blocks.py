@@ -98,8 +98,9 @@ def replacing_joint_block(
 ) -> tuple[Tensor, Tensor]:
     """The two-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
     ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
-    split = 0 if token_replace_emb is None else num_tokens
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, token_replace_emb)
+    first = token_replace_emb if num_tokens else None
+    split = 0 if first is None else num_tokens
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, first)
     text = _rows(block.norm1_context, temb, 6)
     branch, text_branch = block.attn(
         hidden_states=ops.normalized(x, _layer(block.norm1.norm), Modulation(scale, shift, split)),
@@ -140,9 +141,10 @@ def replacing_single_block(
     num_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The one-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
-    ops, split, count = getattr(block, OPS), 0 if token_replace_emb is None else num_tokens, hidden_states.shape[1]
+    ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
+    split = 0 if first is None else num_tokens
     x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-    shift, scale, gate = _rows(block.norm, temb, 3, token_replace_emb)
+    shift, scale, gate = _rows(block.norm, temb, 3, first)
     normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
     named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     if ops.form:

@@ -2,8 +2,8 @@
 
 The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
 before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
-dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, compile
-of repeated blocks, offloader last.
+dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, the
+split over several devices, compile of repeated blocks, offloader last.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Order(IntEnum):
     PRECISION = 35
     KERNELS = 40
     ATTENTION = 50
+    SPLIT = 55
     COMPILE = 60
 
 

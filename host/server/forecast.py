@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ...compat.device.facts import GIBIBYTE, free_bytes
+from ...compat.device.facts import GIBIBYTE
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
@@ -16,9 +16,9 @@ from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
-from ...pipelines.loading.folder import load
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
+from ...pipelines.placement import load_placed
 from ...pipelines.settings import of_checkpoint, snap
 from ...pipelines.time.choice import times_of
 from ...pipelines.time.forecast import TimeForecast, planned_run
@@ -96,7 +96,7 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
         }
         request = request_for(values, device=facts(), state=state, quiet=True)
-        read = load_paint if isinstance(request, PaintRequest) else load
+        read = load_paint if isinstance(request, PaintRequest) else load_placed
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
@@ -124,7 +124,7 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
-    mode, room = pipeline.offloader.mode, _room()
+    mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
     least = stages_in(mode, room)
     most = stages_in("none", room) if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
     stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
@@ -137,7 +137,7 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
         "found": found,
         "stages": stages,
         "verdict": verdict,
-        "headline": _headline(stages, room, "" if time is None else f", {time}"),
+        "headline": f"{_headline(stages, room, '' if time is None else f', {time}')}{_apart(least)}",
         "seconds": seconds,
     }
 
@@ -158,18 +158,19 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) 
     return f"Fits, {name} in parts{time}. {told}" if way == PARTS else f"Fits{time}. {told}"
 
 
+def _apart(needs: Sequence[StageNeed]) -> str:
+    """The stages that compute on another device than the sampling, as a sentence; empty without."""
+    apart = " and ".join(f"{need.name} on {need.device}" for need in needs if need.device)
+    return f" {apart[0].upper()}{apart[1:]}." if apart else ""
+
+
 def _gib(count: int) -> str:
     return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
 
 
-def _room() -> int | None:
-    """Bytes available to a run: what is free, plus loaded models that ComfyUI can evict."""
-    free = free_bytes(facts().device)
-    return free if free is None else free + memory_manager.evictable_bytes()
-
-
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
     """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
+    room = most.room if most.device else room
     if room is None or most.total <= room:
         peak, fits = most.total + most.ahead, "" if room is None else FITS
     elif least.total <= room:
@@ -192,11 +193,15 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     run = f"{size.width}x{size.height}, {size.frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))
+    clips = int(plain.get("batch_size", 1))
+    run += f", {clips} videos" if clips > 1 else ""
 
     def times(mode: str, room: int | None) -> TimeForecast | None:
-        return times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room).get(mode)
+        planned = planned_run(pipeline, asked, settings)
+        one = times_of(pipeline, planned, [mode], room, memory_manager.room_on).get(mode)
+        return None if one is None else one.of_clips(clips)
 
-    return run, lambda mode, room: forecast(pipeline, asked, mode, room).stages, times
+    return run, lambda mode, room: forecast(pipeline, asked, mode, room, memory_manager.room_on).stages, times
 
 
 def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn, TimesIn]:

@@ -38,8 +38,8 @@ def first_run() -> str:
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
     steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
     demo = next(iter(demo_models()), "")
-    at_once = f"To try it without a download, run an LTX-Video workflow as it is: {demo!r} draws in the model's place."
-    return f"{steps}\n{at_once}" if demo else steps
+    at_once = f"No model yet. An LTX-Video workflow runs as it is: {demo!r} draws in the model's place."
+    return f"{at_once if demo else 'No model yet.'}\n{steps}"
 
 
 def memory_now() -> dict[str, Any]:

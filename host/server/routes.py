@@ -94,7 +94,7 @@ async def error_parts(request: web.Request) -> Any:
 
 
 async def latents(request: web.Request) -> Any:
-    """The kept latents, newest first."""
+    """The saved latents, newest first."""
     return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
 
 

@@ -140,14 +140,14 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
         fitting = [kept.id for kept in every if family in ("", kept.family)]
         if not fitting:
             raise CheckpointError(
-                f"no kept latents of {family!r}",
+                f"no saved latents of {family!r}",
                 expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
                 fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
             )
         name = fitting[0]
     if name not in ids:
         raise CheckpointError(
-            f"no kept latents {name!r}" if ids else "no kept latents at all",
+            f"no saved latents {name!r}" if ids else "no saved latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
             fix="Press R to refresh the list."
             if ids

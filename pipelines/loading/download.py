@@ -149,7 +149,7 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """What to do while there is no model: the folders searched, the smallest model that fits, its pages and folders.
+    """What to do while there is no model: the smallest model that fits, its pages and folders, and where was searched.
 
     Args:
         searched: the model folders; the first is where the model goes. machine: the machine in words.
@@ -159,12 +159,12 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
     return "\n".join(
         [
-            "No model was found in:",
-            *(f"  {folder}" for folder in searched),
             f"{fits} this machine ({machine}): {title}, {offer.size}.",
             *filter(None, (stored_for(offer, card_bytes),)),
             *(f"Download {download.text(searched[0])}" for download in offer.downloads),
             f"Then press R and choose it. {FETCHER} can fetch it.",
+            "Folders searched:",
+            *(f"  {folder}" for folder in searched),
         ]
     )
 

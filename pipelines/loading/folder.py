@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.decision import AUTO, Decision
@@ -79,6 +81,8 @@ class LoadRequest:
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
             ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
             published model in whose place this demo model runs; empty otherwise.
+        cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
+            to, with the bytes that a run may take there, None where nobody tells; empty for ``device`` alone.
     """
 
     model: Path
@@ -99,6 +103,7 @@ class LoadRequest:
     keep_free_gb: float = 0.0
     quiet: bool = False
     stands_in_for: str = ""
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 def load(

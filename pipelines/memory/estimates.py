@@ -62,6 +62,8 @@ def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
+    if pipeline.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
+        tokens //= pipeline.group.fewest
     return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 

@@ -30,7 +30,7 @@ from ..settings import require_range
 from ..time.choice import quickest, times_of
 from ..time.forecast import Run
 from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
-from .forecast import forecast
+from .forecast import COMPUTES, forecast
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 MOST_KEPT_FREE = 1023.0  # GB: the widget's
@@ -126,7 +126,7 @@ def require_room(
     if device.type == HOST.type or free is None:
         return
     room = free - options.keep_free_bytes
-    here = {part: size.layer for part, size in weights.items() if part not in options.devices}
+    here = {part: size.layer for part, size in weights.items() if options.place(part, device) == device}
     part = max(here, key=lambda name: here[name], default="")
     if part and here[part] > room:
         raise UnsupportedError(
@@ -147,21 +147,22 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
     """
     offloader = pipeline.offloader
-    if not offloader.automatic or offloader.device.type == HOST.type or not pipeline.weights:
+    device = offloader.device_of(COMPUTES[stage])
+    if not offloader.automatic or device.type == HOST.type or not pipeline.weights:
         return
-    free = free_bytes(offloader.device)
+    free = free_bytes(device)
     if free is None:
         return
-    own = bytes_on(offloader.device, *pipeline.parts.values())  # which leave it where the mode wants so
+    own = bytes_on(device, *pipeline.parts.values())  # which leave it where the mode wants so
     room = free + own - offloader.options.keep_free_bytes
-    needs = {mode: _need(pipeline, stage, size, mode) for mode in MODES if _compiles(pipeline, mode)}
+    needs = {mode: _need(pipeline, stage, size, mode) for mode in modes_of(pipeline)}
     fitting = [mode for mode, need in needs.items() if need * SPARE <= room]
     times = {} if run is None or len(fitting) < 2 else times_of(pipeline, run, fitting, room)
     fits = quickest(fitting, times)
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
         raise UnsupportedError(
-            f"{amount_of(room)} free on {offloader.device} for {stage}, which needs {amount_of(needs[least])} with "
+            f"{amount_of(room)} free on {device} for {stage}, which needs {amount_of(needs[least])} with "
             f"offload {least}",
             expected=f"{amount_of(needs[least] - room)} more",
             fix="Lower width, height or frames, close other programs, or choose device cpu for this part.",
@@ -174,6 +175,14 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
         progress.notify(
             f"offload {was} -> {chosen} for {stage}: {amount_of(needs[chosen])} needed, {amount_of(room)} free{quick}"
         )
+
+
+def release_text(pipeline: Pipeline, comes: str) -> None:
+    """Make the text encoders leave the device on which ``comes`` computes next; on the host their memory is freed."""
+    offloader = pipeline.offloader
+    for part in pipeline.spec.text_parts:
+        if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
+            offloader.release(part)
 
 
 def make_room_and_retry(
@@ -196,7 +205,8 @@ def make_room_and_retry(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        if not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
+        alone = pipeline.group is None  # else the others wait inside the step for what this rank sends
+        if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.step_down(*parts)
@@ -230,12 +240,18 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     whole = Size(64, 64, 1) if size is None else size
     needs = {need.name: need for need in forecast(pipeline, whole, mode).stages}
     need = needs[stage].total if stage in needs else 0
-    if size is None:  # the transformer comes next
+    device_of, device = pipeline.offloader.device_of, pipeline.offloader.device_of(COMPUTES[stage])
+    beside = device == device_of(TRANSFORMER)
+    if size is None and beside:  # the transformer comes next
         need = max(need, transformer_bytes(pipeline, mode))
-    stays = transformer_bytes(pipeline, mode) + weights[VAE].total if mode == "none" else 0
+    vae = weights[VAE].total if device == device_of(VAE) else 0
+    stays = vae + (transformer_bytes(pipeline, mode) if beside else 0) if mode == "none" else 0
     return max(need, stays + (needs["sampling"].activations if stays and size is not None else 0))
 
 
-def _compiles(pipeline: Pipeline, mode: str) -> bool:
-    """Whether what is compiled in this pipeline runs under ``mode``."""
-    return not (getattr(pipeline.speed, "compiled", False) and compiling.WITH_OFFLOAD.get(mode))
+def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
+    """The modes that a pipeline may take: those in which what is compiled in it runs, where ``auto`` decides."""
+    if not pipeline.offloader.automatic:
+        return (pipeline.offloader.mode,)
+    compiled = getattr(pipeline.speed, "compiled", False)
+    return tuple(mode for mode in MODES if not (compiled and compiling.WITH_OFFLOAD.get(mode)))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
+from ...compat.device.facts import free_bytes
 from ...compat.memory.offloader import MODES, ahead_bytes
 from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..vae.plan import planned_decode
-from .estimates import SPARE, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
+from .estimates import SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
+
+COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
+Rooms = Callable[[torch.device], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +31,62 @@ class Forecast:
         """Bytes at the highest point of the run, with what comes ahead."""
         return max(stage.total + stage.ahead for stage in self.stages)
 
-    @property
-    def least(self) -> int:
-        """Bytes that the run cannot do without."""
-        return max(stage.total for stage in self.stages)
+    def lacks(self, room: int) -> float:
+        """Bytes that the run is taken to lack with ``room``, where it lacks most; 0 or less where it fits."""
+        rooms = ((stage, room if not stage.device else stage.room) for stage in self.stages)
+        return max((stage.total * SPARE - own for stage, own in rooms if own is not None), default=0.0)
 
     def fits(self, room: int) -> bool:
-        """Whether the run is taken to fit into ``room`` bytes."""
-        return self.least * SPARE <= room
+        """Whether the run is taken to fit into ``room`` bytes, and its other stages on their own devices."""
+        return self.lacks(room) <= 0
 
 
-def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None) -> Forecast:
+def forecast(
+    pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+) -> Forecast:
     """What a run of ``size`` needs under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take, by which it chooses how it decodes; None for a decode of the
             whole video at once.
+        rooms: the same for the devices of parts that compute elsewhere.
     """
     mode = mode or pipeline.offloader.mode
+    places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
+    own_rooms = {stage: room_of(pipeline, stage, room, rooms) for stage in places}
+    stages = [
+        replace(need, device=str(places[need.name]), room=own_rooms[need.name])
+        if places[need.name] != pipeline.offloader.device
+        else need
+        for need in _needs(pipeline, size, mode, places, own_rooms["decoding"])
+    ]
+    if room is not None:
+        ends = [own_rooms[stage.name] for stage in stages]
+        stages = [
+            stage if end is None else replace(stage, ahead=max(0, min(stage.ahead, end - stage.total)))
+            for stage, end in zip(stages, ends, strict=True)
+        ]
+    return Forecast(mode, tuple(stages))
+
+
+def room_of(pipeline: Pipeline, stage: str, room: int | None, rooms: Rooms = free_bytes) -> int | None:
+    """Bytes that a stage may take where it computes: ``room`` on the pipeline's own device; None where nobody tells."""
+    device = pipeline.offloader.device_of(COMPUTES[stage])
+    return room if room is None or device == pipeline.offloader.device else rooms(device)
+
+
+def _needs(
+    pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], decoding_room: int | None
+) -> list[StageNeed]:
+    """Each stage beside what stays on its device from before.
+
+    Args:
+        places: where each stage computes. decoding_room: bytes that the decode may take.
+    """
+
+    def beside(first: str, second: str, count: int) -> int:
+        return count if places[first] == places[second] else 0
+
     weights, stays = pipeline.weights, mode == "none"
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]
@@ -55,7 +100,7 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = 
         needs = (
             StageNeed(
                 "text",
-                kept,
+                beside("text", "decoding", kept),
                 weights[p].resident(mode, p, active[p]),
                 active[p],
                 ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p]),
@@ -66,18 +111,19 @@ def forecast(pipeline: Pipeline, size: Size, mode: str = "", room: int | None = 
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
     ahead = max(ahead_bytes(pipeline.offloader, weights[p], p, mode, forward) for p in weights if denoises(p))
+    kept = beside("sampling", "decoding", kept)
     stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead))
+    still = beside("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
-    whole = StageNeed("decoding", all_own, vae, decoding_bytes(pipeline, size), ahead=ahead)
-    stages.append(_decoding(pipeline, size, whole, room))
-    if room is not None:
-        stages = [replace(stage, ahead=max(0, min(stage.ahead, room - stage.total))) for stage in stages]
-    return Forecast(mode, tuple(stages))
+    whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
+    return [*stages, _decoding(pipeline, size, whole, decoding_room)]
 
 
-def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
+def forecasts(
+    pipeline: Pipeline, size: Size, room: int | None = None, rooms: Rooms = free_bytes
+) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
+    return tuple(forecast(pipeline, size, mode, room, rooms) for mode in MODES)
 
 
 def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:

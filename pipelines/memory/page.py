@@ -8,12 +8,13 @@ import torch
 
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
-from ...compat.memory.statistics import amount_of
+from ...compat.memory.statistics import StageNeed, amount_of
 from ..base import Pipeline, SampleSettings
+from ..placement import CARDS
 from ..settings import of_checkpoint, snap
 from ..time.choice import Times, advice, quickest, times_of
 from ..time.forecast import planned_run
-from .estimates import SPARE, Size
+from .estimates import Size
 from .fit import plan_line
 from .forecast import Forecast, fastest, forecasts
 
@@ -88,9 +89,10 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     ]
     for each in needs:
         stages = ", ".join(
-            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form))) for stage in each.stages
+            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, _where(stage))))
+            for stage in each.stages
         )
-        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.least * SPARE - room)}"
+        fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.lacks(room))}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
         if each.mode in times:
             lines.append(f"{each.mode}: {times[each.mode]}: {', '.join(map(str, times[each.mode].stages))}")
@@ -98,11 +100,19 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     host = host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
+    lines += [str(decision) for decision in pipeline.decisions if decision.subject == CARDS]
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
     if times:
         lines.append("Times are without reading from disk. Each run corrects those of the next.")
     return "\n".join(lines)
+
+
+def _where(stage: StageNeed) -> str:
+    """Where a stage computes, and what is free there, if that is not the pipeline's own device."""
+    if not stage.device:
+        return ""
+    return f"on {stage.device}" + ("" if stage.room is None else f" of {amount_of(stage.room)} free")
 
 
 def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> torch.Tensor:
@@ -135,7 +145,8 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times,
 
 def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: Any) -> None:
     """One stage: what stays of earlier ones, its weights, its activations, and the line of what is free."""
-    pen.text((MARGIN + 16, top + 3), stage.name, fill=INK, font=font)
+    name = f"{stage.name} on {stage.device}" if stage.device else stage.name
+    pen.text((MARGIN + 16, top + 3), name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)
     left = float(LEFT)
     for name, colour in COLOURS.items():
@@ -144,6 +155,7 @@ def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: A
         if size:
             pen.rectangle((left, top, right, top + BAR), fill=colour)
         left = right
+    room = stage.room if stage.device else room
     over = room is not None and stage.total > room
     pen.text((left + 8, top + 3), amount_of(stage.total), fill=OVER if over else INK, font=font)
     if room is not None:

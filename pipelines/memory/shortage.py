@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...compat.device.facts import free_bytes
+from ...compat.device.facts import facts_for, free_bytes, value_or
 from ...compat.errors import remember
 from ..base import Latents, Pipeline, SampleSettings
 from ..family import FamilySpec
@@ -61,6 +61,7 @@ def explain_shortage(
     stage: str,
     size: Latents | SampleSettings | None,
     hint: str = "",
+    device: torch.device | None = None,
 ) -> BaseException:
     """``error`` of a stage that ran out of memory, of its own class, with what to lower and by how much in its text.
 
@@ -68,12 +69,15 @@ def explain_shortage(
         stage: such as ``sampling``.
         size: has the width, height and frames that ran out; None for a stage that they do not matter to.
         hint: a way out that only this stage has; it comes first.
+        device: where the stage computes; None for the pipeline's own.
     """
-    short = shortage_in(error, free_bytes(pipeline.offloader.device))
+    own = device in (None, pipeline.offloader.device)
+    name = pipeline.facts.name if own else value_or(lambda: facts_for(device).name, str(device))
+    short = shortage_in(error, free_bytes(device or pipeline.offloader.device))
     fixes = lowered(pipeline, family, size, short, hint)
     shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
     kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-    found = f"out of memory while {stage}{shape} on {pipeline.facts.name} ({short})"
+    found = f"out of memory while {stage}{shape} on {name} ({short})"
     expected, fix = f"about {short.share:.0%} of that", f"{', or '.join(fixes)}."
     text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
     explained = kind(remember(text, found, expected, fix))

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ...compat.guidance import classifier_free_guidance
+from ...compat.ranks import Group
 from ..base import SampleSettings
+
+Branch = Callable[[], torch.Tensor]
+
+
+def both(group: Group | None, first: Branch, second: Branch) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the two branches of guidance return, alike in shape; of a group with halves, each half computes one."""
+    if group is None or group.half is None:
+        return first(), second()
+    with group.apart():
+        own = (first, second)[group.branch]()
+    return group.swapped(own)
+
+
+def rows_of(group: Group | None, guided: bool, run: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """The predictions without the prompt and with it, as a batch of two; only the latter where not ``guided``.
+
+    Args:
+        run: from the rows of the batch to their predictions.
+    """
+    if not guided:
+        return run(slice(-1, None))
+    if group is None or group.half is None:
+        return run(slice(None))
+    return torch.cat(both(group, lambda: run(slice(0, 1)), lambda: run(slice(-1, None))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +47,10 @@ class Guidance:
         """Whether step ``index`` needs a prediction without the prompt beside the one with it."""
         settings = self.settings
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
+
+    def predict(self, index: int, group: Group | None, cond: Branch, uncond: Branch) -> torch.Tensor:
+        """The prediction of step ``index``, guided where guidance acts; each branch is a call of the transformer."""
+        return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
 
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         """The guided prediction; rescaled to the spread of ``cond`` by the share that was asked for.

@@ -139,10 +139,11 @@ class Watch:
 def watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
     """The watch over a sampling that holds the transformers of ``pipeline``.
 
-    None where nobody asked for a doctor and precision ``auto`` has another one to go on with.
+    None where nobody asked for a doctor and precision ``auto`` has another one to go on with, and on several devices:
+    each would stop its search at the first layer that is wrong for its own tokens, while the others wait there.
     """
     doctor: Doctor | None = pipeline.doctor
-    if doctor is None and pipeline.parts.fallbacks:
+    if pipeline.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compat.checkpoints.identity import content_of
+from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, state_of
 from ...compat.precision import Precision
+from ...compat.ranks import Group
 from ..base import Latents, Pipeline, Progress, Prompt
 from .schedules import Schedule
 
@@ -103,6 +104,48 @@ class StepStore(Protocol):
         """Forget this sampling: it has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeaderSteps:
+    """Unfinished samplings that the leader keeps: every rank goes on where the leader does."""
+
+    group: Group
+    store: StepStore
+
+    def found(self, key: str) -> StepState | None:
+        """Where the leader's file says that this sampling stands."""
+        return self.group.led(lambda: self.store.found(key))
+
+    def due(self) -> bool:
+        """Whether it is time, on the leader."""
+        return self.group.leads and self.store.due()
+
+    def keep(self, key: str, state: StepState) -> None:
+        """Replace what is kept; only the leader is ever asked to."""
+        self.store.keep(key, state)
+
+    def drop(self, key: str) -> None:
+        """Forget this sampling."""
+        if self.group.leads:
+            self.store.drop(key)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSections:
+    """Finished sections, likewise."""
+
+    group: Group
+    store: SectionStore
+
+    def found(self, key: str) -> SectionState | None:
+        """Where the leader's file says that this sampling stands."""
+        return self.group.led(lambda: self.store.found(key))
+
+    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+        """Take in all sections so far, on the leader."""
+        if self.group.leads:
+            self.store.keep(key, index, count, latents, standing)
+
+
 @dataclass(slots=True)
 class Resuming:
     """What keeps the steps of one sampling; :class:`Pipeline` hands it on to the loop.
@@ -110,12 +153,14 @@ class Resuming:
     Args:
         store: where. key: of the sampling. progress: told where it goes on.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
+        skipped: steps that an earlier run had done.
     """
 
     store: StepStore
     key: str
     progress: Progress
     broken: bool = False
+    skipped: int = 0
 
     def abandon(self) -> None:
         """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
@@ -150,6 +195,7 @@ class Steps:
         where = f"after step {state.done} of {len(schedule)}"
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
+        self.resuming.skipped += state.done
         return state.latents.to(latents), state.done
 
     def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
@@ -220,7 +266,7 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
     """The bytes of nested values: names, numbers and every bit of every tensor."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield bytes_of(value)
     elif isinstance(value, Mapping):
         for key in sorted(value):
             yield f"<{key}>".encode()

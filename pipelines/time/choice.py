@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...compat.device.execution import HOST
-from ...compat.device.facts import value_or
+from ...compat.device.facts import free_bytes, value_or
 from ...compat.memory.statistics import amount_of, duration
 from ..base import Pipeline
 from ..memory.estimates import SPARE
-from ..memory.forecast import Forecast
+from ..memory.forecast import Forecast, Rooms
 from .forecast import Run, TimeForecast, time_forecast
 
 Times = Mapping[str, TimeForecast]
 WORTH = 0.9  # of the time, below which another mode is worth it
 
 
-def times_of(pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None) -> dict[str, TimeForecast]:
+def times_of(
+    pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
+) -> dict[str, TimeForecast]:
     """How long a run takes under each mode that can be; empty where nobody knows the device's rates.
 
     A forecast that fails costs the figure, never the page that shows it.
     """
     usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
-    known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room), None) for mode in usable}
+    known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room, rooms), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 
 

@@ -9,14 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+
 from ...compat.device.execution import HOST
-from ...compat.device.facts import free_bytes, value_or
+from ...compat.device.facts import DeviceFacts, facts_for, free_bytes, indexed, value_or
+from ...compat.device.probe_results import probe_results_of
+from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, Pace, pace_of
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, kept_stages
 from ..base import Pipeline, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
+from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
 from .counts import batches_of, decoding_work, sampling_work, sections_of, text_work
@@ -64,6 +69,15 @@ class TimeForecast:
         """All stages."""
         return sum(stage.seconds for stage in self.stages)
 
+    def of_clips(self, count: int) -> TimeForecast:
+        """The same for ``count`` clips, one after the other: the text is encoded once."""
+
+        def times(stage: StageTime) -> StageTime:
+            terms = {name: count * getattr(stage, name) for name in ("seconds", "low", "high", "modelled")}
+            return stage if stage.name == TEXT else replace(stage, **terms)
+
+        return TimeForecast(self.mode, tuple(map(times, self.stages)))
+
     def __str__(self) -> str:
         """About how long, such as ``about 14 min (11 to 18 min)``."""
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
@@ -89,34 +103,56 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
     return Run(replace(size, guided=cfg > 1.0), settings)
 
 
-def time_forecast(pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None) -> TimeForecast | None:
+def time_forecast(
+    pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+) -> TimeForecast | None:
     """How long a run takes under ``mode``, by default the pipeline's own; None where nobody knows the device's rates.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
+        rooms: the same for the devices of parts that compute elsewhere.
     """
     mode = mode or pipeline.offloader.mode
-    stages = [stage_time(pipeline, stage, run, mode, room) for stage in STAGES]
+    stages = [stage_time(pipeline, stage, run, mode, room_of(pipeline, stage, room, rooms)) for stage in STAGES]
     known = tuple(stage for stage in stages if stage is not None)
     return TimeForecast(mode, known) if len(known) == len(STAGES) else None
 
 
-def stage_time(pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None) -> StageTime | None:
-    """How long one stage takes; None where nobody knows the device's rates."""
+def stage_time(
+    pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
+) -> StageTime | None:
+    """How long one stage takes; None where nobody knows the rates of its device.
+
+    Args:
+        room: bytes of its device that it may take; None for all that it needs.
+        stays: whether its weights are on the device from an earlier run.
+    """
     mode = mode or pipeline.offloader.mode
+    device = pipeline.offloader.device_of(COMPUTES[stage])
     precision = pipeline.precision
     dtype = {
         TEXT: precision.text,
         SAMPLING: precision.compute or precision.transformer,
         DECODING: precision.vae,
     }[stage]
-    pace = pace_of(pipeline.facts, pipeline.probes, dtype)
+    facts, probes = _machine_of(pipeline, device)
+    pace = pace_of(facts, probes, dtype)
     if pace is None:
         return None
     state = pipeline.offloader.options.state
     rows = [] if state is None else kept_stages(state)
-    modelled = _modelled(pipeline, stage, run, pace, mode, room, _link(pipeline, rows))
-    return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode))
+    link = 0.0 if stays else _link(facts, rows)
+    modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
+    return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode, device))
+
+
+def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
+    """Facts of a device on which parts of a pipeline compute, and what it answered."""
+    if device == pipeline.offloader.device:
+        return pipeline.facts, pipeline.probes
+    facts, state = facts_for(device), pipeline.offloader.options.state
+    quiet = pipeline.probes is None or pipeline.probes.quiet
+    return facts, None if state is None else probe_results_of(facts, state, quiet)
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
@@ -167,9 +203,9 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
     return computing + total / link
 
 
-def _link(pipeline: Pipeline, rows: Sequence[StageCost]) -> float:
-    """Bytes per second to the device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
-    device = pipeline.offloader.device
+def _link(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
+    """Bytes per second to a device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
+    device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0
     rates = [
@@ -180,21 +216,19 @@ def _link(pipeline: Pipeline, rows: Sequence[StageCost]) -> float:
         and row.moving_seconds > 0
         and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
     ]
-    published = published_rates(pipeline.facts.name)
+    published = published_rates(facts.name)
     return median(rates) if rates else 0.0 if published is None else published.to_device
 
 
-def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str) -> list[StageCost]:
+def _alike(
+    rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str, device: torch.device
+) -> list[StageCost]:
     """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
-    title, device, precision = (
-        f"{pipeline.family} {pipeline.variant}",
-        str(pipeline.offloader.device),
-        str(pipeline.precision),
-    )
+    title, precision = f"{pipeline.family} {pipeline.variant}", str(pipeline.precision)
     usable = [
         row
         for row in rows
-        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, device, precision)
+        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, str(device), precision)
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
     ]
@@ -203,12 +237,12 @@ def _alike(rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str)
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
     """How long a stage that begins now takes; a forecast that fails stops no run."""
-    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline)), None)
+    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)), None)
 
 
-def _room(pipeline: Pipeline) -> int | None:
-    """Bytes of the device that a run may take now; None where nobody tells."""
-    free = free_bytes(pipeline.offloader.device)
+def _room(pipeline: Pipeline, stage: str) -> int | None:
+    """Bytes of its device that a stage may take now; None where nobody tells."""
+    free = free_bytes(pipeline.offloader.device_of(COMPUTES[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..base import Pipeline, Progress, StageText, SubProgress
 from ..memory.estimates import SPARE
 from ..pictures import signed
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
+from .shared import Order, decoded_together, serve
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
@@ -110,7 +112,9 @@ class Passes:
             part = SubProgress(watch, index, count, "part") if count > 1 else watch
             return watched(self._vae.decoder, part, "decoding")
 
-        work = Work(samples, plan.ratios, guard, self._judged(judge), smaller, watch.check)
+        group = self.pipeline.group
+        together = None if group is None else partial(decoded_together, group)
+        work = Work(samples, plan.ratios, guard, self._judged(judge), smaller, watch.check, together)
 
         def run(vae: Any, transfer: Transfer) -> torch.Tensor:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
@@ -122,6 +126,16 @@ class Passes:
         if attempt.tile or attempt.frames or attempt.stream or attempt.window or plan.method == ON_CPU:
             watch.notify(f"decoded {attempt}{seams}")
         return video
+
+    def region(self, order: Order) -> torch.Tensor:
+        """Frames of a region that the leader of a group hands out, in the form that it says."""
+        if self._open is None or self.plan.attempt != order.attempt:
+            self._close()
+            self.plan.attempt = order.attempt
+            self._enter()
+        work = Work(order.latents, self.plan.ratios, check=self.progress.check)
+        time = None if order.time is None else self._transfer.to_device(order.time)
+        return work.region(order, self._transfer, partial(work.decoded, self._vae, self._transfer, order.attempt, time))
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
         """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
@@ -313,6 +327,13 @@ def decoding(
         )
     size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
     return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
+
+
+def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
+    """On the others of a group: decode regions for the leader until it is done; how many that were."""
+    assert pipeline.group is not None
+    with decoding(pipeline, shape, progress) as passes:
+        return serve(pipeline.group, passes.region)
 
 
 def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...compat.device.execution import HOST, execution_device
-from ...compat.device.facts import free_bytes, host_free_bytes
+from ...compat.device.facts import facts_for, free_bytes, host_free_bytes
 from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
@@ -347,7 +347,10 @@ def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
-    return (pipeline.facts.total_bytes or None) if pipeline.offloader.evicts else free_bytes(device)
+    if not pipeline.offloader.evicts:
+        return free_bytes(device)
+    facts = pipeline.facts if device == pipeline.offloader.device else facts_for(device)
+    return facts.total_bytes or None
 
 
 def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:

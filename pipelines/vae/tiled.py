@@ -21,6 +21,7 @@ from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, Attempt
+from .shared import Decode, Order
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
@@ -73,6 +74,7 @@ class Work:
         judge: of streamed frames, which pass no decoder as a whole; their fault.
         smaller: as :class:`~.layerwise.Stream` takes it.
         check: raises on a cancel.
+        together: decodes several regions at once, on other devices too; None where it failed. None to decode alone.
 
     ``stride`` is how many pixel frames apart windows are. ``apart`` is the largest difference between two tiles where
     both count alike, of frames in -1..1.
@@ -84,6 +86,7 @@ class Work:
     judge: Judge = lambda video: ""
     smaller: Callable[[int], int] = lambda side: 0
     check: Callable[[], None] = lambda: None
+    together: Callable[[list[Order], Decode], list[Tensor | None]] | None = None
     windows: list[Window] = field(default_factory=list)
     stride: int = 0
     apart: float = 0.0
@@ -102,11 +105,13 @@ class Work:
             attempt: in which form to go on.
             time: the timestep of a VAE that takes one, on the device.
         """
-        decode = partial(self._decoded, vae, transfer, attempt, time)
+        decode = partial(self.decoded, vae, transfer, attempt, time)
         if not self.windows:
             height, width = self.latents.shape[-2:]
             self.stride, cuts = _windows(vae, self.latents, attempt.window)
             self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
+        if self.together is not None:
+            self._share(self.together, transfer, attempt, time, decode)
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
@@ -118,6 +123,38 @@ class Work:
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
+
+    def region(self, order: Order, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
+        """Frames of one region that stands for itself."""
+        height, width = order.latents.shape[-2:]
+        alone = Window(order.latents, [])
+        self._region(alone, Region((0, height), (0, width)), order.attempt.frames, transfer, decode)
+        assert alone.video is not None
+        return alone.video
+
+    def _share(
+        self,
+        together: Callable[[list[Order], Decode], list[Tensor | None]],
+        transfer: Transfer,
+        attempt: Attempt,
+        time: Tensor | None,
+        decode: Callable[..., Tensor],
+    ) -> None:
+        """Decode the regions that are still whole on all devices; those that fail there stay pending."""
+        host_time, orders, places = None if time is None else time.cpu(), [], []
+        for window in self.windows:
+            window.pending = [part for region in window.pending for part in _split(region, attempt, self.ratios[0])]
+            for region in reversed([region for region in window.pending if not region.frames]):
+                latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
+                orders.append(Order(latents.contiguous(), attempt, host_time))
+                places.append((window, region))
+        if len(orders) < 2:
+            return
+        decoded = together(orders, lambda order: self.region(order, transfer, decode))
+        for (window, region), frames in zip(places, decoded, strict=True):
+            if frames is not None and not self.judge(frames):
+                self._put(window, region, frames)
+                window.pending.remove(region)
 
     def _region(
         self, window: Window, region: Region, chunk: int, transfer: Transfer, decode: Callable[..., Tensor]
@@ -131,7 +168,7 @@ class Work:
             if many < total:
                 region.past = region.past or CausalCache(transfer)
                 region.past.way = transfer
-            with self.guard(*self._share(many * region.cells)):
+            with self.guard(*self._part(many * region.cells)):
                 try:
                     frames = decode(part, region.past)
                 except BaseException:
@@ -144,7 +181,7 @@ class Work:
             region.frames, self.done = region.frames + many, self.done + 1
         region.past = None
 
-    def _decoded(
+    def decoded(
         self,
         vae: Any,
         transfer: Transfer,
@@ -205,7 +242,7 @@ class Work:
     def _frames(self, latent_frames: int) -> int:
         return (latent_frames - 1) * self.ratios[1] + 1
 
-    def _share(self, cells: int) -> tuple[int, int]:
+    def _part(self, cells: int) -> tuple[int, int]:
         """Which part the next call is, and about how many there are."""
         left = sum(region.cells * (w.latents.shape[2] - region.frames) for w in self.windows for region in w.pending)
         return self.done, self.done + max(1, -(-left // max(1, cells)))

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,13 +27,12 @@ from PIL import Image  # noqa: E402
 from host import lora_files, paint_models  # noqa: E402
 from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
 
-TESTS = ("run.mjs", "widgets.mjs", "layout.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
+TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
 STANDING_IN = (
     "paint.mjs",
     "templates.mjs",
     "widgets.mjs",
-    "layout.mjs",
     "author.mjs",
     "workflows.mjs",
 )  # for core's own models, which are not here
@@ -54,7 +55,7 @@ def drive(script: str, arguments: list[str]) -> int:
         return 0 if script in TESTS else 1
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
-    with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
+    with base_folder("--pictures" in arguments) as folder:
         gpu, started = script in ON_A_GPU, time.time()
         server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
         try:
@@ -66,7 +67,7 @@ def drive(script: str, arguments: list[str]) -> int:
             paint_models.furnish(server)
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
-            status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=2400).returncode
+            status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=7200).returncode
         finally:
             server.stop()
     if "--pictures" in arguments:
@@ -74,6 +75,25 @@ def drive(script: str, arguments: list[str]) -> int:
     if script == "help.mjs":
         help_pictures.written()
     return status
+
+
+@contextmanager
+def base_folder(seen: bool) -> Iterator[str]:
+    """An empty folder for ComfyUI's files, for as long as the block runs.
+
+    Args:
+        seen: whether pictures show its path, which then is one that a user may have
+    """
+    if not seen:
+        with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder:
+            yield folder
+        return
+    folder = Path(tempfile.gettempdir()) / "ComfyUI"
+    folder.mkdir()
+    try:
+        yield str(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def lend_heavy(server: Server) -> None:

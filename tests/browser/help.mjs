@@ -89,7 +89,7 @@ try {
   await ended(page, 240000);
 
   await page.locator(".anygpu-tab-button").click();
-  const kept = page.locator(".anygpu-panel details").filter({ has: page.getByRole("heading", { name: "Kept latents" }) });
+  const kept = page.locator(".anygpu-panel details").filter({ has: page.getByRole("heading", { name: "Saved latents" }) });
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();
   await kept.scrollIntoViewIfNeeded();
   await page.waitForTimeout(1500);

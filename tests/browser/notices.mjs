@@ -7,6 +7,7 @@ import { join } from "node:path";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
 import { picture } from "./reporting.mjs";
 import { ended, queue, shrink, source } from "./running.mjs";
+import { isTidy } from "./tidy.mjs";
 
 const AXE = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
 const SERIOUS = ["serious", "critical"];
@@ -50,7 +51,7 @@ const unfold = (details) => details.first().evaluate((element) => (element.open 
 export async function openTab(page) {
   if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
   await part(page, "This graph").locator("article").first().waitFor();
-  for (const title of ["Last run", "Kept latents", "This machine"]) await unfold(part(page, title));
+  for (const title of ["Last run", "Saved latents", "This machine"]) await unfold(part(page, title));
   await part(page, "This graph").locator("article details").evaluateAll((all) => all.forEach((each) => (each.open = true)));
 }
 
@@ -87,7 +88,7 @@ export async function tabShowsTheRun({ page }) {
   const run = part(page, "Last run");
   await run.getByText("sampling", { exact: true }).first().waitFor();
   await run.getByText(/256x160, 25 frames at .*offload/).first().waitFor();
-  const kept = part(page, "Kept latents");
+  const kept = part(page, "Saved latents");
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();
   const forecast = await part(page, "This graph").locator(".anygpu-numbers tbody th").allTextContents();
   assert.deepEqual(forecast, ["text", "sampling", "decoding"], "a stage of this workflow each");
@@ -106,7 +107,7 @@ export async function tabShowsTheRun({ page }) {
 
 /** What was kept of other families is folded away, and no prompt is shown before it is asked for. */
 export async function tabKeepsToItself({ page }) {
-  const kept = part(page, "Kept latents").first();
+  const kept = part(page, "Saved latents").first();
   const titles = await kept.locator(":scope > .anygpu-body > article h3").allTextContents();
   assert.ok(titles.length > 0 && titles.every((title) => title.includes(" ltx,")), `of the model in the graph: ${titles}`);
   assert.equal(await kept.locator("article details[open]").count(), 0, "a prompt is shown");
@@ -225,6 +226,7 @@ async function drawsAtOnce(page, nodes2) {
   }
   await page.waitForFunction(() => [...document.querySelectorAll("video")].some((video) => video.videoWidth === 64), null, { timeout: 60000 });
   await showAll(page);
+  await isTidy(page, nodes2, "first_run", "after");
   await picture(page, nodes2 ? "first_run_nodes2.png" : "first_run.png");
 }
 

@@ -19,11 +19,14 @@ import {
 } from "./notices.mjs";
 import { changesAreTold, machineIsShared } from "./receipts.mjs";
 import { chosenModes, picture, report } from "./reporting.mjs";
-import { browseTemplates, ended, names, queue, scrolledTo, shrink, source } from "./running.mjs";
+import { browseTemplates, described, ended, names, queue, scrolledTo, shrink, source } from "./running.mjs";
 
 async function templates({ page }, nodes2) {
   await browseTemplates(page);
   await picture(page, nodes2 ? null : "templates.png", { height: 900 });
+  const [first] = described;
+  for (const text of [first.description, ...first.tags]) await page.getByText(text, { exact: true }).first().waitFor();
+  assert.equal(await page.getByText("ltx_text_to_video", { exact: true }).count(), 0, "a file name for a title");
   for (const name of await names()) await (await scrolledTo(page, name)).waitFor();
   await page.keyboard.press("Escape");
 }

@@ -14,7 +14,7 @@ export async function browseTemplates(page) {
   for (let left = 2; ; left--) {
     await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
     try {
-      await page.getByText("anygpu", { exact: true }).first().click({ timeout: 20000 });
+      await page.getByText("anygpu", { exact: true }).first().click({ timeout: 60000 });
       return;
     } catch (error) {
       if (!left) throw error;
@@ -22,8 +22,11 @@ export async function browseTemplates(page) {
   }
 }
 
+/** What the template browser says of our workflows, in its order. */
+export const described = JSON.parse(await readFile(new URL("../../web/templates.json", import.meta.url), "utf8"));
+
 /** The card of a workflow in the template browser. */
-export const templateCard = (page, name) => page.getByText(name, { exact: true }).or(page.getByText(name.replaceAll("_", " "), { exact: true })).first();
+const templateCard = (page, name) => page.getByText(described.find((row) => row.name === name).title, { exact: true }).first();
 
 /** The card of a workflow, after scrolling to where the template browser fills it in. */
 export async function scrolledTo(page, name) {

@@ -146,7 +146,7 @@ function columns({ pictures = [], encoded = [], loaded = LOADED }) {
   ];
 }
 
-/** Columns where nothing is sampled: note | model and kept latents | result. */
+/** Columns where nothing is sampled: note | model and saved latents | result. */
 const RECOVERED = [NOTE, { group: "Load", nodes: [LOADED, { key: "recover", width: 380, height: ROOM.recover }] }, SEE];
 
 /** Columns with LoRAs: note | model | LoRAs and prompt | sample | result. */

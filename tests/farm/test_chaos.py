@@ -32,8 +32,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(name, value)
     from ray.cluster_utils import Cluster
 
-    # A node counts as dead after seconds, not after the minute that suits a network.
-    system = {"health_check_period_ms": 500, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 3}
+    # A node counts as dead after seconds, not after the minute that suits a network; one that is only busy does not.
+    system = {"health_check_period_ms": 500, "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 6}
     started = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": system}
     )

@@ -121,6 +121,25 @@ def test_who_has_no_token_is_not_let_in(ray: Any) -> None:
         assert done.returncode != 0 and "in" not in done.stdout.split(), done.stdout
 
 
+class Torn(Play):
+    """A renderer that a process cannot take in, as where a package is missing or of another version."""
+
+    def __reduce__(self) -> Any:
+        def missing(*_: Any) -> None:
+            raise ModuleNotFoundError("No module named 'anygpu'")
+
+        return missing, ()
+
+
+def test_a_process_that_cannot_begin_is_given_up_and_named(ray: Any, tmp_path: Path) -> None:
+    broken = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
+    broken.hire(1, Torn(tmp_path), {"num_cpus": 1})
+    broken.add(["ok 1"], again=True)
+    tally = broken.run()
+    assert (tally.done, tally.deaths) == (0, 0)
+    assert "No module named 'anygpu'" in tally.failed[KEY.format(1)]
+
+
 def test_a_model_that_one_worker_lacks_is_its_error_alone(driver: Driver) -> None:
     driver.add([f"lack {number}" for number in range(4)] + [f"ok {number}" for number in range(10, 14)], again=True)
     tally = driver.run()

@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,10 @@ import av
 import numpy as np
 from anygpu.compat.checkpoints.latents import metadata_of, record_in
 from anygpu.pipelines import tiny
+from anygpu.pipelines.demo.scenes import COLOURS
 from PIL import Image
+
+from .prompts import SCENE_CLIP, SCENE_PICTURE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACK, STAND_INS, GPU = "anygpu", "stand_ins", "simulated_gpu"
@@ -250,6 +254,9 @@ class Server:
         else:
             Image.fromarray(moving_picture(0, 256, 256)).save(self.base / "input" / PICTURE)
         write_clip(self.base / "input" / CLIP)
+        scene = scene_pictures()
+        Image.fromarray(scene[0]).save(self.base / "input" / SCENE_PICTURE)
+        write_clip(self.base / "input" / SCENE_CLIP, scene)
 
     def _answers(self) -> bool:
         try:
@@ -259,15 +266,23 @@ class Server:
             return False
 
 
-def write_clip(path: Path, frames: int = 17, width: int = 96, height: int = 64, fps: int = 8) -> None:
-    """Write a clip of a moving square as H.264."""
+def write_clip(path: Path, pictures: Sequence[np.ndarray] | None = None, fps: int = 8) -> None:
+    """Write pictures (height, width, 3) uint8 as H.264; without any, a clip of a moving square."""
+    pictures = [moving_picture(index, 96, 64) for index in range(17)] if pictures is None else pictures
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        for index in range(frames):
-            picture = av.VideoFrame.from_ndarray(moving_picture(index, width, height), format="rgb24")
-            container.mux(stream.encode(picture))
+        stream.width, stream.height, stream.pix_fmt = pictures[0].shape[1], pictures[0].shape[0], "yuv420p"
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
+
+
+def scene_pictures() -> list[np.ndarray]:
+    """Seventeen pictures of :data:`SCENE`, in the colours of the demo models' world."""
+    pictures = [np.full((64, 64, 3), COLOURS["blue"], np.uint8) for _ in range(17)]
+    for index, picture in enumerate(pictures):
+        picture[22:42, 40 - 2 * index : 60 - 2 * index] = COLOURS["red"]
+    return pictures
 
 
 def moving_picture(index: int, width: int, height: int) -> np.ndarray:

@@ -20,7 +20,15 @@ ROUNDING = 1e-5  # of the largest latent: two samplers add the same numbers in a
 
 @pytest.mark.parametrize(
     "name",
-    ["ltx", "hunyuan_video", "hunyuan_video_15", "hunyuan_video_15 image", "framepack", "mochi"],
+    [
+        "ltx",
+        "hunyuan_video",
+        pytest.param("hunyuan_video skyreels", marks=pytest.mark.full),
+        "hunyuan_video_15",
+        "hunyuan_video_15 image",
+        "framepack",
+        "mochi",
+    ],
 )
 def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
     found = inside.play("core", "sampled_alike", name=name)
@@ -31,7 +39,7 @@ def test_core_euler_gives_what_ours_gives(inside: Inside, name: str) -> None:
     assert found["kept"], "Recover Latents has not what core sampled"
     assert found["listed"][:2] == [name.split()[0], 3] and min(found["listed"][2:]) > 0
     assert found["thumbnail"]
-    assert found["device"] < 2 * found["size"]
+    assert found["device"] < 2 * found["size"] + found["others"]
 
 
 full = pytest.mark.full

@@ -10,15 +10,16 @@ from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.loading.folder import family_of_folder
 
 from host.client import Client
-from host.prompts import WORKFLOWS, Graph, pictured, replay, text_to_video
+from host.prompts import DEMO_RATE, WORKFLOWS, Graph, loading, pictured, replay, text_to_video
 from host.server import Server
 from host.videos import pictures
 
 pytestmark = pytest.mark.host
 PUBLISHED = {
-    "LTX-Video": "ltx_text_to_video",
-    "HunyuanVideo": "hunyuan_video_text_to_video",
-    "FramePackI2V_HY": "framepack_image_to_video",
+    "ltx_text_to_video": "LTX-Video",
+    "ltx_core_ksampler": "LTX-Video",
+    "hunyuan_video_text_to_video": "HunyuanVideo",
+    "framepack_image_to_video": "FramePackI2V_HY",
 }
 
 
@@ -39,15 +40,34 @@ def test_the_shipped_workflows_draw_with_one_while_no_model_is_installed(server:
     away = models.rename(models.with_name("away"))
     models.mkdir()
     try:
-        runs = {name: client.run(pictured(replay(WORKFLOWS / f"{file}.json"))) for name, file in PUBLISHED.items()}
+        runs = {file: client.run(pictured(replay(WORKFLOWS / f"{file}.json"))) for file in PUBLISHED}
     finally:
         models.rmdir()
         away.rename(models)
-    for name, run in runs.items():
+    for file, run in runs.items():
         assert run.ending == "execution_success", run.message
         seen = scene_of(torch.from_numpy(pictures(server, run)) / 255)
         assert seen.caption == "a red circle moves left on blue"
-        assert any(f"in place of {name!r}" in text for _, text in run.texts)
+        assert any(f"in place of {PUBLISHED[file]!r}" in text for _, text in run.texts)
+
+
+def test_windows_of_core_s_draw_a_clip_longer_than_the_model_was_trained_for(server: Server, client: Client) -> None:
+    text, graph = "a white square stays still on blue", Graph()
+    pipeline = graph.add("AnyGPULoadPipeline", **loading(next(iter(demo_models()))))
+    prompt = graph.add("AnyGPUEncodePrompt", pipeline=graph.link(pipeline), text=text, negative="")
+    cut = {"context_length": 2, "context_overlap": 1, "context_stride": 1, "context_schedule": "standard_static"}
+    more = {"closed_loop": False, "fuse_method": "pyramid", "dim": 2, "freenoise": False, "causal_window_fix": False}
+    whole = {"cond_retain_index_list": "", "latent_retain_index_list": "", "split_conds_to_windows": False}
+    windows = graph.add("ContextWindowsManual", model=graph.link(pipeline, 1), **cut, **more, **whole)
+    empty = graph.add("EmptyLTXVLatentVideo", width=64, height=64, length=17, batch_size=1)
+    chosen = {"seed": 1, "steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    texts = {"positive": graph.link(prompt, 1), "negative": graph.link(prompt, 2)}
+    paced = graph.add("LTXVConditioning", **texts, frame_rate=DEMO_RATE)
+    links = {"positive": graph.link(paced), "negative": graph.link(paced, 1), "latent_image": graph.link(empty)}
+    sampled = graph.add("KSampler", model=graph.link(windows), **chosen, **links)
+    graph.add("VAEDecode", samples=graph.link(sampled), vae=graph.link(pipeline, 2))
+    frames = torch.from_numpy(pictures(server, client.run(pictured(graph.prompt)))) / 255
+    assert frames.shape == (17, 64, 64, 3) and scene_of(frames).caption == text
 
 
 def test_a_batch_is_the_videos_of_its_seeds_and_core_picks_one(server: Server, client: Client) -> None:

@@ -86,7 +86,7 @@ def test_a_prefix_that_leads_out_and_a_file_that_is_gone(server: Server, client:
     gone = decoded_from("AnyGPULoadLatent", file="gone.safetensors")
     assert client.run(gone.prompt).message.startswith("no latent file 'gone.safetensors'")
     gone = decoded_from("AnyGPURecoverLatents", kept="../secret")
-    assert client.run(gone.prompt).message.startswith("no kept latents")
+    assert client.run(gone.prompt).message.startswith("no saved latents")
 
 
 def test_a_musubi_cache_is_read_and_written_back(server: Server, client: Client) -> None:

@@ -1,8 +1,8 @@
-"""Every question that the shipped files put to the outside, found by reading them, and who attacks it.
+"""Every question that the pack and its farm put to the outside, found by reading them, and who attacks it.
 
 The outside is torch's device modules, flags and versions, psutil, vendors' libraries, the operating system and its
-files, huggingface_hub, and ComfyUI's memory manager, folders and flags. A question that is not in :data:`TABLE` fails
-``test_outside.py``.
+files, huggingface_hub, Ray, and ComfyUI's memory manager, folders and flags. A question that is not in :data:`TABLE`
+fails ``test_outside.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_layers import SHIPPED, tree_of
+from test_layers import SOURCES, tree_of
 
 DEVICE = "torch.<device>"  # the module of whatever device computes: torch.cuda, torch.xpu, a plug-in's
 ASKED = (  # what begins so is a question; of Triton, the operations of a kernel are left out: it is asked as a whole
@@ -38,7 +38,9 @@ ASKED = (  # what begins so is a question; of Triton, the operations of a kernel
     "folder_paths",
     "mmap.mmap",
     "os.",
+    "ray.",
     "shutil",
+    "socket",
     "tempfile",
 )
 PATHS = (
@@ -73,8 +75,18 @@ FLAGS = "flags"  # of torch, asked by each probe store
 FILES = "files"  # a job whose files cannot be read or written
 HOST = "host/test_hostile.py"
 DOWNLOAD = "a download"
+FARM = "farm/test_chaos.py"  # a cluster whose workers, drivers and nodes are killed
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *(f"ray.{name}" for name in ("get", "get_actor", "get_runtime_context", "init")),
+            *(f"ray.{name}" for name in ("remote", "shutdown", "wait")),
+            *("ray.exceptions.RayError", "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy"),
+            "ray._private.authentication.authentication_utils.is_token_auth_enabled",
+        ),
+        FARM,
+    ),
     **dict.fromkeys(("torch.Event", "torch.Stream"), STREAMS),
     **dict.fromkeys(
         (
@@ -187,6 +199,7 @@ TABLE: dict[str, str] = {
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
             *("os.fsencode", "os.getpid", "os.stat_result"),
+            *("os.environ.get", "os.environ.update", "socket.gethostname"),
             *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.owner"),
         ),
         CONSTANT,  # Path.owner: an attribute of ours has that name
@@ -281,7 +294,7 @@ def _questions(tree: ast.Module) -> Iterator[str]:
 def questions() -> dict[str, set[str]]:
     """Each question, and the files that ask it."""
     asked: dict[str, set[str]] = {}
-    for source in SHIPPED:
+    for source in SOURCES:
         for name in _questions(tree_of(source)):
             if name.startswith("Path.") or any(name.startswith(start) for start in ASKED):
                 asked.setdefault(name, set()).add(source)

@@ -100,6 +100,22 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path, tiny_folder: Path, mo
     assert not marker.exists()
 
 
+def test_every_reader_of_a_folder_is_told_not_to_run_its_code() -> None:
+    calls = [
+        (source, node)
+        for source in SHIPPED
+        if not source.startswith("pipelines/tiny/")  # which reads what it has just built
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "from_pretrained"
+        and "Embedding" not in ast.unparse(node.func)
+        and not (isinstance(node.args[0], ast.Constant) and node.args[0].value is None)  # made from tensors in memory
+    ]
+    told = [ast.unparse(word) for _, node in calls for word in node.keywords if word.arg == "trust_remote_code"]
+    assert len(calls) > 2 and told == ["trust_remote_code=False"] * len(calls), [source for source, _ in calls]
+
+
 @pytest.mark.parametrize("reader", [header_of, gguf_header, lambda path: read_json(path, "a file"), read_frames])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, reader: Any) -> None:
     if not hasattr(os, "mkfifo"):

@@ -44,7 +44,8 @@ def pipeline(kind, dtypes, weights, mode="model"):
     """What a forecast reads of a loaded pipeline."""
     precision = SimpleNamespace(compute=dtypes.compute, residual=dtypes.residual, vae=dtypes.compute)
     variant = {"paint": "v2-0", "paint_pbr": "v2-1", "delight": "v2-0"}[kind]
-    offloader = SimpleNamespace(mode=mode)
+    options = SimpleNamespace(host_weights=SimpleNamespace(shared=False))
+    offloader = SimpleNamespace(mode=mode, options=options, device_of=lambda part: torch.device("cpu"))
     return SimpleNamespace(
         family=kind, variant=variant, precision=precision, shape=shape_for(kind), offloader=offloader, weights=weights
     )

@@ -14,7 +14,7 @@ from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs, receipts, replays, stages, tiny
-from anygpu.pipelines.base import ImageRequest, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -131,6 +131,55 @@ def test_a_damaged_receipt_is_one_line(tmp_path: Path, record: str) -> None:
     path = write_mp4(torch.rand(2, 32, 32, 3), 8.0, tmp_path / "a.mp4", {TAG: record})
     with pytest.raises(InputError):
         read_receipt(path)
+
+
+def copied(source: Path, target: Path, keep_tags: bool = True, packets: int = 99) -> Path:
+    """The first packets of a video in another file, as ``ffmpeg -c copy`` writes it."""
+    import av
+
+    options = {"movflags": "use_metadata_tags"} if keep_tags and target.suffix == ".mp4" else {}
+    with av.open(str(source)) as reading, av.open(str(target), "w", options=options) as writing:
+        writing.metadata.update(reading.metadata)
+        stream = writing.add_stream_from_template(reading.streams.video[0])
+        for count, packet in enumerate(reading.demux(video=0)):
+            if packet.dts is not None and count < packets:
+                packet.stream = stream
+                writing.mux(packet)
+    return target
+
+
+def test_a_receipt_survives_cutting_and_other_containers(tmp_path: Path) -> None:
+    """Matroska writes names of tags in capitals."""
+    record = {"anygpu_receipt": 1, "latents": "00"}
+    video = write_mp4(torch.rand(6, 32, 32, 3), 8.0, tmp_path / "a.mp4", tags_for(record))
+    for target, packets in (("cut.mp4", 3), ("a.mkv", 99), ("a.mov", 99)):
+        if target == "a.mov":
+            with pytest.raises(CheckpointError, match=r"no receipt in 'a\.mov'"):
+                read_receipt(copied(video, tmp_path / target))
+        else:
+            assert read_receipt(copied(video, tmp_path / target, packets=packets)) == record, target
+
+
+def test_a_file_that_another_program_saved_again_is_one_line(tmp_path: Path) -> None:
+    from PIL import Image
+    from safetensors.torch import load_file, save_file
+
+    video = write_mp4(torch.rand(3, 32, 32, 3), 8.0, tmp_path / "a.mp4", tags_for({"anygpu_receipt": 1}))
+    copied(video, tmp_path / "plain.mp4", keep_tags=False)
+    Image.new("RGB", (32, 32)).save(tmp_path / "frame.png", comment="saved again")
+    Image.new("RGB", (32, 32)).save(tmp_path / "frame.webp")
+    (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:400])
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    (tmp_path / "text.mkv").write_text("no video")
+    latents = Latents(torch.zeros(1, 4, 2, 8, 8), "any", "text", 9, 64, 64, 8.0, 3, extra={RECEIPT: {}})
+    path = store.save_latent(tmp_path / "a.safetensors", convert.to_core(latents), print)
+    save_file(load_file(path), tmp_path / "again.safetensors")
+    without = ("plain.mp4", "frame.png", "frame.webp", "again.safetensors")
+    for name in (*without, "cut.mp4", "empty.mp4", "text.mkv", "none.mp4"):
+        with pytest.raises(CheckpointError) as caught:
+            read_receipt(tmp_path / name)
+        assert "\n" not in str(caught.value) and name in str(caught.value)
+        assert (name in without) == str(caught.value).startswith("no receipt in"), str(caught.value)
 
 
 def test_the_command_makes_a_file_again(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

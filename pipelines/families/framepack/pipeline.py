@@ -257,10 +257,8 @@ def _section(
     guidance = Guidance(settings, len(schedule))
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        cond = forward(latents, time, text, "cond")
-        if not guidance.acts(index):
-            return cond
-        return guidance.guide(cond, forward(latents, time, text, "uncond"))
+        branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
+        return guidance.predict(index, pipeline.group, *branches)
 
     again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
     return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch, steps=steps).cpu()

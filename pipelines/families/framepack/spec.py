@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ....compat.precision import HALF_TEXT
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     Defaults,
@@ -154,4 +155,5 @@ SPEC = FamilySpec(
     recipes={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     published_blocks=BLOCKS,
     published_vae_sites=29,
+    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
 )

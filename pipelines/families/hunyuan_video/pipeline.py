@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -297,10 +298,8 @@ def _predictor(
     cfg = Guidance(settings, steps)
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        cond = branch("cond", positive, latents, time)
-        if negative is None or not cfg.acts(index):
-            return cond
-        return cfg.guide(cond, branch("uncond", negative, latents, time))
+        cond = partial(branch, "cond", positive, latents, time)
+        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", negative, latents, time))
 
     return predict
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....compat.precision import HALF_TEXT
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -134,4 +135,5 @@ SPEC = FamilySpec(
     vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
     published_blocks=BLOCKS,
     published_vae_sites=29,
+    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
 )

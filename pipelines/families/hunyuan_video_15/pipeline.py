@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
 from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
+BRANCHES = ("pred_cond", "pred_uncond")
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 STATES, PICTURE = "image_embeds", "image_latents"
 
@@ -129,10 +131,8 @@ def sample(
     with hold as transformer, checked_leaves(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            cond = forward(transformer, "pred_cond", latents, time, index)
-            if not guidance.acts(index):
-                return cond
-            return guidance.guide(cond, forward(transformer, "pred_uncond", latents, time, index))
+            branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
+            return guidance.predict(index, pipeline.group, *branches)
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -190,7 +190,7 @@ class _Forward:
     ) -> None:
         device, self.dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
         config = pipeline.configs["transformer"]
-        branches = {"pred_cond": prompt.embeds, "pred_uncond": prompt.negative or {}}
+        branches = dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True))
         self.text = placed(branches, device, self.dtype)
         self.no_glyphs = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
         self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)

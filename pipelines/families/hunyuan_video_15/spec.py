@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -141,4 +142,5 @@ SPEC = FamilySpec(
     },
     vae_tile=256,  # the VAE's own
     most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
+    split=SplitPlan(("freqs_cis",), dim=0),
 )

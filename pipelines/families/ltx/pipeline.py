@@ -23,11 +23,13 @@ import torch
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
+from ....compat.ranks import Group
 from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
+from ...sampling.guidance import rows_of
 from ...sampling.loop import (
     NoiseMask,
     Predict,
@@ -181,7 +183,7 @@ def sample(
         checked_leaves(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
-        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.group)
         tokens = denoise(
             stepper.initial(),
             schedule,
@@ -253,7 +255,12 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 
 def _predictor(
-    transformer: Any, dtype: torch.dtype, prompt: Prompt, guidance: LtxGuidance, stepper: TokenStepper
+    transformer: Any,
+    dtype: torch.dtype,
+    prompt: Prompt,
+    guidance: LtxGuidance,
+    stepper: TokenStepper,
+    group: Group | None,
 ) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
     text = placed(batched(prompt, guidance.settings.cfg > 1.0), stepper.start.tokens.device, dtype)
@@ -262,23 +269,26 @@ def _predictor(
         times = stepper.times(time)
 
         def forward(both: bool, blocks: tuple[int, ...]) -> torch.Tensor:
-            rows = text if both else {name: tensor[-1:] for name, tensor in text.items()}
-            copies = 2 if both else 1
-            place = {
-                name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-                for name, value in stepper.start.place.items()
-            }
-            branch = "without_attention" if blocks else "cond_uncond"
-            with transformer.cache_context(branch), without_attention(transformer, blocks):
+            def run(rows: slice) -> torch.Tensor:
+                texts = {name: tensor[rows] for name, tensor in text.items()}
+                copies = len(texts[EMBEDS])
+                place = {
+                    name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
+                    for name, value in stepper.start.place.items()
+                }
                 output: torch.Tensor = transformer(
                     hidden_states=torch.cat([tokens] * copies).to(dtype),
-                    encoder_hidden_states=rows[EMBEDS],
+                    encoder_hidden_states=texts[EMBEDS],
                     timestep=torch.cat([times] * copies),
-                    encoder_attention_mask=rows[MASK],
+                    encoder_attention_mask=texts[MASK],
                     return_dict=False,
                     **place,
                 )[0]
-            return output.float()
+                return output.float()
+
+            branch = "without_attention" if blocks else "cond_uncond"
+            with transformer.cache_context(branch), without_attention(transformer, blocks):
+                return rows_of(group, both, run)
 
         output = guidance.guided(index, forward)
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.

@@ -12,7 +12,7 @@ from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, P
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import TIME
-from ...sampling.guidance import Guidance
+from ...sampling.guidance import Guidance, rows_of
 from ...sampling.loop import (
     denoise,
     latent_shape,
@@ -70,18 +70,20 @@ def sample(
         warnings.filterwarnings("ignore", message="In CPU autocast")
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            guided = guidance.acts(index)
-            rows = text if guided else {name: tensor[-1:] for name, tensor in text.items()}
-            model_input = torch.cat([latents] * 2) if guided else latents
-            with transformer.cache_context("cond_uncond"):
-                output = transformer(
-                    hidden_states=model_input.to(dtype),
-                    encoder_hidden_states=rows[EMBEDS],
-                    timestep=time.expand(model_input.shape[0]).to(dtype),
-                    encoder_attention_mask=rows[MASK],
-                    return_dict=False,
-                )[0].float()
-            return guidance.guide_batch(output)
+            def run(rows: slice) -> torch.Tensor:
+                texts = {name: tensor[rows] for name, tensor in text.items()}
+                model_input = torch.cat([latents] * len(texts[EMBEDS])).to(dtype)
+                with transformer.cache_context("cond_uncond"):
+                    output: torch.Tensor = transformer(
+                        hidden_states=model_input,
+                        encoder_hidden_states=texts[EMBEDS],
+                        timestep=time.expand(model_input.shape[0]).to(dtype),
+                        encoder_attention_mask=texts[MASK],
+                        return_dict=False,
+                    )[0]
+                return output.float()
+
+            return guidance.guide_batch(rows_of(pipeline.group, guidance.acts(index), run))
 
         latents = denoise(
             start_from(clean, noise, schedule),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....compat.precision import BF16, FP32, ModelPrecision, Precision
+from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -70,4 +71,5 @@ SPEC = FamilySpec(
     recipes={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
     published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
     published_vae_sites=38,
+    split=SplitPlan(("image_rotary_emb",), dim=0),
 )

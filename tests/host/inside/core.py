@@ -84,6 +84,7 @@ def sampled_alike(name: str) -> dict[str, Any]:
         "loaded": [type(item.model.model).__name__ for item in management.current_loaded_models],
         "device": bytes_on_device(),
         "size": model.model_size(),
+        "others": sum(item.model.model_size() for item in management.current_loaded_models) - model.model_size(),
     }
 
 

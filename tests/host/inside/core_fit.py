@@ -189,13 +189,11 @@ def lora_on(model: Any, name: str) -> Any:
     return clone
 
 
-def compiled_eagerly(model: Any) -> Any:
-    """A clone behind core's torch.compile node, with the backend that traces and compiles nothing."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
+def compiled(model: Any, backend: str = "eager") -> Any:
+    """A clone behind core's torch.compile node; its default backend only traces and compiles nothing."""
+    from comfy_extras.nodes_torch_compile import TorchCompileModel
 
-    clone = model.clone()
-    set_torch_compile_wrapper(clone, backend="eager")
-    return clone
+    return TorchCompileModel.execute(model, backend).result[0]
 
 
 def with_override(model: Any, calls: list[int]) -> Any:
@@ -218,15 +216,16 @@ def on_top(name: str, what: str) -> dict[str, Any]:
         louder(model, name, PEAK)
     below = {
         "lora": lora_on,
-        "compile below": lambda model, _: compiled_eagerly(model),
+        "compile below": lambda model, _: compiled(model),
+        "inductor below": lambda model, _: compiled(model, "inductor"),
         "context windows": lambda model, _: in_windows(model),
         "cfg nodes": lambda model, _: guided(model),
     }
     base = below[what](model, name) if what in below else model
     expected = output(base, name, cfg=2.0)
     fitted, _ = core_model.fit_model(base, keep_latents="never", machine=machine)
-    if what == "compile above":
-        fitted = compiled_eagerly(fitted)
+    if what in ("compile above", "inductor above"):
+        fitted = compiled(fitted, "inductor" if what == "inductor above" else "eager")
     elif what == "attention above":
         fitted = with_override(fitted, calls)
     elif what == "lowvram":
@@ -462,10 +461,16 @@ def of_convolutions() -> dict[str, Any]:
 
 
 def everywhere(name: str, profile: str) -> dict[str, Any]:
-    """A fitted model on a simulated machine against core's fp32 on the CPU, and what core alone does there."""
-    expected = output(made(name), name)
+    """A fitted model on a simulated machine against core's fp32 on the CPU, and what core alone does there.
+
+    Its residual leaves fp16's range.
+    """
+    source = made(name)
+    louder(source, name, PEAK)
+    expected = output(source, name)
     with machine_named(profile) as machine:
         model = made(name, device=machine.facts.device)
+        model.model.diffusion_model.load_state_dict(source.model.diffusion_model.state_dict())
         fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
         found = output(fitted, name)
         try:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import comfy.clip_model
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import comfy.sd
+import comfy.text_encoders.llama as llama
 import comfy.text_encoders.t5 as t5
 import torch
 from anygpu.compat.errors import PackError
@@ -153,30 +155,64 @@ def refused(name: str, fault: str) -> str:
     return ""
 
 
+def kept_before(name: str) -> dict[str, Any]:
+    """What is kept of the latents of a decode that fails."""
+    vae, latents, kept = made(name), latents_of(name), list[torch.Tensor]()
+    broken = mock.patch.object(vae.first_stage_model, "decode", side_effect=ZeroDivisionError)
+    with noted(), broken, mock.patch.object(recovery, "keep_for_decode", lambda given: kept.append(given.clone())):
+        try:
+            fitted(vae).decode(latents)
+        except ZeroDivisionError:
+            return {"kept": len(kept), "equal": torch.equal(kept[0], latents)}
+    return {"kept": 0, "equal": False}
+
+
 def as_published(name: str) -> dict[str, Any]:
     """By side: how far core's VAE is from its publisher's code, and how far with the masks put back."""
     vae, tensors = published(name)
-    fit, latents = fitted(vae), tensors["in.latents"]
+    (fit, decisions), latents = core_vae.fit_vae(vae, machine=turing()), tensors["in.latents"]
     frames = ((tensors["out.decoded"][0].movedim(0, -1) + 1) / 2).clamp(0, 1)
     pictures = (tensors["in.video"][0].movedim(0, -1) + 1) / 2
     with noted():
         return {
             "decode": [error(each.decode(latents)[0], frames) for each in (vae, fit)],
             "encode": [error(each.encode(pictures), tensors["out.encoded_mean"]) for each in (vae, fit)],
+            "said": any(decision.subject == "causal masks" for decision in decisions),
             "off": torch.equal(fitted(vae, causal_masks=False).decode(latents), vae.decode(latents)),
         }
 
 
-def text_encoder(tokens: int = 24) -> Any:
-    """Core's T5, tiny, in core's CLIP; and token ids for it."""
-    config = {
-        "d_ff": 64, "d_kv": 16, "d_model": 32, "dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True,
-        "num_heads": 2, "num_layers": 2, "vocab_size": 99, "model_type": "t5", "layer_norm_epsilon": 1e-6,
-    }  # fmt: skip
-    with torch.random.fork_rng():
+T5_CONFIG = {
+    "d_ff": 64, "d_kv": 16, "d_model": 32, "dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True,
+    "num_heads": 2, "num_layers": 2, "vocab_size": 99, "model_type": "t5", "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
+NARROW = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+ENCODERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "T5": (t5.T5, T5_CONFIG),
+    "Llama": (llama.Llama2, NARROW),
+    "Qwen 2.5 VL": (llama.Qwen25_7BVLI, NARROW),
+    "Gemma 2": (llama.Gemma2_2B, NARROW),
+    "Gemma 3": (llama.Gemma3_12B, NARROW),
+}
+
+
+def text_encoder(name: str, tokens: int = 24) -> Any:
+    """One of core's text encoders, tiny and without its eyes, in core's CLIP; and token ids for it."""
+    cls, config = ENCODERS[name]
+    with (
+        torch.random.fork_rng(),
+        mock.patch.object(llama.qwen_vl, "Qwen2VLVisionTransformer", lambda **_: torch.nn.Identity()),
+        mock.patch.object(comfy.clip_model, "CLIPVision", lambda *_: torch.nn.Identity()),
+    ):
         torch.manual_seed(0)
-        network = t5.T5(config, torch.float16, "cpu", comfy.ops.manual_cast)
+        network = cls(dict(config), torch.float16, "cpu", comfy.ops.manual_cast)
         fill(network)
+    for norm in network.modules():
+        if isinstance(norm, llama.RMSNorm) and norm.add:  # to which one is added
+            norm.weight.data -= 1.0
     clip = comfy.sd.CLIP(no_init=True)
     clip.cond_stage_model, clip.tokenizer = network.eval(), None
     clip.patcher = comfy.model_patcher.CoreModelPatcher(network, HOST, HOST)
@@ -195,9 +231,9 @@ def encoded(clip: Any, ids: torch.Tensor) -> torch.Tensor:
     return clip.cond_stage_model(ids, attention_mask=mask, dtype=torch.float32)[0]
 
 
-def text_fitted() -> dict[str, Any]:
+def text_fitted(name: str) -> dict[str, Any]:
     """Core's fp32, safe fp16, bounded attention, and what is left behind."""
-    clip, ids = text_encoder()
+    clip, ids = text_encoder(name)
     expected = encoded(clip, ids)
     same, _ = core_clip.fit_clip(clip, machine=turing())
     safe, _ = core_clip.fit_clip(clip, "fp16-safe", machine=turing())
@@ -221,7 +257,7 @@ def text_fitted() -> dict[str, Any]:
         bounded, _ = core_clip.fit_clip(clip, attention="bounded", machine=turing())
         chunks = encoded(bounded, ids)
     last = encoded(clip, ids)
-    clip.cond_stage_model.shared.weight.fill_(float("inf"))
+    next(clip.cond_stage_model.parameters()).fill_(float("inf"))
     _, said = core_clip.fit_clip(clip, machine=turing())
     return {
         "same": same is clip,

@@ -59,10 +59,11 @@ WAN = {
 }  # fmt: skip
 
 
-def _lightricks() -> nn.Module:
-    """LTX's, with the blocks of its default configuration and fewer channels."""
-    config = lightricks.VideoVAE.get_default_config(lightricks.VideoVAE.__new__(lightricks.VideoVAE), 0)
-    network = lightricks.VideoVAE(0, {**config, "encoder_base_channels": 16, "decoder_base_channels": 16})
+def _lightricks(version: int = 0, **settings: Any) -> nn.Module:
+    """LTX's, with the blocks of a version's default configuration and fewer channels."""
+    config = lightricks.VideoVAE.get_default_config(lightricks.VideoVAE.__new__(lightricks.VideoVAE), version)
+    narrow = {"encoder_base_channels": 16, "decoder_base_channels": 16}
+    network = lightricks.VideoVAE(version, {**config, **narrow, **settings})
     for name, tensor in network.per_channel_statistics.named_buffers():
         tensor.fill_(1.0 if name.startswith("std") else 0.0)
     return network
@@ -105,6 +106,11 @@ CASES: dict[str, Case] = {
     "SD": Case("comfy.sd.AutoencoderKL", lambda: autoencoder.AutoencoderKL(ddconfig=dict(PICTURE), embed_dim=4),
                (1, 4, EDGE, EDGE)),
     "LTX": Case("comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE", _lightricks, (1, 128, 3, 4, 4)),
+    "LTX-2": Case(
+        "comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE",
+        lambda: _lightricks(2, timestep_conditioning=False, spatial_padding_mode="reflect"),
+        (1, 128, 3, 4, 4),
+    ),
     "Wan 2.1": Case("comfy.ldm.wan.vae.WanVAE", lambda: wan.WanVAE(**WAN, image_channels=3, conv_out_channels=3),
                     (1, 16, 3, EDGE, EDGE)),
     "HunyuanVideo": Case(

@@ -14,6 +14,8 @@ from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.tiny import parts
+from anygpu.pipelines.tiny.weights import randomise
 from heavy import GREATER, build_heavy
 from simulated import accelerator
 
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {  # checkpoints, frames, 
     "ltx": (("ltx",), 9, False),
     "hunyuan_video": (("hunyuan_video",), 5, False),
     "hunyuan_video image": (("hunyuan_video_i2v",), 5, True),
+    "hunyuan_video skyreels": (("skyreels", "hunyuan_video"), 5, True),
     "hunyuan_video_15": (("hunyuan_video_15",), 5, False),
     "hunyuan_video_15 image": (("hunyuan_video_15_i2v",), 5, True),
     "framepack": (("framepack", "hunyuan_video", "siglip"), 5, True),
@@ -57,14 +60,26 @@ def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bo
         heavy: with weights that outweigh the activations by far, as published ones do.
     """
     paths = [
-        heavy_folder(checkpoint) if heavy and checkpoint in GREATER else tiny.build(checkpoint, _folder[0])
+        heavy_folder(checkpoint) if heavy and checkpoint in GREATER else folder_of(checkpoint)
         for checkpoint in CASES[name][0]
     ]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
+    base, encoder = (*paths[1:], None, None)[:2]
     request = LoadRequest(
         paths[0], base, encoder, precision=precision, device=device or memory_manager.compute_device(), **chosen
     )
     return load(request) if device else load(request, None, memory_manager.make_room, memory_manager.offloader_on)
+
+
+def folder_of(checkpoint: str) -> Path:
+    """Where a tiny checkpoint is, built unless it is there; SkyReels as Skywork publishes it, a transformer alone."""
+    if checkpoint != "skyreels":
+        return tiny.build(checkpoint, _folder[0])
+    folder = _folder[0] / "SkyReels-V1-Hunyuan-I2V"
+    if not folder.is_dir():
+        transformer = parts.hunyuan_transformer(in_channels=32, out_channels=16, guidance_embeds=True)
+        randomise(transformer, 3)
+        transformer.save_pretrained(folder)
+    return folder
 
 
 def heavy_folder(checkpoint: str) -> Path:

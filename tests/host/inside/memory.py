@@ -462,15 +462,15 @@ def dense_asked() -> dict[str, Any]:
 
 def one_dead() -> list[int]:
     """Bytes that ComfyUI could take, without and with a patcher in its list that nobody holds any more."""
-    pipeline = loaded_for("ltx")
+    pipeline, device = loaded_for("ltx"), memory_manager.compute_device()
     with pipeline.offloader.hold("transformer"):
-        found = [memory_manager.evictable_bytes()]
+        found = [memory_manager.evictable_bytes(device)]
     gone = comfy.model_patcher.ModelPatcher(nn.Linear(2, 2), management.get_torch_device(), torch.device("cpu"))
     item = management.LoadedModel(gone)
     management.current_loaded_models.append(item)
     del gone
     try:
-        return [*found, memory_manager.evictable_bytes(), pipeline.offloader.patcher.loaded_size()]
+        return [*found, memory_manager.evictable_bytes(device), pipeline.offloader.patcher.loaded_size()]
     finally:
         management.current_loaded_models.remove(item)
 

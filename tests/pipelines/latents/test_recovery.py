@@ -41,19 +41,19 @@ def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
     recovery.keep(tmp_path, replace(LATENTS, family="mochi"), no_word)
     newest = recovery.load(tmp_path, "newest", no_word, LATENTS.family)
     assert torch.equal(newest["samples"], SAMPLES + 1), "the newest of the family that is loaded"
-    with pytest.raises(CheckpointError, match=r"no kept latents of 'ltx'.*Load the mochi model"):
+    with pytest.raises(CheckpointError, match=r"no saved latents of 'ltx'.*Load the mochi model"):
         recovery.load(tmp_path, "newest", no_word, "ltx")
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", "A" * 200, "nothing"])
 def test_only_a_listed_id_can_be_loaded(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "kept"
-    with pytest.raises(CheckpointError, match="no kept latents at all"):
+    with pytest.raises(CheckpointError, match="no saved latents at all"):
         recovery.load(folder, name, no_word)
     recovery.keep(folder, LATENTS, no_word)
     recovery.keep(tmp_path, LATENTS, no_word)
     (tmp_path / next(tmp_path.glob("*.safetensors")).name).rename(tmp_path / "secret.safetensors")
-    with pytest.raises(CheckpointError, match="no kept latents '"):
+    with pytest.raises(CheckpointError, match="no saved latents '"):
         recovery.load(folder, name, no_word)
 
 

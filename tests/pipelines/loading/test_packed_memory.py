@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 MOST = 1.05  # of the file
 CODECS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-NARROW = {"fp8": "F8_E4M3", "int8": "I8"}
+NARROW = {"fp8": "F8_E4M3", "fp8 without scales": "F8_E4M3", "int8": "I8"}
 ENCODERS = {
     "t5": ("T5EncoderModel", "a T5 encoder in GGUF's names"),
     "llama": ("LlamaModel", "Llama 3 in GGUF's names"),
@@ -44,7 +44,7 @@ def entry(name: str, shape: tuple[int, ...], way: str) -> TensorEntry:
     if way in NARROW:
         if packed.is_table(name) or name == "token_embd.weight":  # which quantisers of 8 bits leave alone
             return TensorEntry(path, "BF16", shape, 0, 2 * count)
-        scale = TensorEntry(path, "F32", (), 0, 4)
+        scale = None if way == "fp8 without scales" else TensorEntry(path, "F32", (), 0, 4)
         return TensorEntry(path, NARROW[way], shape, 0, count, scale=scale)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[way]]
     if shape[1] % block:

@@ -10,7 +10,7 @@ from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory import offloader
 from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffloader, ahead_bytes, part_devices
+from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
@@ -20,6 +20,7 @@ from anygpu.pipelines.memory import fit as fitting
 from anygpu.pipelines.memory import page as memory_plan
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import fastest, forecast, forecasts
+from anygpu.pipelines.requests import part_devices
 
 CPU = torch.device("cpu")
 

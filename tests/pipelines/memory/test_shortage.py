@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.errors import parts_of
+from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.memory.shortage import Shortage, explain_shortage, lowered, shortage_in
@@ -24,7 +25,8 @@ HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 b
 
 def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     where = torch.device("cpu" if device == "cpu" else "meta")
-    offloader = SimpleNamespace(device=where, mode=mode, memory_stats=MemoryStats())
+    asked = {"mode": mode, "memory_stats": MemoryStats(), "options": OffloadOptions()}
+    offloader = SimpleNamespace(device=where, device_of=lambda part: where, **asked)
     facts = SimpleNamespace(name="RTX")
     parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(

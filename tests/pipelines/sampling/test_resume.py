@@ -13,12 +13,13 @@ import pytest
 import resumed
 import torch
 from anygpu.compat.output_check import NotFinite
-from anygpu.pipelines import stages
+from anygpu.pipelines import speed, stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, KeptSteps
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import Resuming, StepState, resume_key
+from anygpu.pipelines.time.forecast import StageTime
 from resumed import SOLVERS, STEPS, Told, opened, sampled
 
 KEY = "ab" * 32
@@ -165,3 +166,20 @@ def test_a_process_that_is_killed_at_any_step_loses_none(
         assert again.extra == expected.extra
         last = bool(at % STEPS == 0)  # of a section, which is kept as a whole just after it
         assert watched.count == total.count - at + last, "no more than the step it was in is computed twice"
+
+
+def test_a_part_of_a_sampling_is_no_measure_of_the_whole(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = StageTime("sampling", 40.0, 30.0, 50.0, 35.0)
+    monkeypatch.setattr(speed, "expected", lambda _pipeline, stage, _run: told if stage == "sampling" else None)
+    pipeline = opened("ltx", tiny_folder)
+    options = replace(pipeline.offloader.options, state=tmp_path / "state")
+    pipeline.offloader.options = options
+    with pytest.raises(Cut):
+        sampled(pipeline, tmp_path, cut_at(3))
+    sampled(pipeline, tmp_path, Told())
+    resumed_row = pipeline.offloader.memory_stats.stages[-1]
+    sampled(pipeline, tmp_path, Told())
+    whole_row = pipeline.offloader.memory_stats.stages[-1]
+    assert (resumed_row.modelled_seconds, whole_row.modelled_seconds) == (0.0, 35.0)

@@ -17,6 +17,12 @@ def taking(mode: str, seconds: float) -> TimeForecast:
     return TimeForecast(mode, (StageTime("sampling", seconds, seconds / 2, seconds * 2, seconds),))
 
 
+def test_clips_of_a_batch_come_one_after_the_other():
+    text = StageTime("text", 10, 5, 20, 10)
+    several = TimeForecast("none", (text, *taking("none", 60).stages)).of_clips(3)
+    assert several.stages == (text, StageTime("sampling", 180, 90, 360, 180)) and several.seconds == 190
+
+
 def needing(mode: str, gigabytes: float) -> Forecast:
     return Forecast(mode, (StageNeed("sampling", 0, 0, int(gigabytes * GB)),))
 
@@ -53,6 +59,11 @@ def test_time_left_from_the_second_step_on():
     assert time_left(12.0, 4, 34) == ", 4.0 s each, about 2 min left"
     assert time_left(8.0, 3, 3) == ", 4.0 s each"
     assert time_left(0.1, 3, 20) == "", "too quick to read"
+
+
+def test_steps_of_an_earlier_run_took_no_time_of_this_one():
+    assert time_left(0.0, 31, 50, first=31) == ""
+    assert time_left(8.0, 33, 50, first=31) == ", 4.0 s each, about 68 s left"
 
 
 def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):

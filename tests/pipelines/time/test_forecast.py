@@ -61,7 +61,7 @@ def test_a_device_that_nobody_timed_goes_by_its_data_sheet(tiny_folder):
     facts = load(LoadRequest(build("ltx", tiny_folder), device="cpu")).facts
     card = replace(facts, device=torch.device("cuda"), name="NVIDIA GeForce RTX 4090")
     pace = pace_of(card, None, torch.float16)
-    assert pace is not None and pace.source == PUBLISHED and pace.product == RATES["RTX 4090"].half
+    assert pace is not None and pace.source == PUBLISHED and pace.product == RATES["RTX 4090"].fp16
     assert pace_of(replace(card, name="Someone's card"), None, torch.float16) is None
 
 

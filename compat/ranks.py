@@ -1,0 +1,191 @@
+"""Processes with a device each that compute one video together, over ``torch.distributed``: gloo on CPUs, NCCL on CUDA.
+
+Whoever starts the processes also forms their group (``farm/group.py``): nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+LEADER = 0  # the rank that decodes, writes and decides
+
+
+class LeaderFailed(RuntimeError):
+    """Raised on the ranks that waited for what the leader could not do; its own error says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One process group, seen from one of its processes.
+
+    Args:
+        group: of ``torch.distributed``; None for this process alone.
+        rank, size: which of how many this process is.
+        device: where the group takes tensors from: gloo the CPU, whatever computes.
+    """
+
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def runs(self, count: int) -> list[slice]:
+        """``count`` things in order, shared out: a run for each rank, the first ones longer by one at most."""
+        lengths = (count // self.size + (rank < count % self.size) for rank in range(self.size))
+        ends = [0, *itertools.accumulate(lengths)]
+        return [slice(first, end) for first, end in itertools.pairwise(ends)]
+
+    def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        """The piece that each rank has for this one.
+
+        Args:
+            pieces: for each rank, all of one dtype. shapes: of those that come back.
+        """
+        from torch import distributed
+
+        like = pieces[0]
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        sent = torch.cat([piece.reshape(-1) for piece in pieces]).to(self.device)
+        received = sent.new_empty(sum(counts))
+        size = like.element_size()  # gloo does not know every dtype: bytes are bytes
+        distributed.all_to_all_single(
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            [count * size for count in counts],
+            [piece.numel() * size for piece in pieces],
+            group=self.group,
+        )
+        parts = received.to(like.device).split(counts)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def gathered(self, own: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+        """The runs of all ranks in order, ``count`` long along ``dim``."""
+        runs = self.runs(count)
+        shapes = [(*own.shape[:dim], run.stop - run.start, *own.shape[dim + 1 :]) for run in runs]
+        return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank."""
+        if self.size == 1:
+            return flag
+        from torch import distributed
+
+        told = torch.tensor([float(flag)], device=self.device)
+        distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
+        return bool(told.item())
+
+    def collected(self, value: Any) -> list[Any] | None:
+        """The values of all ranks in order, on the leader; None on the others."""
+        if self.size == 1:
+            return [value]
+        from torch import distributed
+
+        values = [None] * self.size if self.rank == LEADER else None
+        distributed.gather_object(value, values, group=self.group, group_dst=LEADER)
+        return values
+
+    def shared(self, value: Any, source: int = LEADER) -> Any:
+        """The ``value`` of the rank ``source``, on every rank: plain values and CPU tensors, also in dataclasses."""
+        if self.size == 1:
+            return value
+        from torch import distributed
+
+        box = [value]
+        distributed.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
+        return box[0]
+
+
+@dataclass(slots=True)
+class Group:
+    """All ranks of one video, and the halves that compute the two branches of guidance.
+
+    Args:
+        world: all of them. half: those of this rank's branch; None where the branches are not shared out.
+    """
+
+    world: Ranks
+    half: Ranks | None = None
+    _apart: bool = False
+
+    @property
+    def tokens(self) -> Ranks:
+        """The ranks that share the tokens of the forward that runs now."""
+        return self.half if self._apart and self.half is not None else self.world
+
+    @property
+    def fewest(self) -> int:
+        """The fewest ranks that ever share the tokens of a forward: what memory must do for."""
+        return (self.half or self.world).size
+
+    def led(self, call: Callable[[], Value]) -> Value:
+        """What ``call`` returns on the leader, on every rank; the others do not call it.
+
+        Raises:
+            LeaderFailed: on the others, where it raised on the leader.
+        """
+        failed: BaseException | None = None
+        value: Any = None
+        if self.leads:
+            try:
+                value = call()
+            except Exception as error:  # whatever it is, the others must not wait for ever
+                failed = error
+        succeeded, value = self.world.shared((failed is None, value))
+        if failed is not None:
+            raise failed
+        if not succeeded:
+            raise LeaderFailed("the leader of the group failed")
+        result: Value = value
+        return result
+
+    def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
+        assert self.half is not None
+        partner = (self.world.rank + self.half.size) % self.world.size
+        empty = own.new_empty(0)
+        pieces = [own if rank == partner else empty for rank in range(self.world.size)]
+        shapes = [tuple(own.shape) if rank == partner else (0,) for rank in range(self.world.size)]
+        other = self.world.exchange(pieces, shapes)[partner]
+        return (other, own) if self.branch else (own, other)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decodes and writes."""
+        return self.world.rank == LEADER
+
+    @property
+    def branch(self) -> int:
+        """Which half this rank is in."""
+        return 0 if self.half is None else int(self.world.rank >= self.world.size - self.half.size)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Each half by itself, for a forward of its branch."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """What the blocks of a family are given that goes by token of the video.
+
+    Args:
+        rotary: names under which blocks take rotary tables. dim: of these, which one counts tokens.
+        rows: arguments (B, N, D) with a row for each token; where they have one row for all, they stay as they are.
+        leading: arguments that count the first tokens which are treated differently.
+    """
+
+    rotary: tuple[str, ...]
+    dim: int
+    rows: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()

@@ -1,0 +1,233 @@
+"""One forward of a transformer on several devices: each has a run of the video's tokens, and in attention of the heads.
+
+Text stays whole on every rank. Around attention, tokens are exchanged for heads (DeepSpeed-Ulysses): each rank attends
+over all tokens, in their order, with its own heads, so that padding, masks and kernels are as on one device. diffusers'
+own context parallelism is not used: it acts inside its attention processors, in whose place stand ours, has plans for
+LTX-Video alone of these families, and gathers in an order in which masks of padded text no longer fit.
+
+Source: Jacobs et al., DeepSpeed Ulysses (2023).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import UnsupportedError
+from ..memory.parts import Undo, denoises
+from ..ranks import Group, SplitPlan
+from .attention_processors import Attend
+from .blocks import transformer_blocks
+from .order import Back, Order, Step
+
+STATES = "hidden_states"  # of the video, in every block
+
+
+@dataclass(slots=True)
+class TokenSplit:
+    """The split of one transformer.
+
+    Args:
+        group: who computes. plan: what else is cut with the tokens.
+
+    ``count`` and ``run`` are the video's tokens and this rank's, in the forward that runs.
+    """
+
+    group: Group
+    plan: SplitPlan
+    count: int = 0
+    run: slice = field(default_factory=lambda: slice(0, 0))
+    _tables: tuple[Any, Any] = (None, None)
+
+    def attach(self, transformer: nn.Module) -> Back:
+        """Split every forward of ``transformer``; returns what takes that back.
+
+        Raises:
+            UnsupportedError: a block whose attention cannot be split.
+        """
+        undo, blocks = Undo(), list(transformer_blocks(transformer))
+        try:
+            for block in blocks:
+                attention = self_attention(block)
+                processor: Any = getattr(attention, "processor", None)
+                require_splittable(block, attention, self.group.world.size)
+                undo.set(processor, "attend", SplitAttention(self, processor.attend))
+                cut = _Cut(self, first=block is blocks[0])
+                undo.append(block.register_forward_pre_hook(cut, with_kwargs=True).remove)
+            undo.append(blocks[-1].register_forward_hook(self._join).remove)
+        except BaseException:
+            undo.restore()
+            raise
+        return undo.restore
+
+    def begin(self, count: int) -> None:
+        """Take in how many tokens the video of this forward has."""
+        ranks = self.group.tokens
+        if count < ranks.size:
+            raise UnsupportedError(
+                f"{count} tokens for {ranks.size} devices",
+                expected="at least one token for each",
+                fix="Use fewer devices per video, or a larger video.",
+            )
+        self.count, self.run = count, ranks.runs(count)[ranks.rank]
+
+    @property
+    def length(self) -> int:
+        """How many tokens this rank has."""
+        return self.run.stop - self.run.start
+
+    def tables(self, tables: Any) -> Any:
+        """This rank's run of rotary tables, cut once per forward."""
+        if tables is None:
+            return None
+        if self._tables[0] is not tables:
+            run = type(tables)(table.narrow(self.plan.dim, self.run.start, self.length) for table in tables)
+            self._tables = (tables, run)
+        return self._tables[1]
+
+    def rows(self, rows: Any) -> Any:
+        """This rank's run of what has a row for each token."""
+        several = isinstance(rows, torch.Tensor) and rows.ndim == 3 and rows.shape[1] > 1
+        return rows[:, self.run] if several else rows
+
+    def leading(self, number: Any) -> Any:
+        """How many of the first ``number`` tokens are in this rank's run."""
+        return None if number is None else min(max(number - self.run.start, 0), self.length)
+
+    def _join(self, _block: nn.Module, _given: Any, output: Any) -> Any:
+        ranks = self.group.tokens
+        self._tables = (None, None)
+        if ranks.size == 1:
+            return output
+        if isinstance(output, torch.Tensor):
+            return ranks.gathered(output, 1, self.count)
+        return (ranks.gathered(output[0], 1, self.count), *output[1:])
+
+
+@dataclass(slots=True)
+class _Cut:
+    """The pre-hook of a block: cuts what goes by token, and before the first block the tokens themselves."""
+
+    split: TokenSplit
+    first: bool
+    names: tuple[str, ...] = ()
+
+    def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        self.names = self.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
+        split, arguments, named = self.split, list(given), dict(named)
+        if self.first:
+            tokens = named[STATES] if STATES in named else arguments[self.names.index(STATES)]
+            split.begin(tokens.shape[1])
+        if split.group.tokens.size == 1:
+            return given, named
+        cuts: dict[str, Callable[[Any], Any]] = {STATES: lambda tokens: tokens[:, split.run]} if self.first else {}
+        cuts |= dict.fromkeys(split.plan.rotary, split.tables)
+        cuts |= dict.fromkeys(split.plan.rows, split.rows) | dict.fromkeys(split.plan.leading, split.leading)
+        for name, cut in cuts.items():
+            if name in named:
+                named[name] = cut(named[name])
+            elif name in self.names[: len(arguments)]:
+                index = self.names.index(name)
+                arguments[index] = cut(arguments[index])
+        return tuple(arguments), named
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAttention:
+    """Attention of this rank's tokens, computed with all tokens and this rank's heads.
+
+    Args:
+        attend: computes it: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
+    """
+
+    split: TokenSplit
+    attend: Attend
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(B, H, n, D) for this rank's tokens of the video and, behind them, the text."""
+        if self.split.group.tokens.size == 1:
+            return self.attend(query, key, value, mask)
+        heads = query.shape[1]
+        query, key, value = (self._tokens_for_heads(tensor) for tensor in (query, key, value))
+        return self._heads_for_tokens(self.attend(query, key, value, self._whole(mask, key)), heads)
+
+    def _tokens_for_heads(self, own: torch.Tensor) -> torch.Tensor:
+        """(B, h, N, D) of this rank's heads, from (B, H, n, D) of its tokens."""
+        split, ranks = self.split, self.split.group.tokens
+        heads, batch, width = ranks.runs(own.shape[1]), own.shape[0], own.shape[3]
+        mine, video = heads[ranks.rank], own[:, :, : split.length]
+        many = mine.stop - mine.start
+        shapes = [(batch, many, run.stop - run.start, width) for run in ranks.runs(split.count)]
+        parts = ranks.exchange([video[:, run] for run in heads], shapes)
+        return torch.cat([*parts, own[:, mine, split.length :]], dim=2)
+
+    def _heads_for_tokens(self, result: torch.Tensor, heads: int) -> torch.Tensor:
+        """(B, H, n, D) of this rank's tokens, from (B, h, N, D) of its heads."""
+        split, ranks = self.split, self.split.group.tokens
+        video, text = result[:, :, : split.count], result[:, :, split.count :]
+        pieces = [torch.cat([video[:, :, run], text], dim=2) for run in ranks.runs(split.count)]
+        batch, _, _, width = result.shape
+        length = split.length + text.shape[2]
+        shapes = [(batch, run.stop - run.start, length, width) for run in ranks.runs(heads)]
+        return torch.cat(ranks.exchange(pieces, shapes), dim=1)
+
+    def _whole(self, mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+        """``mask`` (..., M) over all keys; one that was made for this rank's keys says that its video counts."""
+        if mask is None or mask.shape[-1] == key.shape[2]:
+            return mask
+        text = mask[..., self.split.length :]
+        return functional.pad(text, (self.split.count, 0), value=True if mask.dtype is torch.bool else 0.0)
+
+
+def self_attention(block: Any) -> Any:
+    """The attention of a block in which the video's tokens see one another."""
+    return getattr(block, "attn1", None) or getattr(block, "attn", None)
+
+
+def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
+    """Refuse a block whose attention is none of ours, or has fewer heads than there are ranks.
+
+    Raises:
+        UnsupportedError: says which.
+    """
+    processor, name = getattr(attention, "processor", None), type(block).__name__
+    if not hasattr(processor, "attend"):
+        raise UnsupportedError(
+            f"{name} with {type(processor).__name__}, on {size} devices",
+            expected="attention that AnyGPU knows",
+            fix="Render this model on one device.",
+        )
+    if attention.heads < size:
+        raise UnsupportedError(
+            f"{attention.heads} attention heads on {size} devices",
+            expected="at least one head for each device",
+            fix=f"Use at most {attention.heads} devices per video.",
+        )
+
+
+def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
+    """The step after which transformers of a family run on all ranks of ``group``.
+
+    Args:
+        plan: None for a family that cannot be split. title: of the family.
+
+    Raises:
+        UnsupportedError: such a family.
+    """
+    if plan is None:
+        raise UnsupportedError(
+            f"{title} on {group.world.size} devices", expected="one device", fix="Leave out --group for this model."
+        )
+
+    def apply(part: str, module: nn.Module) -> Back | None:
+        return TokenSplit(group, plan).attach(module) if denoises(part) else None
+
+    return Step(Order.SPLIT, f"split over {group.world.size} ranks", apply)

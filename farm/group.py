@@ -1,0 +1,273 @@
+"""Several processes of Ray's, one per device, that render each video together, and the worker that leads them.
+
+To the driver a group is one worker: it renders, answers, is cancelled and dies as a whole. A rank that dies takes the
+worker with it, so that Ray starts both anew and the job goes on from its last step.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compat.device.facts import facts_for
+from ..compat.errors import UnsupportedError
+from ..compat.ranks import LEADER, Group, Ranks
+from ..paint.jobs import PaintJob
+from ..pipelines.base import Progress
+from ..pipelines.job_folder import JobFolder
+from .render import Renderer, job_of
+from .worker import CANCELLED, FAILED, Cancelled, Ended, Outcome, Watch, text_of, verdict
+
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
+MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
+HANG_SECONDS = 600.0  # that a rank waits for the others: while one reads its model from a slow disk, too
+CANCEL_SECONDS = 2.0  # that ranks have to agree on an end, at their next step
+GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
+LOOK_SECONDS = 0.25
+SAMPLING = "sampling"
+RANK_DIED = 17  # exit code of a worker that ends with one of its ranks
+
+
+class AgreedWatch(Watch):
+    """The progress of a rank: it ends at a step, and at the same one as the others."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        """As :class:`Watch`; after a step of the sampling, which all ranks take, they agree whether to end."""
+        ended = getattr(stage, "name", stage) == SAMPLING and self._ranks.any(self.ending)
+        super().step(done, total, stage, preview)
+        if ended:
+            raise Cancelled
+
+    def check(self) -> None:
+        """Nothing: who ends between two steps leaves the others waiting."""
+
+
+class Rank:
+    """One process of a group. Ray makes an actor of it, with threads, so that it answers during a render."""
+
+    def __init__(self, renderer: Renderer, rank: int, size: int, halves: bool) -> None:
+        self.renderer, self.rank, self.size, self.halves = renderer, rank, size, halves
+        self._watch = Watch()
+        self._group: Group | None = None
+
+    def join(self, meeting: str, loopback: str) -> dict[str, Any]:
+        """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
+
+        Args:
+            loopback: name of the network interface to stay on; empty for the one of the machine's name.
+        """
+        from torch import distributed
+
+        if loopback:
+            os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
+        facts = facts_for(self.renderer.device)
+        backend = BACKENDS.get(facts.device.type, "")
+        if not backend or not distributed.is_backend_available(backend):
+            backend = "gloo"
+        device = torch.device("cpu") if backend == "gloo" else facts.device
+        patience = timedelta(seconds=HANG_SECONDS)
+        store = distributed.FileStore(meeting, self.size)
+        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+        half = None
+        if self.halves:
+            middle = self.size // 2
+            lists = [list(range(middle)), list(range(middle, self.size))]
+            groups = [distributed.new_group(ranks, timeout=patience) for ranks in lists]
+            own = int(self.rank >= middle)
+            half = Ranks(groups[own], self.rank - own * middle, middle, device)
+        self._group = Group(Ranks(None, self.rank, self.size, device), half)
+        self.renderer.group = self._group
+        self._group.world.any(False)  # the first exchange is what opens the connections
+        what = {"device": facts.name, "torch": torch.__version__, "anygpu": version("anygpu")}
+        return {**what, "host": socket.gethostname(), "pid": os.getpid(), "backend": backend}
+
+    def render(self, line: str) -> dict[str, Any] | Outcome:
+        """Render a job with the others; what is written down of it, or how it ended."""
+        assert self._group is not None
+        self._watch = AgreedWatch(self._group.world)
+        try:
+            if isinstance(job_of(line), PaintJob) and not self._group.leads:
+                return {}
+            return self.renderer.render(line, self._watch)
+        except Cancelled:
+            return Outcome(CANCELLED, "cancelled")
+        except Exception as error:  # whatever it is: the worker decides what becomes of the group
+            return Outcome(verdict(error), text_of(error))
+
+    def state(self) -> dict[str, Any]:
+        """How far it is."""
+        watch = self._watch
+        return {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": list(watch.notes)}
+
+    def preview(self) -> Any:
+        """Pixels (H, W, 3), uint8, of the next step, as numpy; None where there is none to see."""
+        picture = self._watch.picture()
+        return None if picture is None else picture.numpy()
+
+    def cancel(self) -> None:
+        """End the job that runs."""
+        self._watch.end()
+
+
+@dataclass
+class GroupRenderer:
+    """Renders with a group of ranks, which it starts for its first job.
+
+    Args:
+        renderer: what each rank renders with. size: of the group. needs: of each rank (``num_cpus``, ``num_gpus``).
+        placement: Ray's room for them. halves: whether the branches of guidance go to half of the ranks each.
+        loopback: interface to stay on; empty for any.
+    """
+
+    renderer: Renderer
+    size: int
+    needs: Mapping[str, float]
+    placement: Any
+    halves: bool = False
+    loopback: str = ""
+    _ranks: list[Any] = field(default_factory=list, repr=False)
+    _meeting: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def folder(self) -> Path:
+        """Of the jobs."""
+        return self.renderer.folder
+
+    def render(self, line: str, progress: Progress) -> dict[str, Any]:
+        """Render the job of ``line`` on all ranks; returns what the leader writes down of it."""
+        self._ranks = self._ranks or self._formed()
+        return self._result([rank.render.remote(line) for rank in self._ranks], progress)
+
+    def _formed(self) -> list[Any]:
+        """The ranks, which have found one another."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        meetings = JobFolder(self.folder).root / MEETINGS
+        meetings.mkdir(parents=True, exist_ok=True)
+        for former in meetings.glob(f"{self._meeting}-*"):
+            former.unlink(missing_ok=True)
+        meeting = meetings / f"{self._meeting}-{secrets.token_hex(4)}"
+        actor: Any = ray.remote(Rank)
+        ranks = []
+        for rank in range(self.size):
+            place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
+            made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
+            ranks.append(made.remote(self.renderer, rank, self.size, self.halves))
+        try:
+            each = ray.get([rank.join.remote(str(meeting), self.loopback) for rank in ranks], timeout=HANG_SECONDS)
+            _require_alike(each)
+        except BaseException:
+            _end(ranks)
+            raise
+        return ranks
+
+    def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
+        import ray
+
+        waiting, ended = dict(zip(calls, range(self.size), strict=True)), {}
+        told, deadline = 0, 0.0
+        while waiting and not (deadline and time.monotonic() > deadline):
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_SECONDS)
+            for call in ready:
+                rank = waiting.pop(call)
+                try:
+                    ended[rank] = ray.get(call)
+                except ray.exceptions.RayActorError:
+                    os._exit(RANK_DIED)
+                if isinstance(ended[rank], Outcome):
+                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+            try:
+                told = self._tell(progress, told) if waiting and not deadline else told
+            except Cancelled:
+                self._cancel(list(waiting))
+                raise
+        failures = [ended[rank] for rank in sorted(ended) if isinstance(ended[rank], Outcome)]
+        if failures:
+            stuck, reason = bool(waiting), next((each for each in failures if each.status != FAILED), failures[0])
+            if stuck and reason.status == FAILED:  # a connection that broke: somebody hangs, and may be replaced
+                os._exit(RANK_DIED)
+            if stuck:
+                self._give_up()
+            raise Ended(reason)
+        record: dict[str, Any] = ended[LEADER]
+        return record
+
+    def _tell(self, progress: Progress, told: int) -> int:
+        """Pass on how far the leader is and its notes after the first ``told``; how many there are now."""
+        import ray
+
+        leader = self._ranks[LEADER]
+        with suppress(ray.exceptions.RayError):  # of a leader that is gone, its call tells
+            state = ray.get(leader.state.remote(), timeout=GRACE_SECONDS)
+            for note in state["notes"][told:]:
+                progress.notify(note)
+            told = len(state["notes"])
+            progress.step(
+                state["done"], state["total"], state["stage"], lambda: _frame(ray.get(leader.preview.remote()))
+            )
+        progress.check()
+        return told
+
+    def _cancel(self, waiting: list[Any]) -> None:
+        """Have the ranks end together at their next step; end their processes where that takes long."""
+        import ray
+
+        for rank in self._ranks:
+            rank.cancel.remote()
+        _, late = ray.wait(waiting, num_returns=len(waiting), timeout=CANCEL_SECONDS)
+        if late:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        _end(self._ranks)
+        self._ranks = []
+
+
+def _end(ranks: list[Any]) -> None:
+    import ray
+
+    for rank in ranks:
+        ray.kill(rank)
+
+
+def _frame(pixels: Any) -> torch.Tensor:
+    """A preview as frames (1, H, W, 3) in 0..1; black where there is none."""
+    return torch.zeros(1, 8, 8, 3) if pixels is None else torch.tensor(pixels)[None].float() / 255
+
+
+def _require_alike(ranks: list[dict[str, Any]]) -> None:
+    """Refuse ranks whose numbers would differ: each goes on with its own copy of the latents."""
+    for name in ("device", "torch", "anygpu"):
+        different = list(dict.fromkeys(str(rank[name]) for rank in ranks))
+        if len(different) > 1:
+            raise UnsupportedError(
+                f"one video on {name} {' and '.join(different)}",
+                expected="alike devices with the same versions",
+                fix="Render whole videos on unlike devices: leave out --group.",
+            )
+
+
+def loopback_name() -> str:
+    """The name of the network interface that is 127.0.0.1."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return str(name)
+    return ""

@@ -1,0 +1,240 @@
+"""Which of several accelerators computes each part of a pipeline that is left to ``auto``.
+
+Every way to share the parts out is forecast, memory and time, at the model's own size: the quickest that fits is taken.
+What a second card saves is mostly copies: weights that do not fit together on one card leave it and come back in each
+run. A card of another kind may also be quicker, or hold what the first cannot. With one card nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+
+from ..compat.decision import AUTO, Decision
+from ..compat.device.facts import DeviceFacts, facts_for, value_or
+from ..compat.device.quirks import abilities
+from ..compat.errors import PackError
+from ..compat.memory.offloader import Offloader
+from ..compat.memory.statistics import StageNeed, duration
+from .base import Pipeline, Progress
+from .loading.folder import LoadRequest, load
+from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
+from .memory.fit import modes_of
+from .memory.forecast import COMPUTES, forecast
+from .settings import of_checkpoint
+from .time.choice import WORTH
+from .time.forecast import DECODING, SAMPLING, TEXT, planned_run, stage_time
+
+CARDS = "cards"  # of the decision
+LEAST_GAIN = 0.25  # seconds of a run, below which a further card is not worth being used
+NAMES = {TEXT: "text encoders", SAMPLING: "transformer", DECODING: "VAE"}
+Places = Mapping[str, torch.device]  # by stage
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One accelerator.
+
+    Args:
+        facts: of it.
+        room: bytes that a run may take there.
+        pipeline: as it is loaded for a card of this kind, all of it on one.
+    """
+
+    facts: DeviceFacts
+    room: int
+    pipeline: Pipeline
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """Equal for cards that compute the same in the same time."""
+        return self.facts.name, self.facts.arch, self.facts.total_bytes
+
+    def weights(self, stage: str) -> int:
+        """Bytes of the parts that a stage needs."""
+        return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
+
+    def need(self, stage: str, mode: str) -> StageNeed:
+        """What a stage needs that has the card for itself."""
+        size = default_size(of_checkpoint(self.pipeline))
+        needs = forecast(self.pipeline, size, "model" if mode == "none" else mode, self.room).stages
+        return next(need for need in needs if need.name == stage)
+
+    def seconds(self, stage: str, mode: str, stays: bool) -> float | None:
+        """How long a stage takes whose weights are there from an earlier run or come first; None where nobody knows."""
+        run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
+        time = stage_time(self.pipeline, stage, run, mode, self.room, stays)
+        return None if time is None else time.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to share the stages out that fits, and how long a run takes; None where nobody knows."""
+
+    places: Places
+    seconds: float | None
+
+
+def load_placed(
+    request: LoadRequest,
+    progress: Progress | None = None,
+    make_room: Callable[[int], None] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
+) -> Pipeline:
+    """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.
+
+    Args:
+        progress, make_room, hosted: as :func:`load` takes them.
+
+    Raises:
+        PackError: what :func:`load` refuses.
+    """
+    first = load(request, progress, make_room, hosted)
+    if len(request.cards) < 2 or TRANSFORMER in request.devices or first.facts.device not in request.cards:
+        return first
+
+    def on(device: torch.device, devices: Mapping[str, torch.device]) -> Pipeline:
+        return load(replace(request, device=device, devices={**devices, **request.devices}), None, make_room, hosted)
+
+    home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
+    home = {stage: device for stage, device in home.items() if device in request.cards}
+    places, why = value_or(lambda: _chosen(first, home, request, on), (home, "the forecast failed"))
+    if places == home:
+        stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
+        return replace(first, decisions=(*first.decisions, stay))
+    pipeline = on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
+    return replace(pipeline, decisions=(*pipeline.decisions, Decision(CARDS, _in_words(places), why, AUTO)))
+
+
+def _stage_of(part: str) -> str:
+    """The stage that needs ``part``; a picture's encoder is where the transformer is."""
+    return TEXT if part.startswith("text_encoder") else DECODING if part == VAE else SAMPLING
+
+
+def _chosen(
+    first: Pipeline,
+    home: Places,
+    request: LoadRequest,
+    on: Callable[[torch.device, Mapping[str, torch.device]], Pipeline],
+) -> tuple[Places, str]:
+    """Where each stage computes, and why.
+
+    Args:
+        first: all of it on the first card, but for what the user placed.
+        home: where its stages compute; those that no card computes are left out.
+        on: the pipeline on a device, with devices for its parts.
+    """
+    own = first.facts.device
+    cards = _cards(first, home, request, lambda device: on(device, {}))
+    others = ", ".join(f"{device} ({card.facts.name})" for device, card in cards.items() if device != own)
+    if own not in cards or not others:
+        return home, f"what is free on {'the other cards' if own in cards else own} is not known"
+    fixed = {stage for stage in home if COMPUTES[stage] in request.devices}
+    ways = [way for places in _shares(home, fixed, cards) if (way := _way(places, cards)) is not None]
+    if not ways:
+        return home, f"it fits neither there nor on {others}"
+    now = next((way for way in ways if way.places == home), None)
+    best = _quickest(ways, cards, cards[own].kind)
+    if now is None:
+        return best.places, f"a run of the model's own size does not fit on {own} alone"
+    if best is not now and now.seconds is not None and best.seconds is not None:
+        saved = now.seconds - best.seconds
+        return best.places, f"saves {_long(saved)} of {_long(now.seconds)} in each run after the first; a forecast"
+    if len(ways) == 1:
+        return home, f"no part of it fits on {others}, or would be computed in the same way there"
+    if any(way.seconds is None for way in ways):
+        return home, f"how fast {others} is, is not known"
+    return home, f"a run would not be quicker with {others}"
+
+
+def _cards(
+    first: Pipeline, home: Places, request: LoadRequest, on: Callable[[torch.device], Pipeline]
+) -> dict[torch.device, Card]:
+    """The first card, those that the user placed a part on, and of each kind the one with most room."""
+    own, cards, pipelines = first.facts.device, dict[torch.device, Card](), {}
+    rooms = {device: room for device, room in request.cards.items() if room is not None}
+    order = sorted(rooms, key=lambda device: (device != own, device not in home.values(), -rooms[device]))
+    for device in order:
+        facts = first.facts if device == own else facts_for(device)
+        kind = facts.name, facts.arch, facts.total_bytes
+        if device not in (own, *home.values()) and any(card.kind == kind for one, card in cards.items() if one != own):
+            continue
+        if kind not in pipelines:
+            try:
+                pipelines[kind] = first if device == own else on(device)
+            except PackError:  # it does not answer, or cannot compute this model
+                continue
+        cards[device] = Card(facts, max(0, rooms[device] - first.offloader.options.keep_free_bytes), pipelines[kind])
+    return cards
+
+
+def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -> Iterator[Places]:
+    """Each way to share the stages out: as they are first, then with few that move, the transformer last."""
+    options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
+    every = (dict(zip(home, places, strict=True)) for places in product(*options))
+    kept = (places for places in every if all(_alike(stage, places, cards) for stage in places))
+    moved = {stage: weight for stage, weight in ((TEXT, 1), (DECODING, 2), (SAMPLING, 4))}
+    yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
+
+
+def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
+    """Whether a stage computes in the same way where it is placed as where the transformer is, by whose card the
+    precision and the workarounds of all parts are chosen."""
+    here, main = cards[places[stage]], cards[places[SAMPLING]]
+    if here.kind == main.kind:
+        return True
+    dtypes = {(card.pipeline.precision.text, card.pipeline.precision.vae) for card in (here, main)}
+    able = [{**abilities(card.facts, card.pipeline.probes), "arch": ""} for card in (here, main)]
+    return len(dtypes) == 1 and able[0] == able[1]
+
+
+def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
+    """A way to share the stages out with its time; None where it does not fit."""
+    total: float | None = 0.0
+    for stage, device in places.items():
+        card = cards[device]
+        together = [other for other in places if places[other] == device]
+        working = max(card.need(other, "model").activations for other in together)
+        stays = SPARE * (sum(map(card.weights, together)) + working) <= card.room
+        stays = stays and (stage != TEXT or len(together) == 1)  # it leaves the device that others compute on
+        modes = [mode for mode in modes_of(card.pipeline) if _fits(card, stage, mode, stays)]
+        if not modes:
+            return None
+        times = [card.seconds(stage, mode, stays and mode not in ("model", "group", "sequential")) for mode in modes]
+        known = [time for time in times if time is not None]
+        total = None if total is None or not known else total + min(known)
+    return Way(places, total)
+
+
+def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
+    """Whether a stage fits on its card under an offload mode."""
+    return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
+
+
+def _quickest(ways: Sequence[Way], cards: Mapping[torch.device, Card], kind: tuple[str, str, int]) -> Way:
+    """The first of ``ways``, or the one that is quicker by enough; a forecast for another kind of card may be off."""
+    best = ways[0]
+    for way in ways[1:]:
+        if way.seconds is None or best.seconds is None:
+            continue
+        share = 1.0 if all(cards[device].kind == kind for device in way.places.values()) else WORTH
+        if way.seconds < best.seconds * share - LEAST_GAIN:
+            best = way
+    return best
+
+
+def _in_words(places: Places) -> str:
+    """Where each stage computes, such as ``transformer on cuda:0, text encoders and VAE on cuda:1``."""
+    names: dict[torch.device, list[str]] = {}
+    for stage in (SAMPLING, TEXT, DECODING):
+        if stage in places:
+            names.setdefault(places[stage], []).append(NAMES[stage])
+    return ", ".join(f"{' and '.join(each)} on {device}" for device, each in names.items())
+
+
+def _long(seconds: float) -> str:
+    """Seconds in words, with a tenth where they are few: what a card saves may be less than one."""
+    return duration(seconds) if seconds >= 90 else f"{seconds:.1f} s"

@@ -1,0 +1,132 @@
+"""One pipeline on several devices: the processes of a group load it alike and render each video together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..compat.device.facts import first_line
+from ..compat.errors import UnsupportedError
+from ..compat.ranks import Group
+from ..compat.transforms.attention import Attention
+from ..compat.transforms.attention_processors import replace_attention_processors
+from ..compat.transforms.context_parallel import split_step
+from .base import Call, Pipeline
+from .sampling.core_sampler import TIME, velocity
+from .tiny.parts import WIDTH
+from .tiny.recipes import TINY
+from .tiny.weights import randomise
+
+TRANSFORMER = "transformer"
+MOST = 1e-4  # of the largest value, that the twin may differ by: rounding gives 1e-6, a wrong split 0.01 and more
+PATCHES = (5, 5, 7)  # frames, rows and columns of the twin's video, whose product few numbers of ranks divide
+TEXT, VALID = 7, 4  # tokens of the twin's texts, and of the shorter one
+
+
+def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
+    """``pipeline``, of which no transformer was read yet, as one of the processes of ``group``; all call it.
+
+    Raises:
+        UnsupportedError: a family that was never split, compiled blocks, or a split that is not exact.
+    """
+    parts, size = pipeline.parts, group.world.size
+    if getattr(pipeline.speed, "compiled", False):
+        raise UnsupportedError(
+            f"compile on {size} devices",
+            expected="compile off, since exchanges between devices would be part of the graphs",
+            fix="Leave compile off for these jobs.",
+        )
+    prepare: Any = parts.prepare
+    parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.split, pipeline.spec.title)])
+    require_exact(pipeline, group)
+    return replace(pipeline, group=group)
+
+
+def require_exact(pipeline: Pipeline, group: Group) -> None:
+    """Run a tiny transformer of the same class whole and split, and refuse the model where the results differ.
+
+    Takes less than a second or two. It finds what a new version of diffusers changes in a block before hours of a wrong
+    video are rendered.
+
+    Raises:
+        UnsupportedError: they differ, or the split one fails.
+    """
+    device = pipeline.offloader.device_of(TRANSFORMER)
+    twin = _twin(pipeline, group.world.size).to(device)
+    beside = replace(pipeline, configs={**pipeline.configs, TRANSFORMER: twin.config})
+    call = _call(pipeline, dict(twin.config), device)
+    with torch.no_grad():
+        replace_attention_processors(twin, Attention())
+        whole = velocity(beside, twin, call)
+        split_step(group, pipeline.spec.split, pipeline.spec.title).apply(TRANSFORMER, twin)
+        try:
+            differences = [_difference(beside, twin, call, whole)]
+            if group.half is not None:
+                with group.apart():
+                    differences.append(_difference(beside, twin, call, whole))
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise _refusal(pipeline, f"fails ({first_line(error)})", group) from error
+    largest = float(whole.abs().max())
+    wrong = not max(differences) <= MOST * largest
+    if group.world.any(wrong):
+        raise _refusal(pipeline, f"differs from the whole by {max(differences):.2g} of {largest:.2g}", group)
+
+
+def _difference(pipeline: Pipeline, twin: Any, call: Call, whole: torch.Tensor) -> float:
+    return float((velocity(pipeline, twin, call) - whole).abs().max())
+
+
+def _twin(pipeline: Pipeline, size: int) -> Any:
+    """A tiny transformer of the class of the pipeline's, with its switches, and heads that ``size`` does not divide."""
+    name = pipeline.spec.parts[TRANSFORMER][1]
+    make = next(part.make for recipe in TINY.values() for part in recipe.parts.values() if part.cls == name)
+    with torch.random.fork_rng(devices=[]):
+        small, own = make(), pipeline.configs[TRANSFORMER]
+        switches = {key: own[key] for key in small.config if key in own and key[0] != "_" and _switches(own[key])}
+        heads = {"num_attention_heads": size + 1}
+        if "cross_attention_dim" in small.config:
+            heads["cross_attention_dim"] = (size + 1) * small.config["attention_head_dim"]
+        twin = type(small).from_config({**small.config, **switches, **heads})
+    randomise(twin, 0)
+    return twin.eval()
+
+
+def _switches(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, str))
+
+
+def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> Call:
+    """Two videos at once with texts of unlike length, and a time for each token where the family has that."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    patch = int(config.get("patch_size") or 1)
+    frames, rows, columns = PATCHES[0], PATCHES[1] * patch, PATCHES[2] * patch
+    channels, mask = int(config["in_channels"]), torch.ones(2, TEXT, device=device)
+    mask[0, VALID:] = 0
+    plan = pipeline.spec.split
+    time = torch.tensor([0.7 * TIME, 0.4 * TIME], device=device)
+    if plan is not None and plan.rows:
+        time = time[:, None] * torch.linspace(0.5, 1.0, PATCHES[0] * PATCHES[1] * PATCHES[2], device=device)
+    return Call(
+        latents=random(2, channels, frames, rows, columns),
+        time=time,
+        embeds=random(2, TEXT, WIDTH),
+        mask=mask,
+        pooled=random(2, WIDTH),
+        guidance=torch.full((2,), 6.0, device=device),
+        vision=random(2, TEXT, WIDTH),
+        picture=random(2, channels, 1, rows, columns),
+    )
+
+
+def _refusal(pipeline: Pipeline, why: str, group: Group) -> UnsupportedError:
+    return UnsupportedError(
+        f"a tiny {pipeline.spec.title} split over {group.world.size} devices {why}",
+        expected=f"at most {MOST:g} of its largest value",
+        fix="Leave out --group for this model, and report this with the version of diffusers.",
+    )

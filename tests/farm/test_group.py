@@ -1,0 +1,112 @@
+"""A group of Ray's processes renders one video: the file of one process, whichever rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from anygpu.farm.render import Renderer, task_of
+from anygpu.pipelines import tiny
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.job_format import Caching, job_in
+from anygpu.pipelines.job_lists import Batch, JobList, queue_jobs, write_list
+
+pytestmark = pytest.mark.farm
+SIZE = {"width": 96, "height": 96, "frames": 17, "steps": 30, "cfg": 3.0}
+SECONDS = 900
+HERE = Path(__file__).parent
+
+
+def queued(
+    models: Path, folder: Path, seeds: list[int], changes: dict[str, int] | None = None, cache: Caching | None = None
+) -> JobList:
+    """Jobs of a tiny model, in a file of their own."""
+    batch = Batch(["a fox"], seeds, settings={**SIZE, **(changes or {})})
+    jobs = queue_jobs(JobFolder(folder.parent / "unused"), "plain", tiny.build("ltx", models), batch)
+    made = [replace(job_in(json.loads(line)), step_cache=cache or Caching()) for line in jobs.lines]
+    return write_list(JobFolder(folder), f"foxes{seeds[0]}", made)
+
+
+def farm(jobs: JobList, models: Path, *words: str) -> subprocess.Popen[str]:
+    """A driver with one group, which keeps each step."""
+    command = [sys.executable, str(HERE / "grouped.py"), str(jobs.folder.root), str(models), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes of ranks, which Ray names after their class and the call that they are in."""
+    named = psutil.process_iter(["cmdline"])
+    return [process for process in named if " ".join(process.info["cmdline"] or ()).startswith("ray::Rank")]
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What the command printed, once it ended well."""
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def equal_to_one_process(jobs: JobList, models: Path, scratch: Path) -> None:
+    """Every result has the pixels that one process gives."""
+    local = JobFolder(scratch / "local")
+    renderer = Renderer(local.root, (models,), scratch / "state", "cpu")
+    for line in jobs.lines:
+        key = task_of(line).key
+        record = json.loads((jobs.folder.results / f"{key}.json").read_text(encoding="utf-8"))
+        assert (jobs.folder.results / record["file"]).is_file()
+        assert record["pixels_sha256"] == renderer.render(line, Silent())["pixels_sha256"]
+
+
+def test_a_group_renders_what_one_process_does_and_goes_on_when_a_rank_dies(tiny_folder: Path, tmp_path: Path) -> None:
+    jobs = queued(tiny_folder, tmp_path / "farm", [1, 2])
+    process = farm(jobs, tiny_folder, "2")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(ranks()) < 2 or not list(jobs.folder.state.rglob("*.safetensors")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.1)
+        addresses = {
+            at.laddr.ip for rank in ranks() for at in rank.net_connections() if at.status == psutil.CONN_LISTEN
+        }
+        assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
+        os.kill(ranks()[-1].pid, signal.SIGKILL)
+        output = finished(process)
+    finally:
+        process.kill()
+    assert "2 done" in output and "1 workers died" in output and "goes on from its last step" in output
+    equal_to_one_process(jobs, tiny_folder, tmp_path)
+
+
+def test_a_group_that_is_cancelled_or_refuses_a_job_does_the_next_one(tiny_folder: Path, tmp_path: Path) -> None:
+    """The first is cancelled while it samples, the second asks for a step cache, the third is rendered."""
+    root = tmp_path / "farm"
+    long = queued(tiny_folder, root, [1], {"steps": 100_000})
+    refused = queued(tiny_folder, root, [2], {}, Caching("balanced"))
+    good = queued(tiny_folder, root, [3], {})
+    process = farm(good, tiny_folder, "2")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not list((long.folder.state / long.keys[0]).rglob("*.safetensors")):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.1)
+        before = {rank.pid for rank in ranks()}
+        long.folder.cancel(long.keys)
+        while not long.folder.failure(long.keys[0]):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.1)
+        assert {rank.pid for rank in ranks()} == before, "they agreed to end, and go on with the next job"
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert "1 done, 2 failed, 0 workers died" in output, output[-3000:]
+    assert "step cache 'first_block' on 2 devices" in refused.folder.failure(refused.keys[0])
+    equal_to_one_process(good, tiny_folder, tmp_path)

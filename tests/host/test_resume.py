@@ -1,0 +1,57 @@
+"""A ComfyUI that is killed in the middle of a sampling goes on where it was once it is started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import websocket
+
+from host.client import Client, Run
+from host.server import NoHost, Server, find_host
+from host.test_cancel import SAMPLE, results, watched
+
+pytestmark = [pytest.mark.host, pytest.mark.full]
+
+STEPS = 1000  # long enough for a first state, which comes once it costs under 1 % of the time
+
+
+def test_a_killed_comfyui_goes_on_after_its_last_kept_step(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+) -> None:
+    try:
+        server = Server(find_host(), tmp_path_factory.mktemp("killed"), tiny_folder).start()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    prompt = watched(server.model("LTX-Video"), steps=STEPS).prompt
+    kept = server.base / "user" / "anygpu" / "kept" / "steps"
+
+    def killed_in_the_middle(_node: str, _run: Run) -> bool:
+        if list(kept.glob("*.safetensors")):
+            os.kill(server.pid, signal.SIGKILL)
+        return False
+
+    try:
+        with contextlib.suppress(OSError, websocket.WebSocketException):
+            ended = Client(server.url).run(prompt, cancel_when=killed_in_the_middle, timeout=600)
+            pytest.fail(f"it was not killed but {ended.ending}")
+        assert server._process is not None and server._process.wait(30) == -signal.SIGKILL
+        client = Client(server.start().url)
+        again = client.run(prompt, timeout=600)
+        said = re.findall(r"sampling goes on after step (\d+) of 1000", "\n".join(again.texts_of(SAMPLE)))
+        assert said and 0 < int(said[0]) < STEPS
+        bar = [done for node, done, total in again.progress if node == SAMPLE and total == STEPS]
+        assert min(bar) > int(said[0]), "no step was done twice"
+        assert not list(kept.glob("*")), "nothing is left to go on with"
+        client.free()
+        fresh = client.run(prompt, timeout=600)
+        assert "goes on" not in "\n".join(fresh.texts_of(SAMPLE))
+        for one, other in zip(results(server, again), results(server, fresh), strict=True):
+            assert np.array_equal(one, other)
+    finally:
+        server.stop()

@@ -1,0 +1,131 @@
+"""Two cards in one machine: what `auto` computes where, by what is free on each and how fast each is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.device import facts, rates
+from anygpu.pipelines import placement, tiny
+from anygpu.pipelines.base import Pipeline
+from anygpu.pipelines.decisions import card_of
+from anygpu.pipelines.loading.folder import LoadRequest
+from anygpu.pipelines.memory.page import memory_plan, planned_size
+from anygpu.pipelines.placement import load_placed
+
+from simulated import accelerator
+from simulated.test_families import CASES, rendered
+
+SLOW, FAST, UNKNOWN = "Slow card", "Fast card", "Strange card"
+PLENTY = 1 << 33
+LINK = 2e5  # bytes per second: the copies of a tiny model must take a time that is worth saving
+
+
+@pytest.fixture
+def machine(acc: Any, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> Callable[..., Pipeline]:
+    """A pipeline on two devices that are called, and as fast as, the cards of a table."""
+    ltx = rates.RATES["RTX 2060"]
+    for name, speed in ((SLOW, 1e9), (FAST, 1e10)):
+        row = replace(ltx, name=name, fp16=speed, bf16=speed, fp32=speed, memory=speed, to_device=LINK, launch=0.0)
+        monkeypatch.setitem(rates.RATES, name, row)
+
+    def loaded(names: tuple[str, str], rooms: tuple[int | None, int | None], **more: Any) -> Pipeline:
+        def plugged_in(device: torch.device) -> dict[str, Any]:
+            told = {"backend": device.type, "arch": "", "arch_class": "other", "total_bytes": PLENTY}
+            return {**told, "name": names[device.index]}
+
+        monkeypatch.setattr(facts, "_plug_in_facts", plugged_in)
+        cards = {torch.device("acc", index): room for index, room in enumerate(rooms)}
+        request = LoadRequest(tiny.build("ltx", tiny_folder), device="acc:0", precision="fp32", cards=cards)
+        return load_placed(replace(request, **more))
+
+    return loaded
+
+
+def where(pipeline: Pipeline) -> str:
+    """The device numbers of transformer, text encoder and VAE."""
+    parts = ("transformer", "text_encoder", "vae")
+    return "".join(str(pipeline.offloader.device_of(part).index) for part in parts)
+
+
+def told(pipeline: Pipeline) -> tuple[str, str]:
+    """Verdict and reason of the one decision about cards."""
+    (decision,) = (decision for decision in pipeline.decisions if decision.subject == placement.CARDS)
+    return decision.verdict, decision.why
+
+
+@pytest.mark.parametrize(
+    ("names", "rooms", "places", "why"),
+    [
+        ((SLOW, SLOW), (PLENTY, PLENTY), "010", "saves 2.3 s of 24 min"),
+        ((SLOW, FAST), (PLENTY, PLENTY), "101", "saves 21 min of 24 min"),
+        ((FAST, SLOW), (PLENTY, PLENTY), "000", "would not be quicker with acc:1 (Slow card)"),
+        ((SLOW, FAST), (PLENTY, 40 << 20), "001", "saves"),  # the transformer's forward does not fit there
+        ((SLOW, SLOW), (PLENTY, 1 << 18), "000", "no part of it fits on acc:1"),
+        ((FAST, SLOW), (4 << 20, PLENTY), "100", "does not fit on acc:0 alone"),
+        ((SLOW, FAST), (40 << 20, 40 << 20), "000", "fits neither there nor on acc:1"),
+        ((SLOW, UNKNOWN), (PLENTY, PLENTY), "000", "how fast acc:1 (Strange card) is, is not known"),
+        ((SLOW, SLOW), (PLENTY, None), "000", "what is free on the other cards is not known"),
+    ],
+)
+def test_each_part_computes_where_a_run_is_quickest(machine, names, rooms, places, why):
+    pipeline = machine(names, rooms)
+    verdict, reason = told(pipeline)
+    assert where(pipeline) == places and why in reason
+    assert pipeline.facts.device.index == int(places[0]), "precision is chosen for the transformer's card"
+    assert (verdict == "all on acc:0") == (places == "000")
+
+
+def test_one_card_is_asked_nothing_and_changes_nothing(machine, monkeypatch):
+    monkeypatch.setattr(placement, "_chosen", lambda *_: pytest.fail("nothing is to be chosen"))
+    alone, twice = machine((SLOW, SLOW), ()), machine((SLOW, SLOW), (PLENTY,))
+    subjects = [[(each.subject, each.verdict) for each in one.decisions] for one in (alone, twice)]
+    assert subjects[0] == subjects[1] and placement.CARDS not in dict(subjects[0])
+    assert where(alone) == "000" and not alone.offloader.options.devices
+
+
+def test_what_the_user_placed_stays_there(machine):
+    pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"text_encoder": "cpu"})
+    assert pipeline.offloader.device_of("text_encoder").type == "cpu" and told(pipeline)[0].endswith("VAE on acc:1")
+    pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"vae": "acc:0"})
+    assert where(pipeline)[2] == "0" and where(pipeline)[0] == "1"
+    pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"transformer": "acc:0"})
+    assert where(pipeline) == "000" and placement.CARDS not in {each.subject for each in pipeline.decisions}
+
+
+def test_a_card_that_computes_otherwise_gets_no_part_of_another(machine, monkeypatch):
+    able = placement.abilities
+    monkeypatch.setattr(placement, "abilities", lambda facts, probes: {**able(facts, probes), "conv_bytes": facts.name})
+    assert where(machine((SLOW, FAST), (PLENTY, PLENTY))) == "111", "but all of it"
+
+
+def test_a_forecast_that_fails_stops_no_load(machine, monkeypatch):
+    monkeypatch.setattr(placement, "_shares", lambda *_: 1 / 0)
+    assert told(machine((SLOW, FAST), (PLENTY, PLENTY))) == ("all on acc:0", "the forecast failed")
+
+
+def test_text_encoders_stay_on_a_card_of_their_own_and_the_video_is_the_same(machine):
+    alone = rendered(machine((SLOW, SLOW), ()), CASES["ltx"])
+    assert accelerator.memory(1).allocated_bytes == 0
+    pipeline = machine((SLOW, SLOW), (PLENTY, PLENTY))
+    shared = rendered(pipeline, CASES["ltx"])
+    assert all(map(torch.equal, alone, shared))
+    assert accelerator.memory(1).allocated_bytes >= pipeline.weights["text_encoder"].total, "no copy in the next run"
+    costs = {cost.stage: cost.device for cost in pipeline.offloader.memory_stats.stages}
+    assert costs["text"] == "acc:1" and costs["sampling"] == costs["decoding"] == "acc:0"
+
+
+def test_plan_and_tab_say_it_with_the_room_of_each_card(machine):
+    pipeline = machine((SLOW, SLOW), (PLENTY, PLENTY))
+    with accelerator.limit(1 << 24, 1):
+        text, _ = memory_plan(pipeline, planned_size(pipeline, 64, 64, 9, True))
+    assert "cards transformer and VAE on acc:0, text encoders on acc:1: auto: saves" in text
+    assert " MB fits (text 0.4 MB on acc:1 of 16.8 MB free, sampling" in text
+    with accelerator.limit(1 << 17, 1):
+        text, _ = memory_plan(pipeline, planned_size(pipeline, 64, 64, 9, True))
+    assert " lacks 0.3 MB (text 0.4 MB on acc:1 of 0.1 MB free, sampling" in text, "although all else has room"
+    assert told(pipeline)[0] in {each["verdict"] for each in card_of(pipeline)["decisions"]}
