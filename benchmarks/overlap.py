@@ -174,9 +174,19 @@ def stages() -> Iterator[Stage]:
         lambda part, some: part(hidden_states=some(1, 16, 19, 60, 106), **_hunyuan(some)),
     )  # fmt: skip
     yield Stage(
-        "hunyuan_video_15", "sampling", newer, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15
+        "hunyuan_video", "decoding", hunyuan, _diffusers("hunyuan_video", "vae"),
+        lambda vae, some: vae.decode(some(1, 16, 19, 60, 106)),
+    )  # fmt: skip
+    yield Stage("hunyuan_video_15", "sampling", newer, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15)
+    yield Stage(
+        "hunyuan_video_15", "decoding", newer, _diffusers("hunyuan_video_15", "vae"),
+        lambda vae, some: vae.decode(some(1, 32, 31, 30, 53)),
     )  # fmt: skip
     yield Stage("framepack", "sampling", framepack, _diffusers("framepack", "transformer"), _framepack)
+    yield Stage(
+        "framepack", "decoding", framepack, _diffusers("hunyuan_video", "vae"),
+        lambda vae, some: vae.decode(some(1, 16, 9, 76, 80)),
+    )  # fmt: skip
     yield Stage("mochi", "sampling", mochi, _diffusers("mochi", "transformer"), _mochi)
     yield Stage(
         "mochi", "decoding", mochi, _diffusers("mochi", "vae"), lambda vae, some: vae.decode(some(1, 12, 15, 60, 106))
@@ -186,6 +196,7 @@ def stages() -> Iterator[Stage]:
 def on_host(stage: Stage) -> nn.Module:
     """The part in host memory that nobody has touched, so that it takes none; with our fused forwards."""
     from anygpu.compat.transforms.attention_processors import replace_attention_processors
+    from anygpu.compat.transforms.attention_vae import replace_vae_attention
     from anygpu.compat.transforms.fused import fuse
     from anygpu.compat.transforms.fused_vae import fuse_vae
 
@@ -197,6 +208,7 @@ def on_host(stage: Stage) -> nn.Module:
         replace_attention_processors(module, attend)
     elif stage.name == "decoding":
         fuse_vae(module)
+        replace_vae_attention(module, attend)
     if stage.name != "decoding":
         remember_blocks(module)
     return module
@@ -215,7 +227,7 @@ def launched(device: torch.device) -> Iterator[None]:
         library.LAUNCHED_ON, library.HAS_TRITON = kept
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **_named: Any) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *_more: Any, **_named: Any) -> Tensor:
     """Attention's result without its values, at the price of its arithmetic."""
     batch, heads, tokens, width = query.shape
     result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,9 +230,30 @@ def _inputs_of(lines: Sequence[str]) -> list[str]:
     return list(names)
 
 
+@dataclass(slots=True)
+class _Window:
+    """The picture of a job that runs: asked for where somebody looks, and shown once it has come."""
+
+    ray: Any
+    desk: Any
+    worker: str = ""
+    call: Any = None
+    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 8, 8, 3))
+
+    def look(self) -> torch.Tensor:
+        """Frames (1, H, W, 3) in 0..1, the last that came; black before the first. Waits for nothing."""
+        if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
+            pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
+            if pixels is not None:
+                self.frames = torch.from_numpy(pixels.copy())[None].float() / 255
+        if self.call is None and self.worker:
+            self.call = self.desk.preview.remote(self.worker)
+        return self.frames
+
+
 def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: NodeProgress) -> None:
     """Fetch each result as soon as it is there, until all jobs are done or have failed."""
-    open_keys = list(keys)
+    open_keys, window = list(keys), _Window(ray, desk)
     while open_keys:
         progress.check()
         standing = ray.get(desk.standing.remote(open_keys), timeout=ANSWER_SECONDS)
@@ -249,7 +270,8 @@ def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: No
         jobs.folder.write_workers("farm", list(standing["workers"]))
         open_keys = [key for key in open_keys if key not in standing["done"] and key not in standing["failed"]]
         progress.lines[:] = [line_of(worker) for worker in standing["workers"]]
-        progress.step(len(keys) - len(open_keys), max(1, len(keys)), "waiting for the farm")
+        window.worker = next((str(worker["worker"]) for worker in standing["workers"] if worker.get("total")), "")
+        progress.step(len(keys) - len(open_keys), max(1, len(keys)), "waiting for the farm", window.look)
         if open_keys:
             time.sleep(POLL_SECONDS)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..host import farm, folders
 from ..host.api import io
+from ..host.painting import PaintProgress
 from ..host.progress import NodeProgress
 from ..pipelines.base import FramePackSettings
 from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
@@ -208,5 +209,5 @@ class Farm(io.ComfyNode):
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
         """Videos, their first frames, and the report."""
-        progress = NodeProgress(cls.hidden.unique_id)
+        progress = PaintProgress(cls.hidden.unique_id)  # whose previews are pictures
         return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)

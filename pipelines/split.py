@@ -84,11 +84,13 @@ def _twin(pipeline: Pipeline, size: int) -> Any:
     make = next(part.make for recipe in TINY.values() for part in recipe.parts.values() if part.cls == name)
     with torch.random.fork_rng(devices=[]):
         small, own = make(), pipeline.configs[TRANSFORMER]
-        switches = {key: own[key] for key in small.config if key in own and key[0] != "_" and _switches(own[key])}
-        heads = {"num_attention_heads": size + 1}
-        if "cross_attention_dim" in small.config:
-            heads["cross_attention_dim"] = (size + 1) * small.config["attention_head_dim"]
-        twin = type(small).from_config({**small.config, **switches, **heads})
+        # Without what diffusers notes beside them: it would take the defaults for values that were given.
+        config = {key: value for key, value in small.config.items() if key[0] != "_"}
+        config |= {key: own[key] for key in config if key in own and _switches(own[key])}
+        config["num_attention_heads"] = size + 1
+        if "cross_attention_dim" in config:
+            config["cross_attention_dim"] = (size + 1) * config["attention_head_dim"]
+        twin = type(small).from_config(config)
     randomise(twin, 0)
     return twin.eval()
 

@@ -87,6 +87,18 @@ def test_the_template_browser_is_told_of_every_workflow():
         assert len(row["title"]) <= 50 and 20 < len(row["description"]) <= 100 and "-" not in row["description"], row
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_each_file_that_core_loads_is_offered_by_its_dialog_of_missing_models(workflow):
+    for node in json.loads(workflow.read_text(encoding="utf-8"))["nodes"]:
+        core = node["type"] not in NODES and node["type"] != "MarkdownNote"
+        files = {value for value in node.get("widgets_values") or () if str(value).endswith(".safetensors") and core}
+        models = {model["name"]: model for model in node["properties"].get("models", ())}
+        assert files == set(models), node["type"]
+        for name, model in models.items():
+            assert model["url"].startswith("https://huggingface.co/") and model["url"].endswith(f"/{name}")
+            assert "/resolve/main/" in model["url"] and model["directory"]
+
+
 def test_the_pictures_of_the_help_are_shown_and_small():
     """Each by the page it lies beside; that those which a page shows are there is a link like others."""
     pictures = sorted((WEB / "docs").rglob("*.webp"))

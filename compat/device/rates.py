@@ -43,7 +43,7 @@ class Rates:
             structured sparsity.
         memory: bytes per second of the device's own memory.
         to_device, to_host: bytes per second of the link, which carries both directions at once.
-        source: the data sheet.
+        source: what confirms which figure, and what nothing did.
         launch: seconds before a kernel or a copy begins.
         unified: whether host and device share one memory, so that a copy reads and writes it.
     """
@@ -89,45 +89,55 @@ def _rates(
     )
 
 
+# Looked up on 2026-11-22 in stored copies of public pages. The makers' own pages were not among them, so each source
+# names what it confirms, and what nothing did.
 RATES: Mapping[str, Rates] = {
     rates.name: rates
     for rates in (
         _rates(
             "RTX 2060", 25.8, 6.45, 6.45, 336.0, PCIE_3,
-            "NVIDIA GeForce RTX 2060 specifications (1920 cores, 240 tensor cores, 1.68 GHz, 192-bit GDDR6 at 14 Gb/s) "
-            "and Turing whitepaper: 51.6 tensor TFLOPS with fp16 sums, half with fp32 sums; no bf16 units",
+            "1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: "
+            "cputronic.com/en/gpu/nvidia-geforce-rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: "
+            "galport.com; half of it with fp32 sums on GeForce: not confirmed; no bf16 units",
         ),
         _rates(
             "RTX 3060", 25.5, 25.5, 12.74, 360.0, PCIE_4,
-            "NVIDIA GeForce RTX 3060 specifications (3584 cores, 1.777 GHz, 192-bit GDDR6 at 15 Gb/s) and GA102 "
-            "whitepaper: tensor cores with fp32 sums do twice the shader rate, in fp16 and bf16",
+            "3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 tensor "
+            "TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-details-"
+            "the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
+            "getianao/33fb5306ba896193c7ae59ec64794283",
         ),
         _rates(
             "RTX 4090", 165.2, 165.2, 82.6, 1008.0, PCIE_4,
-            "NVIDIA Ada GPU architecture whitepaper, appendix A: peak fp16 and bf16 tensor TFLOPS with fp32 accumulate",
+            "dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
         ),
         _rates(
             "RX 6700 XT", 26.43, 13.21, 13.21, 384.0, PCIE_4,
-            "AMD Radeon RX 6700 XT specifications: peak half and single precision, 192-bit GDDR6 at 16 Gb/s; no bf16 "
-            "units",
+            "2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-naytonohjaimen-"
+            "rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/11/14/"
+            "amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
         ),
         _rates(
             "RX 7900 XTX", 122.8, 122.8, 61.4, 960.0, PCIE_4,
-            "AMD Radeon RX 7900 XTX specifications: peak half and single precision; WMMA has bf16 at the rate of fp16",
+            "123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-collection-"
+            "deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
         ),
         _rates(
             "Arc A770", 131.0, 131.0, 17.2, 560.0, PCIE_4,
-            "Intel Arc A770 16 GB product page: 262 peak TOPS in int8, of which XMX does half in fp16 and bf16; 4096 "
-            "lanes at 2.1 GHz; 256-bit GDDR6 at 17.5 Gb/s",
+            "512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-specifikace-"
+            "grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 and bf16: not "
+            "confirmed",
         ),
         _rates(
             "M2", 3.6, 3.6, 3.6, 100.0, 50.0 * GIGA,
-            "Apple M2 announcement, 10 GPU cores: 3.6 TFLOPS, 100 GB/s unified memory, which a copy reads and writes",
+            "10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/apple-"
+            "announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
             unified=True,
         ),
         _rates(
             "H100", 989.4, 989.4, 66.9, 3350.0, PCIE_5,
-            "NVIDIA H100 SXM5 data sheet: dense tensor TFLOPS in fp16 and bf16, fp32, HBM3; PCIe 5.0 x16",
+            "SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, and the "
+            "same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
         ),
     )
 }  # fmt: skip

@@ -230,7 +230,8 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
         return
     like = x if norm.weight.dtype is x.dtype else x.new_empty(0, dtype=norm.weight.dtype)  # read as it is kept
     with weights_on(norm, like=like) as (weight, _):
-        yield Norm(RMS, eps, weight)
+        # A host streams weights through one buffer for each of its streams, and more norms than that are read at once.
+        yield Norm(RMS, eps, weight if weight is norm.weight else weight.clone())
 
 
 def _standardized(x: Tensor, norm: Norm) -> Tensor:

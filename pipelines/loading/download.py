@@ -467,7 +467,7 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
             "Check the disk and its permissions, and run again.",
         )
     else:
-        found = f"{download.page} cannot be reached ({type(error).__name__}: {reason})"
+        found = f"{download.page} cannot be reached ({reason})"
         fix = f"Go online and run again to resume, {by_hand}"
     return CheckpointError(found, expected=f"the files of {download.folder}", fix=fix)
 

@@ -10,7 +10,7 @@ const WHY =
   "fast bf16 (RTX 20, V100, GTX, RX 6000) then computes in fp16 that cannot overflow, where core alone computes in fp32 " +
   "or gives black frames. On a GPU that needs nothing both change nothing. The text under each node says what was done.";
 
-/** The text of a note: title, what it is, and what to download: [file, folder, page] each. */
+/** The text of a note: title, what it is, and what to download: [file, folder, page, folder in the page] each. */
 const note = (title, text, files, gib) => ({
   kind: "MarkdownNote",
   title: "Read me",
@@ -59,8 +59,8 @@ const SPECS = {
   ltx2_on_an_older_gpu: {
     title: "LTX-2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
-      [LTX2, "checkpoints", "Lightricks/LTX-2"],
-      [GEMMA, "text_encoders", "Comfy-Org/ltx-2"],
+      [LTX2, "checkpoints", "Lightricks/LTX-2", ""],
+      [GEMMA, "text_encoders", "Comfy-Org/ltx-2", "split_files/text_encoders/"],
     ],
     gib: 42,
     nodes: {
@@ -114,9 +114,9 @@ const SPECS = {
   wan22_on_an_older_gpu: {
     title: "Wan 2.2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
-      ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"],
-      ["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"],
-      ["umt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders", "Comfy-Org/Wan_2.1_ComfyUI_repackaged"],
+      ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/diffusion_models/"],
+      ["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/vae/"],
+      ["umt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders", "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "split_files/text_encoders/"],
     ],
     gib: 17,
     nodes: {
@@ -149,10 +149,10 @@ const SPECS = {
   minimax_h3_on_an_older_gpu: {
     title: "MiniMax H3 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
-      ["minimax_h3_fl2va_pruned_int8_convrot.safetensors", "diffusion_models", "Comfy-Org/MiniMax-H3"],
-      ["minimax_h3_video_vae_fp16.safetensors", "vae", "Comfy-Org/MiniMax-H3"],
-      ["minimax_h3_audio_vae_fp32.safetensors", "vae", "Comfy-Org/MiniMax-H3"],
-      ["qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "text_encoders", "Comfy-Org/MiniMax-H3"],
+      ["minimax_h3_fl2va_pruned_int8_convrot.safetensors", "diffusion_models", "Comfy-Org/MiniMax-H3", "diffusion_models/"],
+      ["minimax_h3_video_vae_fp16.safetensors", "vae", "Comfy-Org/MiniMax-H3", "vae/"],
+      ["minimax_h3_audio_vae_fp32.safetensors", "vae", "Comfy-Org/MiniMax-H3", "vae/"],
+      ["qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "text_encoders", "Comfy-Org/MiniMax-H3", "text_encoders/"],
     ],
     gib: 53,
     nodes: {
@@ -195,7 +195,7 @@ const SPECS = {
       "Brings back what was sampled last and decodes it with core's VAE Decode through **AnyGPU Fit VAE**: after NaN, one " +
       "colour or a shortage of memory it goes on in fp32, in smaller tiles, and at last on the CPU. Choose a particular " +
       "sampling in *kept*, and the VAE that belongs to its model.",
-    files: [["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged"]],
+    files: [["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/vae/"]],
     gib: 1.3,
     nodes: {
       latent: { kind: "AnyGPURecoverLatents" },
@@ -212,11 +212,26 @@ const HEIGHTS = { positive: 220, negative: 160, prompt: 420, fit: 200, fitvae: 1
 
 const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
 
+const HASHES = { "umt5_xxl_fp8_e4m3fn_scaled.safetensors": "c3355d30191f1f066b26d93fba017ae9809dce6c627dda5f6a66eaa651204f68" };
+
+/** The files that a node of core's loads, as core's dialog of missing models wants them; undefined for none. */
+function modelsOf({ values = {} }, files) {
+  const rows = files.filter(([name]) => Object.values(values).includes(name));
+  const models = rows.map(([name, directory, page, inside]) => ({
+    name,
+    url: `${HUB}${page}/resolve/main/${inside}${name}`,
+    ...(HASHES[name] && { hash: HASHES[name], hash_type: "SHA256" }),
+    directory,
+  }));
+  return models.length ? models : undefined;
+}
+
 /** The note stands first, then the columns of the specification, then the result. */
 function workflow(name, { title, why = WHY, files, gib, nodes, columns }) {
   const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] ?? 190 });
+  const offered = Object.fromEntries(Object.entries(nodes).map(([key, node]) => [key, { ...node, models: modelsOf(node, files) }]));
   return {
-    nodes: { note: note(title, why, files, gib), ...nodes, save: save(name) },
+    nodes: { note: note(title, why, files, gib), ...offered, save: save(name) },
     columns: [
       [{ key: "note", width: 480, height: 640 }],
       ...columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) })),

@@ -89,7 +89,7 @@ def test_a_group_renders_what_one_process_does_and_goes_on_when_a_rank_dies(tiny
 def test_a_group_that_is_cancelled_or_refuses_a_job_does_the_next_one(tiny_folder: Path, tmp_path: Path) -> None:
     """The first is cancelled while it samples, the second asks for a step cache, the third is rendered."""
     root = tmp_path / "farm"
-    long = queued(tiny_folder, root, [1], {"steps": 100_000})
+    long = queued(tiny_folder, root, [1], {"steps": 1000})
     refused = queued(tiny_folder, root, [2], {}, Caching("balanced"))
     good = queued(tiny_folder, root, [3], {})
     process = farm(good, tiny_folder, "2")

@@ -210,16 +210,16 @@ for name in ("folder_paths", "anygpu.host.api", "anygpu.host.progress"):
     sys.modules[name] = types.ModuleType(name)
 sys.modules["anygpu.host.api"].InputImpl = None
 class NodeProgress:
-    lines = []
+    lines, seen = [], set()
     def check(self): pass
-    def step(self, *told): pass
+    def step(self, done, total, stage, preview): self.seen.add(float(preview().max()))
 sys.modules["anygpu.host.progress"].NodeProgress = NodeProgress
 from anygpu.host.farm import jobs_named, render_at, report_of
 from anygpu.pipelines.job_folder import JobFolder
 jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
 back = render_at(sys.argv[2], jobs, NodeProgress())
 texts = [path.read_text() for path in back.files]
-print(json.dumps([texts, back.failed, report_of(jobs, back, jobs.folder.workers())]))
+print(json.dumps([texts, back.failed, report_of(jobs, back, jobs.folder.workers()), sorted(NodeProgress.seen)]))
 """
 
 
@@ -237,6 +237,9 @@ class Copier:
         job = job_of(line)
         if "hare" in job.prompt.text:
             raise InputError("a hare", expected="a fox", fix="Use a fox.")
+        for step in range(40):  # until somebody who looks has seen one
+            progress.step(step, 40, "sampling", lambda: torch.ones(2, 4, 4, 3))
+            time.sleep(0.2)
         picture = (self.folder / job.pictures[0].file.name).read_bytes()
         path = self.folder / "results" / f"{job.key}.mp4"
         path.parent.mkdir(exist_ok=True)
@@ -267,7 +270,8 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
         driver.turn()
     output, errors = client.communicate()
     assert client.returncode == 0, errors[-3000:]
-    files, failed, report = json.loads(output.splitlines()[-1])
+    files, failed, report, seen = json.loads(output.splitlines()[-1])
+    assert seen == [0.0, 1.0], "black, then what a worker showed"
     size = (tmp_path / "red.png").stat().st_size
     assert files == [f"a fox, {size} bytes"] * 2
     assert set(failed.values()) == {"a hare; expected a fox. Use a fox."} and len(failed) == 2

@@ -51,6 +51,17 @@ def test_any_share_of_the_weights_gives_the_same_latents(inside: Inside, name: s
     )
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(1, marks=full)])
+def test_the_hosts_own_streams_copy_our_weights(inside: Inside, count: int) -> None:
+    """In an order that the clock accepts: a layer computes after its copy, a buffer is filled after its layer.
+
+    This transformer's fused attention reads four norms at once, and each stream has one buffer.
+    """
+    found = inside.play("memory", "async_offload", name="hunyuan_video", count=count)
+    assert found["equal"] and found["beside"] > 1.5, "two steps bring all layers twice"
+    assert found["waited"] < 0.1, found
+
+
 @pytest.mark.parametrize("names", [FAMILIES[:2] + FAMILIES[4:], pytest.param(FAMILIES, marks=full)])
 def test_pipelines_in_turn_evict_each_other_and_leave_nothing(inside: Inside, names: tuple[str, ...]) -> None:
     found = inside.play("memory", "evictions", names=list(names))

@@ -145,6 +145,9 @@ class Clock(TorchDispatchMode):
     def _outline(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The results of an operation without their values."""
         known: dict[int, torch.Tensor] = {}
+        if function is torch.ops.aten.index.Tensor:  # how many a mask selects, only its values tell; masks are small
+            rows = [i if i is None or i.dtype is not torch.bool else i.nonzero().unbind(1) for i in args[1]]
+            args = (args[0], [i for row in rows for i in (row if isinstance(row, tuple) else (row,))])
 
         def on_meta(value: Any) -> Any:
             if isinstance(value, torch.Tensor):

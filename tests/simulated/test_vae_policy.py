@@ -252,14 +252,14 @@ def test_nan_in_one_part_is_found_before_the_next_is_computed(acc, tiny_folder, 
         calls.append(name)
         results[0].fill_(float("nan"))
 
-    pipeline = loaded_on(acc, "hunyuan_video", tiny_folder, dtype=torch.float32, why=CHOSEN)
-    latents = latents_for(pipeline, frames=6)
+    pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
+    latents, form = latents_for(pipeline, frames=6), Form("chunked", frames=2)
     with accelerator.hook("aten::convolution*", after=spoil), pytest.raises(UnsupportedError, match="NaN or infinite"):
-        stages.decode(pipeline, latents, recorded(), "full")
+        stages.decode(pipeline, latents, recorded(), form=form)
     once = len(calls)
     calls.clear()
     with accelerator.hook("aten::convolution*", before=lambda name, arguments: calls.append(name)):
-        stages.decode(pipeline, latents, Silent())
+        stages.decode(pipeline, latents, Silent(), form=form)
     assert once < len(calls), "the second chunk of frames was decoded although the first was NaN"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -177,6 +178,22 @@ OPERATIONS = {  # kind of site to the operation that a graph has for it
     fused.SUM_NORM: "residual_norm",
     fused.GATED: "swiglu",
 }
+
+
+def test_norms_that_a_host_streams_through_one_buffer_are_read_at_once():
+    """ComfyUI has one buffer for each of its streams, two by default; fused attention reads four norms at once."""
+    buffer = torch.empty(8)
+
+    class Streamed(nn.RMSNorm):
+        @contextmanager
+        def weights_on(self, like):
+            yield buffer.copy_(self.weight), None
+
+    first, second = (Streamed(8) for _ in range(2))
+    nn.init.constant_(second.weight, 2.0)
+    x = torch.ones(1, 1, 8)
+    with torch.no_grad(), blocks.norm_of(first, x) as one, blocks.norm_of(second, x) as other:
+        assert torch.equal(one.weight, first.weight) and torch.equal(other.weight, second.weight)
 
 
 # ---- GELU at the end of a product ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from unittest import mock
 import comfy.diffusers_convert as diffusers_convert
 import comfy.ldm.genmo.vae.model as genmo
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
-import comfy.ldm.minimax.vae as minimax
 import comfy.ldm.models.autoencoder as autoencoder
 import comfy.ldm.modules.diffusionmodules.model as diffusion
 import comfy.ldm.wan.vae as wan
@@ -92,7 +91,9 @@ def _genmo(up: Sequence[int] = (1, 2, 1, 2), blocks: Sequence[int] = (1, 1, 1, 1
 
 
 def _minimax() -> nn.Module:
-    """MiniMax H3's, with one block in its decoder."""
+    """MiniMax H3's, with one block in its decoder; releases before 0.30 lack it."""
+    import comfy.ldm.minimax.vae as minimax
+
     decoder = minimax.ViT3DDecoder
     with mock.patch.object(minimax, "ViT3DDecoder", lambda **given: decoder(**{**given, "num_layers": 1, "heads": 2})):
         network = minimax.MiniMaxH3VideoVAE(ch=32, ch_mult=(1, 1, 1, 1, 1, 1), num_res_blocks=1)

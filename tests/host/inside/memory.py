@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import comfy.memory_management
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
+from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
@@ -22,9 +24,11 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.loading import lora as lora_nodes
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.speed import SpeedRequest
 from comfy.cli_args import args
 from safetensors.torch import save_file
 from simulated import accelerator
+from simulated.clock import clocked
 from torch import nn
 
 from host.inside.device import CASES, bytes_on_device, distance, encoded, loaded_for, rendered, sampled
@@ -123,6 +127,48 @@ def sampled_from(pipeline: Any, name: str, given: tuple[Any, Any]) -> torch.Tens
         framepack = FramePackSettings(CASES[name][1] / 30, window=2)
         return stages.sample_framepack(pipeline, *given, settings, framepack, Silent()).samples
     return stages.sample(pipeline, *given, settings, Silent()).samples
+
+
+def async_offload(name: str, count: int) -> dict[str, Any]:
+    """Sampling with everything streamed on core's ``count`` streams, which it makes of CUDA and XPU devices only."""
+    pipeline = loaded_for(name, speed=SpeedRequest(kernels="reference"))
+    given = encoded(pipeline, name)
+    expected, device = sampled_from(pipeline, name, given), pipeline.offloader.device
+    management.unload_all_models()
+    streams = [torch.acc.Stream(device) for _ in range(count)]  # type: ignore[attr-defined]
+    copied = {True: 0, False: 0}
+
+    def note(_name: str, arguments: list[Any]) -> None:
+        target, source = arguments[:2]
+        if source.device.type == "cpu" and target.device == device:
+            copied[torch.accelerator.current_stream(device) in streams] += target.nbytes
+
+    filled: list[Any] = []
+    buffer_of, views_of = management.get_cast_buffer, comfy.memory_management.interpret_gathered_like
+
+    def noted(stream: Any, *given: Any) -> Any:
+        filled[:] = [stream]
+        return buffer_of(stream, *given)
+
+    def views(tensors: Any, buffer: Any) -> Any:
+        with filled[0]:  # the clock takes a view for a use, and core makes its views before the stream's block
+            return views_of(tensors, buffer)
+
+    core = {"NUM_STREAMS": count, "STREAMS": {device: streams}, "current_stream": torch.accelerator.current_stream}
+    with (
+        state(vram_state=management.VRAMState.NO_VRAM),
+        patch.multiple(management, stream_counters={}, STREAM_CAST_BUFFERS={}, get_cast_buffer=noted, **core),
+        patch.object(comfy.memory_management, "interpret_gathered_like", views),
+        clocked(RATES["RTX 4090"]),
+        accelerator.hook("aten::copy_", before=note),
+    ):
+        latents = sampled_from(pipeline, name, given)
+    size = pipeline.offloader.patcher.model_size()
+    return {
+        "equal": bool(torch.equal(latents, expected)),
+        "beside": copied[True] / size,
+        "waited": copied[False] / size,
+    }
 
 
 def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:

@@ -71,14 +71,14 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
     settings = SampleSettings(64, 64, 9, steps=2, seed=3, cfg=1.0)
     run = times.planned_run(pipeline, stages.size_of(settings, prompt), settings)
-    before = times.stage_time(pipeline, "sampling", run)
+    before = times.expected(pipeline, "sampling", run)
     stages.sample(pipeline, prompt, None, settings, Silent())
     cost = kept_stages(tmp_path)[-1]
     assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
         before.seconds
     )
     assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
-    after = times.stage_time(pipeline, "sampling", run)
+    after = times.expected(pipeline, "sampling", run)
     assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled
     assert cost.beside_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
 
