@@ -185,7 +185,7 @@ def main() -> int:
             strips[switch.name] = strip(shown)
             if whole:
                 keep([measured(choice, switch, shown, plain, asked)], given.dry)
-        names[choice], picture = list(strips), f"images/quality_{folder.name}.png"
+        names[choice], picture = list(strips), f"images/quality_{folder.name}.webp"
         pictures[choice] = picture
         if not given.dry:
             drawing.save_sheet(list(strips.values()), list(strips), DOCS / picture)
@@ -240,7 +240,7 @@ Defaults and presets beside the table:
 - `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
 - The step cache is off unless asked for. Each preset costs more than the one before, in every kind; at the same preset
   taylor costs less than pyramid. All stay right.
-- Of GGUF's types each bit less doubles the error; at 4 bits it is that of pyramid's `fast`.
+- Of GGUF's types each bit less doubles the error; at 4 bits it is about that of pyramid's `fast`.
 - `steps` 0 is the model's own 20. With 4 it still draws what was asked, with 2 not always.
 """
 TABLE = (
@@ -252,9 +252,12 @@ FOOT = "\nRepeat it with `python benchmarks/quality.py`; the rows are in `benchm
 
 def line(row: dict[str, str]) -> str:
     """A row of the page."""
-    shares = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
-    noise = "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}"
-    return f"| {row['switch']} | {row['how']} | {' | '.join([*shares, noise, row['ssim'][:5]])} |"
+    cells = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
+    cells += [
+        "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}",
+        f"{float(row['ssim']):.3f}",
+    ]
+    return f"| {row['switch']} | {row['how']} | {' | '.join(cells)} |"
 
 
 def strip(shown: list[torch.Tensor]) -> torch.Tensor:

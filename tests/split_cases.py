@@ -229,7 +229,7 @@ DECODES = {  # model: form of the decode, and latent frames; each gives several 
     "hunyuan_video, windows": (Form("full"), 20),
     "ltx": (Form("tiled", tile=128), 2),
     "mochi": (Form("tiled", tile=64, frames=1), 3),
-    "hunyuan_video_15": (Form("tiled", tile=128), 2),
+    "hunyuan_video_15": (Form("tiled", tile=64), 2),
 }
 
 
