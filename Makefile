@@ -29,6 +29,13 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py train
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py export
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py lora
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_vae.py
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py train
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py finish
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py export
+	OMP_NUM_THREADS=1 $(PY) training/framepack.py train
+	OMP_NUM_THREADS=1 $(PY) training/framepack.py finish
+	OMP_NUM_THREADS=1 $(PY) training/framepack.py export
 
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)

@@ -243,7 +243,8 @@ def sample_framepack(
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    settings = replace(settings, frames=family.code.frames_for(framepack, settings.fps or family.defaults.fps))
+    rate = settings.fps or of_checkpoint(pipeline).defaults.fps
+    settings = replace(settings, frames=family.code.frames_for(framepack, rate))
     settings = complete(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
     if steps is not None:

@@ -38,14 +38,18 @@ def test_a_download_that_was_listed_half_way_is_listed_when_it_is_whole(folders,
 
 
 def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
-    *_, last = folders.model_choices()
-    assert last == "demo: LTX-Video (9 MB)"
-    assert (folders.model_folder(last) / "model_index.json").is_file()
+    choices = folders.model_choices()
+    assert choices[0] == "demo: LTX-Video (9 MB)" and choices == list(folders.demo_models())
+    for choice in choices:
+        assert (folders.model_folder(choice) / "model_index.json").is_file()
 
 
 def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_none_is_installed(folders, tmp_path):
-    (demo,) = folders.demo_models()
+    demo, hunyuan, *_ = folders.demo_models()
     assert folders.stand_in_for("LTX-Video") == folders.stand_in_for("publisher/LTX-Video-0.9.5") == demo
+    assert folders.stand_in_for("hunyuanvideo-community/HunyuanVideo") == hunyuan
+    assert folders.stand_in_for("HunyuanVideo-I2V") == "", "it wants a picture"
+    assert folders.stand_in_for("FramePack_F1_I2V_HY_20250503") == "", "it samples from the start"
     assert folders.stand_in_for("mochi-1-preview") == folders.stand_in_for("mine") == folders.stand_in_for(demo) == ""
     assert folders.model_folder("demo: LTX-Video (1 MB)") == folders.model_folder(demo), (
         "saved before it was trained on"

@@ -31,7 +31,7 @@ def write_folder(
             nn.Module.to(part, torch.bfloat16)
         part.save_pretrained(folder / name)
         library = "transformers" if type(part).__module__.startswith("transformers") else "diffusers"
-        rows[name] = [library, type(part).__name__]
+        rows[name] = [library, type(part).__name__.removesuffix("Pil")]  # so it is called where torchvision is missing
     for name, files in tokenizers.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

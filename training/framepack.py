@@ -22,7 +22,7 @@ from world import trained_and_held_out
 
 NAME = Path(__file__).stem
 VISION_WIDTH, VISION_SIZE, VISION_PATCH = 64, 64, 32
-SCENES, CLIPS = 16, 2
+SCENES, CLIPS = 16, 1
 WINDOW = 3  # latent frames that are sampled after the picture's: the fewest of which one section shows 9 frames
 FRAMES = 4 * WINDOW + 1
 NOISY = 3.0
@@ -126,12 +126,20 @@ def main(steps: int) -> None:
     train(f"{NAME}_transformer", parts, loss_with(parts, Latents(FRAMES)), steps=steps, rate=8e-4, save_every=200)
 
 
+def finish(steps: int) -> None:
+    """Train on, at a rate that falls again."""
+    parts = models()
+    for key, module in saved(f"{NAME}_transformer").items():
+        parts[key].load_state_dict(module)
+    train(f"{NAME}_finish", parts, loss_with(parts, Latents(FRAMES)), steps=steps, rate=6e-4, save_every=100)
+
+
 def export() -> None:
     """Write what was trained as a diffusers folder."""
     from transformers import SiglipImageProcessor
 
     parts = models()
-    for key, module in saved(f"{NAME}_transformer").items():
+    for key, module in saved(f"{NAME}_finish").items():
         parts[key].load_state_dict(module)
     side = {"height": VISION_SIZE, "width": VISION_SIZE}
     first, second = tokens()
@@ -151,4 +159,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(1500), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(1600), "finish": lambda: finish(700), "export": export}[sys.argv[1]]()

@@ -22,6 +22,7 @@ TEXT_WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
 SCENES, CLIPS = 16, 2  # in a batch, and clips of each
 POOL = 150  # clips of each shape and motion
 SPREAD = 0.15  # of their places, sizes and speeds
+FINISHING = 2.0  # the same, at the end
 NOISY = 5.0  # shift of the levels trained on: much noise, where words decide what comes of it, has most to learn
 GUIDANCE = (1.0, 8.0)
 STRAY = 0.3  # of the clips do not follow the caption, at the least guidance
@@ -201,7 +202,7 @@ def encoder_of(parts) -> Callable[[list[str]], tuple[torch.Tensor, torch.Tensor,
     return encode
 
 
-def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch.Tensor]:
+def loss_with(parts, latents: Latents, noisy: float = NOISY) -> Callable[[int, torch.Generator], torch.Tensor]:
     """The loss of a step: rectified flow on clips and captions of scenes that may be trained on.
 
     The less guidance, the more clips show something else than their caption says; so much does guidance mean.
@@ -222,7 +223,7 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
         clean = torch.where(stray.view(-1, 1, 1, 1, 1), clean.roll(CLIPS, 0), clean)
         noise = torch.randn(clean.shape, generator=generator)
         level = torch.rand(rows, generator=generator)
-        level = NOISY * level / (1 + (NOISY - 1) * level)
+        level = noisy * level / (1 + (noisy - 1) * level)
         share = level.view(-1, 1, 1, 1, 1)
         velocity = parts["transformer"](
             hidden_states=(1 - share) * clean + share * noise,
@@ -244,6 +245,14 @@ def main(steps: int) -> None:
     train(f"{NAME}_transformer", parts, loss_with(parts, Latents()), steps=steps, rate=1.5e-3, save_every=200)
 
 
+def finish(steps: int) -> None:
+    """Train on, more at levels of little noise, where a shape gets its edges."""
+    parts = models()
+    for key, module in saved(f"{NAME}_transformer").items():
+        parts[key].load_state_dict(module)
+    train(f"{NAME}_finish", parts, loss_with(parts, Latents(), FINISHING), steps=steps, rate=7e-4, save_every=100)
+
+
 def vae():
     """The autoencoder."""
     return hunyuan_vae.model(hunyuan_vae.Code())
@@ -259,7 +268,7 @@ def scheduler():
 def export() -> None:
     """Write what was trained as a diffusers folder."""
     parts = models()
-    for key, module in saved(f"{NAME}_transformer").items():
+    for key, module in saved(f"{NAME}_finish").items():
         parts[key].load_state_dict(module)
     first, second = tokens()
     write_folder(
@@ -273,4 +282,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(7000), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(7000), "finish": lambda: finish(900), "export": export}[sys.argv[1]]()

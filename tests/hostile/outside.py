@@ -81,9 +81,14 @@ TABLE: dict[str, str] = {
     **dict.fromkeys(
         (
             *(f"ray.{name}" for name in ("get", "get_actor", "get_runtime_context", "init")),
-            *(f"ray.{name}" for name in ("remote", "shutdown", "wait")),
-            *("ray.exceptions.RayError", "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy"),
+            *(f"ray.{name}" for name in ("kill", "remote", "shutdown", "util.placement_group", "wait")),
+            *(f"ray.exceptions.{name}" for name in ("RayActorError", "RayError")),
+            *(
+                f"ray.util.scheduling_strategies.{name}SchedulingStrategy"
+                for name in ("NodeAffinity", "PlacementGroup")
+            ),
             "ray._private.authentication.authentication_utils.is_token_auth_enabled",
+            "psutil.net_if_addrs",
         ),
         FARM,
     ),
@@ -198,11 +203,11 @@ TABLE: dict[str, str] = {
                 "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
-            *("os.fsencode", "os.getpid", "os.stat_result"),
+            *("os._exit", "os.fsencode", "os.getpid", "os.stat_result"),
             *("os.environ.get", "os.environ.update", "socket.gethostname"),
-            *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.owner"),
+            *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.group", "Path.owner"),
         ),
-        CONSTANT,  # Path.owner: an attribute of ours has that name
+        CONSTANT,  # Path.group, Path.owner: attributes of ours have these names
     ),
 }
 

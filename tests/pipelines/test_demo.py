@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.demo import demo_loras, demo_models, drawing, scenes
+from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
@@ -57,13 +57,40 @@ def test_a_caption_and_its_scene_are_the_same():
     assert scenes.scene_in("a red fox walks through fresh snow") is None
 
 
-def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked():
-    for folder in demo_models().values():
-        pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
-        defaults = of_checkpoint(pipeline).defaults
-        assert (defaults.width, defaults.height, defaults.frames) == (64, 64, 9)
-        for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
-            assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
+LATER = [pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "framepack")]
+
+
+@pytest.mark.parametrize("name", ["ltx", *LATER])
+def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(name):
+    pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
+    defaults = of_checkpoint(pipeline).defaults
+    assert (defaults.width, defaults.height, defaults.frames) == (64, 64, 9)
+    for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
+        assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
+
+
+@pytest.mark.full
+def test_the_vae_of_the_small_hunyuan_video_returns_what_it_encodes(world):
+    pipeline = load(LoadRequest(MODELS / "hunyuan_video", precision="fp32", device="cpu"))
+    asked = scenes.scenes()[::97]
+    for clip, scene in zip(drawn_exactly(world, asked), asked, strict=True):
+        latents = pipeline.spec.code.encode_video(pipeline, clip, 0, Silent())
+        assert latents.shape == (1, 16, 3, 8, 8)
+        with torch.no_grad():
+            back = pipeline.parts.read("vae").decode(latents).sample[0].permute(1, 2, 3, 0)
+        assert float(((back + 1) / 2 - clip).square().mean()) < 10**-2.2, "22 dB"
+        assert scenes.scene_of(((back + 1) / 2).clamp(0, 1)) == scene
+
+
+@pytest.mark.full
+def test_less_guidance_follows_the_prompt_less():
+    pipeline = load(LoadRequest(MODELS / "hunyuan_video", precision="fp32", device="cpu"))
+    asked = drawing.chosen_scenes(12)
+    shares = [
+        drawing.scores([drawing.drawn(pipeline, scene.caption, guidance=guidance) for scene in asked], asked)["all"]
+        for guidance in (1.0, 6.0)
+    ]
+    assert shares[0] < shares[1]
 
 
 def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
@@ -92,6 +119,18 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     assert own_inputs(pipeline, {**asked, "negative": "blurry"}, said.append) == asked and len(said) == 3
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3
     assert own_inputs(replace(pipeline, stands_in_for=""), given, said.append) == given and len(said) == 3
+
+
+def test_a_demo_model_that_starts_from_a_picture_stands_in_with_its_own():
+    said = []
+    request = LoadRequest(MODELS / "framepack", precision="fp32", device="cpu", stands_in_for="FramePackI2V_HY")
+    pipeline = load(request)
+    given = {"image": torch.zeros(1, 8, 8, 3), "width": 0, "height": 0, "fit": "nearest bucket"}
+    drawn = own_inputs(pipeline, given, said.append)
+    assert torch.equal(drawn.pop("image"), scenes.first_frame(scenes.EXAMPLE))
+    assert drawn == {"width": 64, "height": 64, "fit": "crop"} and "starts from a red circle on blue" in said[0]
+    section = own_inputs(pipeline, {"clip_seconds": 5.0, "window": 9, "fps": 30.0, "steps": 25}, said.append)
+    assert section == {"clip_seconds": 9 / 8, "window": 3, "fps": 8.0, "steps": 20} and "window 9 -> 3" in said[1]
 
 
 def test_the_lora_of_a_demo_model_draws_the_same_at_night():
