@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..compat.device.facts import facts_for
+from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
 from ..paint.jobs import PaintJob
@@ -267,7 +267,7 @@ def loopback_name() -> str:
     """The name of the network interface that is 127.0.0.1."""
     import psutil
 
-    for name, addresses in psutil.net_if_addrs().items():
+    for name, addresses in value_or(psutil.net_if_addrs, {}).items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return str(name)
     return ""
