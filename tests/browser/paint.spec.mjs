@@ -96,7 +96,7 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 360, delight: 560, render: 420, first: 960, paint: 960, turntable: 540, pictures: 420, save: 440, look: 480, bake: 300, sampled: 420, texture: 760, cameras: 340, load: 340, delighting: 340 };
+const HEIGHTS = { picture: 360, delight: 560, render: 420, first: 960, paint: 960, turntable: 540, pictures: 420, save: 440, look: 480, bake: 300, sampled: 420, texture: 760, cameras: 440, load: 340, delighting: 340 };
 const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] ?? 170 }));
 const loaders = (...keys) => ({ group: "Load", nodes: sized(400, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(380, ...keys) });
