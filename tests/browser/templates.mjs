@@ -37,9 +37,12 @@ for (const nodes2 of chosenModes()) {
   const faults = [];
   try {
     for (const name of named.length ? named : await names()) {
-      await check(`template ${name}`, () => opensAndRuns(open, nodes2, name)).catch((error) => faults.push(error.message));
+      await check(`template ${name}`, () => opensAndRuns(open, nodes2, name)).catch(({ message }) => {
+        console.log(`not ok  template ${name}: ${message}`);
+        faults.push(name);
+      });
     }
-    assert.deepEqual(faults, []);
+    assert.deepEqual(faults, [], "see above for what is wrong with these");
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();
