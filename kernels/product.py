@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import flop_registry
 
 from .library import AUTO, launches, operation
 
@@ -35,6 +34,9 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    from torch.utils.flop_counter import flop_registry  # imports Triton, which only those need who count
+
+    flop_registry.setdefault(_LINEAR_GELU.overloadpacket, _flops)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -45,4 +47,3 @@ def _flops(x: Tensor, weight: Tensor, bias: Tensor, *, out_val: Tensor) -> int:
 _LINEAR_GELU = operation(
     "linear_gelu(Tensor x, Tensor weight, Tensor bias) -> Tensor", _fake, linear_gelu_reference, launch=_launch
 )
-flop_registry.setdefault(_LINEAR_GELU.overloadpacket, _flops)

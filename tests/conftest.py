@@ -94,7 +94,11 @@ _unlisted: list[str] = []
 # a table that is not here runs whole.
 SAMPLES: dict[str, tuple[str, ...]] = {
     "test_core_fit.py::test_bytes_of_scores_stay_within_the_budget": ("LTX-2", "Wan 2.1", "MiniMax H3", "SDXL"),
-    "test_core_fit.py::test_every_simulated_machine_gives_what_fp32_gives": ("no-conv3d", "mps-like", "gtx16xx"),
+    "test_core_fit.py::test_every_simulated_machine_gives_what_fp32_gives": (
+        "Wan 2.1-no-conv3d",
+        "Wan 2.1-mps-like",
+        "Wan 2.1-gtx16xx",
+    ),
     "test_core_fit.py::test_safe_fp16_on_simulated_machines": ("gfx1151",),
     "test_core_fit.py::test_a_machine_that_needs_nothing_gives_the_very_object_back": ("xpu-like",),
     "test_core_fit.py::test_a_vae_decodes_and_encodes_where_there_is_no_conv3d": ("Wan 2.1", "LTX", "Mochi"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -91,7 +91,7 @@ def _triangle(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 # The radius of the inner circle of the shape whose edge goes through (u, v); v points down.
-MEASURES = {
+MEASURES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "circle": torch.hypot,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()),
     "triangle": _triangle,

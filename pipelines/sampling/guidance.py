@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from ...compat.ranks import Group
 from ..base import SampleSettings
 
 Branch = Callable[[], torch.Tensor]
+BOTH, PROMPTED = slice(None), slice(-1, None)  # of a batch of two, without the prompt and with it
 
 
 def both(group: Group | None, first: Branch, second: Branch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,17 +25,21 @@ def both(group: Group | None, first: Branch, second: Branch) -> tuple[torch.Tens
     return group.swapped(own)
 
 
-def rows_of(group: Group | None, guided: bool, run: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """The predictions without the prompt and with it, as a batch of two; only the latter where not ``guided``.
+def by_halves(group: Group | None, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``run`` itself; of a group with halves, each half computes one row of a batch of two.
 
     Args:
-        run: from the rows of the batch to their predictions.
+        run: from the rows of the batch, which are :data:`BOTH` or :data:`PROMPTED`, and more to their predictions.
     """
-    if not guided:
-        return run(slice(-1, None))
     if group is None or group.half is None:
-        return run(slice(None))
-    return torch.cat(both(group, lambda: run(slice(0, 1)), lambda: run(slice(-1, None))))
+        return run
+
+    def shared(rows: slice, *more: Any) -> torch.Tensor:
+        if rows != BOTH:
+            return run(rows, *more)
+        return torch.cat(both(group, lambda: run(slice(0, 1), *more), lambda: run(PROMPTED, *more)))
+
+    return shared
 
 
 @dataclass(frozen=True, slots=True)

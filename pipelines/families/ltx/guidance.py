@@ -18,6 +18,7 @@ from ....compat.guidance import classifier_free_guidance
 from ....compat.memory.parts import Undo
 from ...base import SampleSettings
 from ...family import GuidanceStep, Recipe
+from ...sampling.guidance import BOTH, PROMPTED
 
 NOTHING = 1e-8  # added to a square norm before it divides
 
@@ -37,17 +38,17 @@ class LtxGuidance:
         acts = self.settings.cfg_start <= share < self.settings.cfg_end
         return row if acts else GuidanceStep(row.level, 1.0, row.stg, row.rescale, row.blocks)
 
-    def guided(self, index: int, forward: Callable[[bool, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
         """The guided prediction (1, N, 128), fp32.
 
         Args:
-            forward: from whether the prediction without the prompt comes first in the batch, and the blocks that do not
-                attend, to the predictions (1 or 2, N, 128).
+            forward: from the rows of a batch of two, without the prompt and with it, and the blocks that do not attend,
+                to the predictions (1 or 2, N, 128).
         """
         from diffusers.guiders.guider_utils import rescale_noise_cfg
 
         step = self.at(index)
-        output = forward(step.cfg > 1.0, ())
+        output = forward(BOTH if step.cfg > 1.0 else PROMPTED, ())
         prompted = guided = output[-1:]
         if step.cfg > 1.0:
             plain = output[:1]
@@ -55,7 +56,7 @@ class LtxGuidance:
                 plain = plain * ((prompted * plain).sum() / (plain.square().sum() + NOTHING))
             guided = classifier_free_guidance(prompted, plain, step.cfg)
         if step.stg > 0.0:
-            guided = guided + step.stg * (prompted - forward(False, step.blocks))
+            guided = guided + step.stg * (prompted - forward(PROMPTED, step.blocks))
         if step.rescale > 0.0 and guided is not prompted:
             guided = rescale_noise_cfg(guided, prompted, step.rescale)
         return guided

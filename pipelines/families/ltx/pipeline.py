@@ -29,7 +29,7 @@ from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
-from ...sampling.guidance import rows_of
+from ...sampling.guidance import by_halves
 from ...sampling.loop import (
     NoiseMask,
     Predict,
@@ -268,14 +268,15 @@ def _predictor(
     def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         times = stepper.times(time)
 
-        def forward(both: bool, blocks: tuple[int, ...]) -> torch.Tensor:
-            def run(rows: slice) -> torch.Tensor:
-                texts = {name: tensor[rows] for name, tensor in text.items()}
-                copies = len(texts[EMBEDS])
-                place = {
-                    name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-                    for name, value in stepper.start.place.items()
-                }
+        def forward(rows: slice, blocks: tuple[int, ...]) -> torch.Tensor:
+            texts = {name: tensor[rows] for name, tensor in text.items()}
+            copies = len(texts[EMBEDS])
+            place = {
+                name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
+                for name, value in stepper.start.place.items()
+            }
+            branch = "without_attention" if blocks else "cond_uncond"
+            with transformer.cache_context(branch), without_attention(transformer, blocks):
                 output: torch.Tensor = transformer(
                     hidden_states=torch.cat([tokens] * copies).to(dtype),
                     encoder_hidden_states=texts[EMBEDS],
@@ -284,13 +285,9 @@ def _predictor(
                     return_dict=False,
                     **place,
                 )[0]
-                return output.float()
+            return output.float()
 
-            branch = "without_attention" if blocks else "cond_uncond"
-            with transformer.cache_context(branch), without_attention(transformer, blocks):
-                return rows_of(group, both, run)
-
-        output = guidance.guided(index, forward)
+        output = guidance.guided(index, by_halves(group, forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if stepper.start.held is None else output * (times / time).unsqueeze(-1)
 

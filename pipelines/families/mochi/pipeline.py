@@ -12,7 +12,7 @@ from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, P
 from ...memory.estimates import beside_transformer
 from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import TIME
-from ...sampling.guidance import Guidance, rows_of
+from ...sampling.guidance import BOTH, PROMPTED, Guidance, by_halves
 from ...sampling.loop import (
     denoise,
     latent_shape,
@@ -83,7 +83,8 @@ def sample(
                     )[0]
                 return output.float()
 
-            return guidance.guide_batch(rows_of(pipeline.group, guidance.acts(index), run))
+            rows = BOTH if guidance.acts(index) else PROMPTED
+            return guidance.guide_batch(by_halves(pipeline.group, run)(rows))
 
         latents = denoise(
             start_from(clean, noise, schedule),
