@@ -46,6 +46,7 @@ NODES = {
     "AnyGPUQueueJobs",
     "AnyGPURecoverLatents",
     "AnyGPURenderTurntable",
+    "AnyGPUReplay",
     "AnyGPURenderViews",
     "AnyGPUSample",
     "AnyGPUSampleFramePack",
