@@ -159,4 +159,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(1600), "finish": lambda: finish(700), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(1600), "finish": lambda: finish(1700), "export": export}[sys.argv[1]]()

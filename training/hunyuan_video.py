@@ -282,4 +282,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(7000), "finish": lambda: finish(900), "export": export}[sys.argv[1]]()
+    {"train": lambda: main(7000), "finish": lambda: finish(5500), "export": export}[sys.argv[1]]()
