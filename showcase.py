@@ -29,7 +29,7 @@ CHANGED = 1e-3
 PROMPT, NEGATIVE, SEED = "a red fox walks through fresh snow", "blurry, low quality", 7
 WIDTH, HEIGHT = 128, 96
 SHEET_COLUMNS = 6
-# Of a trained model: prompts, the least share of them that must be right, and the most that may be so when they are swapped.
+# Of a trained model: the least share that must be right, and the most that may be so when the prompts are swapped.
 PROMPTS, RIGHT, BY_CHANCE = 24, 0.9, 0.1
 
 
