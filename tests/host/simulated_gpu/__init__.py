@@ -37,7 +37,8 @@ async def memory(request: web.Request) -> web.Response:
 
 @PromptServer.instance.routes.post("/simulated/limit")
 async def limit(request: web.Request) -> web.Response:
-    """The memory after setting another limit."""
+    """The memory after setting another limit on every device: `auto` would compute on a larger one beside it."""
     more = (await request.json())["bytes"]
-    accelerator.set_limit(None if more is None else accelerator.memory().allocated_bytes + more)
+    for index in range(accelerator.device_count()):
+        accelerator.set_limit(None if more is None else accelerator.memory(index).allocated_bytes + more, index)
     return web.json_response(asdict(accelerator.memory()))
