@@ -16,8 +16,8 @@ from anygpu.pipelines.families.framepack.spec import I2V
 from captions import caption
 from folder import write_folder
 from hunyuan_vae import SCALING
-from hunyuan_video import FPS, HEAD_WIDTH, HEADS, STRAY, TEXT_WIDTH, Latents, encoder_of, tokens
-from loop import saved, train
+from hunyuan_video import FPS, HEAD_WIDTH, HEADS, TEXT_WIDTH, Latents, encoder_of, noised, strays, tokens
+from loop import saved, train, with_weights
 from world import trained_and_held_out
 
 NAME = Path(__file__).stem
@@ -94,17 +94,14 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
         start, clean = clips[:, :, :1], clips[:, :, 1:]
         low, high = GUIDANCE
         guidance = low + (high - low) * torch.rand(rows, generator=generator)
-        stray = torch.rand(rows, generator=generator) < STRAY * ((5 - guidance) / (5 - low)).clamp(0)
+        stray = strays(guidance, low, generator)
         states = torch.where(stray.view(-1, 1, 1), states.roll(CLIPS, 0), states)
         pooled = torch.where(stray[:, None], pooled.roll(CLIPS, 0), pooled)
         valid = torch.where(stray[:, None], valid.roll(CLIPS, 0), valid)
-        noise = torch.randn(clean.shape, generator=generator)
-        level = torch.rand(rows, generator=generator)
-        level = NOISY * level / (1 + (NOISY - 1) * level)
-        share = level.view(-1, 1, 1, 1, 1)
+        seen, level, velocity = noised(clean, NOISY, generator)
         vision = parts["image_encoder"](pixel_values=pictures(latents, start)).last_hidden_state
-        velocity = parts["transformer"](
-            hidden_states=(1 - share) * clean + share * noise,
+        predicted = parts["transformer"](
+            hidden_states=seen,
             timestep=level * 1000,
             encoder_hidden_states=states,
             encoder_attention_mask=valid,
@@ -115,7 +112,7 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
             **History(plan, start).seen(),
             **plan.indices(0),
         )[0]
-        return (velocity - (noise - clean)).square().mean()
+        return (predicted - velocity).square().mean()
 
     return loss_of
 
@@ -128,9 +125,7 @@ def main(steps: int) -> None:
 
 def finish(steps: int) -> None:
     """Train on, at a rate that falls again."""
-    parts = models()
-    for key, module in saved(f"{NAME}_transformer").items():
-        parts[key].load_state_dict(module)
+    parts = with_weights(models(), f"{NAME}_transformer")
     train(f"{NAME}_finish", parts, loss_with(parts, Latents(FRAMES)), steps=steps, rate=6e-4, save_every=100)
 
 
@@ -138,9 +133,7 @@ def export() -> None:
     """Write what was trained as a diffusers folder."""
     from transformers import SiglipImageProcessor
 
-    parts = models()
-    for key, module in saved(f"{NAME}_finish").items():
-        parts[key].load_state_dict(module)
+    parts = with_weights(models(), f"{NAME}_finish")
     side = {"height": VISION_SIZE, "width": VISION_SIZE}
     first, second = tokens()
     write_folder(

@@ -14,7 +14,7 @@ from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
 from anygpu.pipelines.tiny import vocabulary as tokenizers
 from captions import caption, vocabulary
 from folder import write_folder
-from loop import STATES, saved, train
+from loop import STATES, train, with_weights
 from world import FRAMES, SIZE, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
@@ -202,6 +202,24 @@ def encoder_of(parts) -> Callable[[list[str]], tuple[torch.Tensor, torch.Tensor,
     return encode
 
 
+def strays(guidance: torch.Tensor, low: float, generator: torch.Generator) -> torch.Tensor:
+    """Which clips (B,) do not follow their captions: the more, the nearer their guidance is to ``low``."""
+    return torch.rand(len(guidance), generator=generator) < STRAY * ((5 - guidance) / (5 - low)).clamp(0)
+
+
+def noised(clean: torch.Tensor, noisy: float, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Clips with noise, its levels (B,), and the velocity to find, which is noise minus clip.
+
+    Args:
+        noisy: shift of the levels, towards more noise.
+    """
+    noise = torch.randn(clean.shape, generator=generator)
+    level = torch.rand(len(clean), generator=generator)
+    level = noisy * level / (1 + (noisy - 1) * level)
+    share = level.view(-1, 1, 1, 1, 1)
+    return (1 - share) * clean + share * noise, level, noise - clean
+
+
 def loss_with(parts, latents: Latents, noisy: float = NOISY) -> Callable[[int, torch.Generator], torch.Tensor]:
     """The loss of a step: rectified flow on clips and captions of scenes that may be trained on.
 
@@ -219,14 +237,11 @@ def loss_with(parts, latents: Latents, noisy: float = NOISY) -> Callable[[int, t
         low, high = GUIDANCE
         guidance = low + (high - low) * torch.rand(rows, generator=generator)
         clean = torch.cat([latents(scene, CLIPS, generator) for scene in shown])
-        stray = torch.rand(rows, generator=generator) < STRAY * ((5 - guidance) / (5 - low)).clamp(0)
+        stray = strays(guidance, low, generator)
         clean = torch.where(stray.view(-1, 1, 1, 1, 1), clean.roll(CLIPS, 0), clean)
-        noise = torch.randn(clean.shape, generator=generator)
-        level = torch.rand(rows, generator=generator)
-        level = noisy * level / (1 + (noisy - 1) * level)
-        share = level.view(-1, 1, 1, 1, 1)
-        velocity = parts["transformer"](
-            hidden_states=(1 - share) * clean + share * noise,
+        seen, level, velocity = noised(clean, noisy, generator)
+        predicted = parts["transformer"](
+            hidden_states=seen,
             timestep=level * 1000,
             encoder_hidden_states=states,
             encoder_attention_mask=valid,
@@ -234,7 +249,7 @@ def loss_with(parts, latents: Latents, noisy: float = NOISY) -> Callable[[int, t
             guidance=guidance * 1000,
             return_dict=False,
         )[0]
-        return (velocity - (noise - clean)).square().mean()
+        return (predicted - velocity).square().mean()
 
     return loss_of
 
@@ -247,9 +262,7 @@ def main(steps: int) -> None:
 
 def finish(steps: int) -> None:
     """Train on, more at levels of little noise, where a shape gets its edges."""
-    parts = models()
-    for key, module in saved(f"{NAME}_transformer").items():
-        parts[key].load_state_dict(module)
+    parts = with_weights(models(), f"{NAME}_transformer")
     train(f"{NAME}_finish", parts, loss_with(parts, Latents(), FINISHING), steps=steps, rate=7e-4, save_every=100)
 
 
@@ -267,9 +280,7 @@ def scheduler():
 
 def export() -> None:
     """Write what was trained as a diffusers folder."""
-    parts = models()
-    for key, module in saved(f"{NAME}_finish").items():
-        parts[key].load_state_dict(module)
+    parts = with_weights(models(), f"{NAME}_finish")
     first, second = tokens()
     write_folder(
         MODELS / NAME,

@@ -76,6 +76,13 @@ def saved(name: str) -> dict[str, Any]:
     return torch.load(STATES / f"{name}.pt")["modules"]
 
 
+def with_weights(modules: dict[str, nn.Module], name: str) -> dict[str, nn.Module]:
+    """``modules`` with the weights that a training of this name last saved."""
+    for key, weights in saved(name).items():
+        modules[key].load_state_dict(weights)
+    return modules
+
+
 def draw_curve(rows: list[tuple[int, float]], path: Path) -> None:
     """The loss over the steps as a picture, on a logarithmic scale."""
     from PIL import Image, ImageDraw

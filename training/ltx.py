@@ -16,7 +16,7 @@ from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene, at_nig
 from captions import caption, t5_tokenizer
 from code_of_blocks import Code
 from folder import write_folder
-from loop import STATES, saved, train
+from loop import STATES, saved, train, with_weights
 from world import shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
@@ -255,10 +255,8 @@ def export() -> None:
     from diffusers import FlowMatchEulerDiscreteScheduler
     from safetensors.torch import load_file
 
-    parts, vae = models(), ltx_vae.model()
+    parts, vae = with_weights(models(), f"{NAME}_transformer"), ltx_vae.model()
     vae.load_state_dict(load_file(MODELS / NAME / "vae" / "diffusion_pytorch_model.safetensors"))
-    for key, module in saved(f"{NAME}_transformer").items():
-        parts[key].load_state_dict(module)
     for part in ("encoder", "decoder"):
         if (STATES / f"{NAME}_vae_{part}.pt").exists():
             vae.get_submodule(part).load_state_dict(saved(f"{NAME}_vae_{part}")[part])
