@@ -8,7 +8,7 @@ run. A card of another kind may also be quicker, or hold what the first cannot. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -42,11 +42,15 @@ class Card:
         facts: of it.
         room: bytes that a run may take there.
         pipeline: as it is loaded for a card of this kind, all of it on one.
+
+    What it says of a stage is asked for by every way to share stages out, and forecast once.
     """
 
     facts: DeviceFacts
     room: int
     pipeline: Pipeline
+    _needs: dict[str, dict[str, StageNeed]] = field(default_factory=dict, repr=False)
+    _seconds: dict[tuple[str, str, bool], float | None] = field(default_factory=dict, repr=False)
 
     @property
     def kind(self) -> tuple[str, str, int]:
@@ -59,15 +63,21 @@ class Card:
 
     def need(self, stage: str, mode: str) -> StageNeed:
         """What a stage needs that has the card for itself."""
-        size = default_size(of_checkpoint(self.pipeline))
-        needs = forecast(self.pipeline, size, "model" if mode == "none" else mode, self.room).stages
-        return next(need for need in needs if need.name == stage)
+        mode = "model" if mode == "none" else mode
+        if mode not in self._needs:
+            size = default_size(of_checkpoint(self.pipeline))
+            stages = forecast(self.pipeline, size, mode, self.room).stages
+            self._needs[mode] = {need.name: need for need in stages}
+        return self._needs[mode][stage]
 
     def seconds(self, stage: str, mode: str, stays: bool) -> float | None:
         """How long a stage takes whose weights are there from an earlier run or come first; None where nobody knows."""
-        run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
-        time = stage_time(self.pipeline, stage, run, mode, self.room, stays)
-        return None if time is None else time.seconds
+        key = stage, mode, stays
+        if key not in self._seconds:
+            run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
+            time = stage_time(self.pipeline, stage, run, mode, self.room, stays)
+            self._seconds[key] = None if time is None else time.seconds
+        return self._seconds[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from anygpu.pipelines import placement, tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.loading.folder import LoadRequest
+from anygpu.pipelines.memory.forecast import forecast
 from anygpu.pipelines.memory.page import memory_plan, planned_size
 from anygpu.pipelines.placement import load_placed
 
@@ -101,6 +102,18 @@ def test_a_card_that_computes_otherwise_gets_no_part_of_another(machine, monkeyp
     able = placement.abilities
     monkeypatch.setattr(placement, "abilities", lambda facts, probes: {**able(facts, probes), "conv_bytes": facts.name})
     assert where(machine((SLOW, FAST), (PLENTY, PLENTY))) == "111", "but all of it"
+
+
+def test_each_card_is_forecast_once_in_each_mode(machine, monkeypatch):
+    asked = []
+
+    def counted(pipeline: Pipeline, size: Any, mode: str, room: int) -> Any:
+        asked.append((mode, room))
+        return forecast(pipeline, size, mode, room)
+
+    monkeypatch.setattr(placement, "forecast", counted)
+    machine((SLOW, FAST), (PLENTY, PLENTY // 2))
+    assert asked and len(asked) == len(set(asked))
 
 
 def test_a_forecast_that_fails_stops_no_load(machine, monkeypatch):
