@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,35 @@ def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(
     assert (defaults.width, defaults.height, defaults.frames) == (64, 64, 9)
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
         assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["hunyuan_video", "ltx"])
+def test_diffusers_own_pipeline_draws_the_same(name):
+    import diffusers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder, prompt = MODELS / name, "a red circle moves left on blue"
+    ours = drawing.drawn(load(LoadRequest(folder, precision="fp32", device="cpu")), prompt, seed=7)
+    # AutoTokenizer of transformers 5 drops the spaces of a Llama 3 tokenizer (huggingface/transformers#45488).
+    kind = PreTrainedTokenizerFast if name == "hunyuan_video" else AutoTokenizer
+    tokenizer = kind.from_pretrained(folder / "tokenizer")
+    theirs = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, tokenizer=tokenizer)
+    defaults = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[OWN_DEFAULTS]
+    given = {"frame_rate": defaults["fps"], "negative_prompt": ""} if name == "ltx" else {}
+    with torch.no_grad():
+        frames = theirs(
+            prompt,
+            width=64,
+            height=64,
+            num_frames=9,
+            num_inference_steps=defaults["steps"],
+            guidance_scale=defaults.get("cfg") or defaults["guidance"],
+            generator=torch.Generator().manual_seed(7),
+            output_type="pt",
+            **given,
+        ).frames[0]
+    assert float((frames.permute(0, 2, 3, 1) - ours).abs().max()) < 1e-5
 
 
 @pytest.mark.full
