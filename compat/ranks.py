@@ -124,7 +124,7 @@ class Group:
         """The fewest ranks that ever share the tokens of a forward: what memory must do for."""
         return (self.half or self.world).size
 
-    def led(self, call: Callable[[], Value]) -> Value:
+    def on_leader(self, call: Callable[[], Value]) -> Value:
         """What ``call`` returns on the leader, on every rank; the others do not call it.
 
         Raises:

@@ -35,7 +35,7 @@ from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, res
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
-HELD_BY = "anygpu_holder"  # where a part keeps the holder that holds it, weakly
+HELD_BY = "anygpu_holder"  # where a part keeps its holder, weakly
 LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everything
 
 
@@ -111,7 +111,7 @@ class PartHolder:
     def put(self, module: nn.Module | None) -> None:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
-        When nobody holds the holder any more the device is free at once, although a part whose layers refer to one
+        When nobody uses the holder any more the device is free at once, although a part whose layers refer to one
         another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
         over one part would each take it for theirs.
         """

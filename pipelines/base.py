@@ -111,9 +111,9 @@ class Pipeline(KnownToHost):
         """The frozen id of its family, as files have it."""
         return self.spec.id
 
-    def led(self, call: Callable[[], Value]) -> Value:
+    def on_leader(self, call: Callable[[], Value]) -> Value:
         """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
-        return call() if self.group is None else self.group.led(call)
+        return call() if self.group is None else self.group.on_leader(call)
 
     @property
     def patcher(self) -> Any:

@@ -224,11 +224,11 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
     group = pipeline.group
-    image, start = pipeline.led(lambda: _images(job, machine, progress, pipeline))
+    image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
-    prompt = pipeline.led(lambda: stages.encode_prompt(pipeline, asked, progress))
+    prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
-    video = pipeline.led(lambda: _video(job, machine, progress, pipeline))
+    video = pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
     settings = replace(job.settings, width=size[0], height=size[1], latents=video)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store

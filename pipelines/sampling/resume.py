@@ -113,7 +113,7 @@ class LeaderSteps:
 
     def found(self, key: str) -> StepState | None:
         """Where the leader's file says that this sampling stands."""
-        return self.group.led(lambda: self.store.found(key))
+        return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
         """Whether it is time, on the leader."""
@@ -138,7 +138,7 @@ class LeaderSections:
 
     def found(self, key: str) -> SectionState | None:
         """Where the leader's file says that this sampling stands."""
-        return self.group.led(lambda: self.store.found(key))
+        return self.group.on_leader(lambda: self.store.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, on the leader."""

@@ -37,7 +37,7 @@ from ..base import Pipeline, Progress, StageText, SubProgress
 from ..memory.estimates import SPARE
 from ..pictures import signed
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
-from .shared import Order, decoded_together, serve
+from .shared import RegionTask, decoded_together, serve
 from .tiled import Work
 
 LEAVES_PER_REPORT = 8
@@ -127,15 +127,15 @@ class Passes:
             watch.notify(f"decoded {attempt}{seams}")
         return video
 
-    def region(self, order: Order) -> torch.Tensor:
+    def region(self, task: RegionTask) -> torch.Tensor:
         """Frames of a region that the leader of a group hands out, in the form that it says."""
-        if self._open is None or self.plan.attempt != order.attempt:
+        if self._open is None or self.plan.attempt != task.attempt:
             self._close()
-            self.plan.attempt = order.attempt
+            self.plan.attempt = task.attempt
             self._enter()
-        work = Work(order.latents, self.plan.ratios, check=self.progress.check)
-        time = None if order.time is None else self._transfer.to_device(order.time)
-        return work.region(order, self._transfer, partial(work.decoded, self._vae, self._transfer, order.attempt, time))
+        work = Work(task.latents, self.plan.ratios, check=self.progress.check)
+        time = None if task.time is None else self._transfer.to_device(task.time)
+        return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.attempt, time))
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
         """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.

@@ -17,7 +17,7 @@ from .plan import Attempt
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RegionTask:
     """A region to decode.
 
     Args:
@@ -29,15 +29,15 @@ class Order:
     time: torch.Tensor | None
 
 
-Decode = Callable[[Order], torch.Tensor]
+Decode = Callable[[RegionTask], torch.Tensor]
 
 
-def decoded_together(group: Group, orders: list[Order], decode: Decode) -> list[torch.Tensor | None]:
-    """On the leader: frames (1, 3, F, H, W) of each order; None where its device failed. The others :func:`serve`."""
+def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> list[torch.Tensor | None]:
+    """On the leader: frames (1, 3, F, H, W) of each task; None where its device failed. The others :func:`serve`."""
     frames: list[torch.Tensor | None] = []
     size = group.world.size
-    for first in range(0, len(orders), size):
-        some = orders[first : first + size]
+    for first in range(0, len(tasks), size):
+        some = tasks[first : first + size]
         group.world.shared([*some, *[None] * (size - len(some))])
         own = _tried(decode, some[0])
         frames += (group.world.collected(own) or [])[: len(some)]
@@ -47,8 +47,8 @@ def decoded_together(group: Group, orders: list[Order], decode: Decode) -> list[
 def serve(group: Group, decode: Decode) -> int:
     """On the others: decode what the leader hands out, until :func:`dismiss`; how many regions that were."""
     count = 0
-    while (orders := group.world.shared(None)) is not None:
-        own = orders[group.world.rank]
+    while (tasks := group.world.shared(None)) is not None:
+        own = tasks[group.world.rank]
         frames = None if own is None else _tried(decode, own)
         count += frames is not None
         group.world.collected(frames)
@@ -60,9 +60,9 @@ def dismiss(group: Group) -> None:
     group.world.shared(None)
 
 
-def _tried(decode: Decode, order: Order) -> torch.Tensor | None:
+def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
     """The frames; None where the device fails: the leader then goes on with that region by itself, in smaller parts."""
     try:
-        return decode(order)
+        return decode(task)
     except (*DEVICE_ERRORS, InvalidOutputError):
         return None

@@ -21,7 +21,7 @@ from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, Attempt
-from .shared import Decode, Order
+from .shared import Decode, RegionTask
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
@@ -86,7 +86,7 @@ class Work:
     judge: Judge = lambda video: ""
     smaller: Callable[[int], int] = lambda side: 0
     check: Callable[[], None] = lambda: None
-    together: Callable[[list[Order], Decode], list[Tensor | None]] | None = None
+    together: Callable[[list[RegionTask], Decode], list[Tensor | None]] | None = None
     windows: list[Window] = field(default_factory=list)
     stride: int = 0
     apart: float = 0.0
@@ -124,33 +124,33 @@ class Work:
         videos = [window.video for window in self.windows if window.video is not None]
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
-    def region(self, order: Order, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
+    def region(self, task: RegionTask, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
         """Frames of one region that stands for itself."""
-        height, width = order.latents.shape[-2:]
-        alone = Window(order.latents, [])
-        self._region(alone, Region((0, height), (0, width)), order.attempt.frames, transfer, decode)
+        height, width = task.latents.shape[-2:]
+        alone = Window(task.latents, [])
+        self._region(alone, Region((0, height), (0, width)), task.attempt.frames, transfer, decode)
         assert alone.video is not None
         return alone.video
 
     def _share(
         self,
-        together: Callable[[list[Order], Decode], list[Tensor | None]],
+        together: Callable[[list[RegionTask], Decode], list[Tensor | None]],
         transfer: Transfer,
         attempt: Attempt,
         time: Tensor | None,
         decode: Callable[..., Tensor],
     ) -> None:
         """Decode the regions that are still whole on all devices; those that fail there stay pending."""
-        host_time, orders, places = None if time is None else time.cpu(), [], []
+        host_time, tasks, places = None if time is None else time.cpu(), [], []
         for window in self.windows:
             window.pending = [part for region in window.pending for part in _split(region, attempt, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):
                 latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
-                orders.append(Order(latents.contiguous(), attempt, host_time))
+                tasks.append(RegionTask(latents.contiguous(), attempt, host_time))
                 places.append((window, region))
-        if len(orders) < 2:
+        if len(tasks) < 2:
             return
-        decoded = together(orders, lambda order: self.region(order, transfer, decode))
+        decoded = together(tasks, lambda task: self.region(task, transfer, decode))
         for (window, region), frames in zip(places, decoded, strict=True):
             if frames is not None and not self.judge(frames):
                 self._put(window, region, frames)
