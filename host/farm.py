@@ -145,7 +145,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     A cancel here ends them there.
 
     Raises:
-        InputError: nothing answers there, or it asks for no token.
+        InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
     """
     with _desk(address) as (ray, desk):
         missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
@@ -158,7 +158,8 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
         try:
             _bring(ray, desk, jobs, keys, progress)
         except BaseException:
-            desk.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI is told of its own cancel at once
+            with suppress(Exception):
+                desk.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI is told of its own cancel at once
             raise
     return collect(jobs, False, progress)
 
@@ -310,5 +311,11 @@ def _desk(address: str) -> Iterator[tuple[Any, Any]]:
                 f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
             )
         yield ray, desk
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise InputError(
+            f"the farm at {address!r} failed ({first_line(error)})",
+            expected="a farm that runs until its jobs are done",
+            fix="Look at the log of `anygpu-farm`, start it again, and run this node again: what is done stays done.",
+        ) from error
     finally:
         ray.shutdown()

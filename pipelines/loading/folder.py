@@ -49,7 +49,7 @@ from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
-from .evidence import variant_of
+from .evidence import evidence_of, variant_of
 from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
@@ -399,10 +399,18 @@ def _part_files(
         else:
             continue
         if name == "vae":
-            files[name] = replace(files[name], settings=family.vae_settings)
+            files[name] = replace(files[name], settings=_vae_settings(family, files[name]))
         if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
             files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
+
+
+def _vae_settings(family: FamilySpec, vae: PartFiles) -> Mapping[str, Any]:
+    """What the family's VAE has otherwise than its diffusers class, and what its files say of that."""
+    if not hasattr(family.code, "vae_settings_in"):
+        return family.vae_settings
+    said = family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
+    return {**family.vae_settings, **said}
 
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
