@@ -168,6 +168,10 @@ SPEC = FamilySpec(
                 ),
             ),
             {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+            {
+                "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
+                "text": T5_XXL,
+            },
         )
     },
     others=(
