@@ -399,18 +399,19 @@ def _part_files(
         else:
             continue
         if name == "vae":
-            files[name] = replace(files[name], settings=_vae_settings(family, files[name]))
+            files[name] = _as_published(family, files[name])
         if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
             files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
 
 
-def _vae_settings(family: FamilySpec, vae: PartFiles) -> Mapping[str, Any]:
-    """What the family's VAE has otherwise than its diffusers class, and what its files say of that."""
-    if not hasattr(family.code, "vae_settings_in"):
-        return family.vae_settings
-    said = family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
-    return {**family.vae_settings, **said}
+def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
+    """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
+    settings = dict(family.vae_settings)
+    if hasattr(family.code, "vae_settings_in"):
+        settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
+    known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
+    return replace(vae, config=known, settings=settings)
 
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
