@@ -215,6 +215,13 @@ def test_with_the_masks_core_s_vae_gives_what_the_publisher_s_code_gives(inside:
         assert core > 10 * NEAR or (name, side) == ("Mochi", "decode"), "core has this mask again: take ours out"
 
 
+def test_no_other_vae_is_given_a_mask(inside: Inside) -> None:
+    """They are told by what they are built of, not by name."""
+    found = inside.play("core_fit_vaes", "masked")
+    assert set(found) == set(VAES)
+    assert {name for name, count in found.items() if count} == {"HunyuanVideo", "HunyuanVideo 1.5", "Mochi"}
+
+
 @pytest.mark.parametrize(
     "name", ["T5", *(pytest.param(name, marks=full) for name in ("Llama", "Qwen 2.5 VL", "Gemma 2", "Gemma 3"))]
 )
