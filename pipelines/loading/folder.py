@@ -283,14 +283,14 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
     folders = _folders_in(model) if whole else {"transformer": model}
     wanted = [*family.parts, *family.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
-        lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
+        missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        if missing and (given is not None or (not whole and any(part not in family.optional for part in missing))):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _folders_in(source)
             if name == "base" and request.image_encoder is None:
-                lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
-            folders.update({part: offered[part] for part in lacking if part in offered})
+                missing += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+            folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
