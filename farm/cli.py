@@ -92,7 +92,13 @@ def queue(arguments: argparse.Namespace) -> int:
             raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
         meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
         model, painting = model_item(Path(arguments.model)), PaintSettings(steps=arguments.steps)
-        made = paint_jobs(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input)
+        others = (arguments.delight, arguments.image_encoder)
+        delight, encoder = (model_item(Path(path)) if path else None for path in others)
+        made = paint_jobs(
+            *(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input),
+            delight=delight,
+            image_encoder=encoder,
+        )
         jobs = write_list(folder, arguments.name, made)
         print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
         return 0
@@ -225,6 +231,8 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt to a line")
     parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")
+    parser.add_argument("--delight", metavar="FOLDER", help="model that takes shading out of the pictures first")
+    parser.add_argument("--image-encoder", metavar="FOLDER", help="DINOv2-giant, for PBR models")
     parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
     parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
     parser.add_argument("--negative", default="")
