@@ -152,6 +152,10 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
             expected=f"1 or more devices{', an even number' if arguments.branches else ''}",
             fix="For example --group 2.",
         )
+    if arguments.patience < 0:
+        raise InputError(
+            f"--patience {arguments.patience:g}", expected="seconds, 0 for 600", fix="For example --patience 1200."
+        )
     folder = JobFolder(folder.root.resolve())
     renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
     if arguments.address:
@@ -178,13 +182,14 @@ def _start_groups(
     """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
     from ray.util import placement_group
 
-    from .group import GroupRenderer, loopback_name
+    from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
     room = {"CPU": needs["num_cpus"], **({"GPU": needs["num_gpus"]} if "num_gpus" in needs else {})}
     loopback = "" if arguments.address else loopback_name()
+    patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
-        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback)
+        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback, patience)
         driver.start_workers(1, leader, {"num_cpus": 0})
 
 
@@ -210,6 +215,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--group", type=int, default=1, metavar="N", help="render each video on N alike devices")
         command.add_argument(
             "--branches", action="store_true", help="half of each group for the prompt, half for the negative prompt"
+        )
+        command.add_argument(
+            "--patience",
+            type=float,
+            default=0.0,
+            metavar="S",
+            help="seconds that processes of a group wait for one of them, before it is replaced (default: 600)",
         )
         command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
         command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
