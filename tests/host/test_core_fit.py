@@ -166,7 +166,7 @@ def test_a_cancelled_sampling_is_kept_as_far_as_it_came(inside: Inside, tmp_path
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[full] * (name == "LTX-2")) for name in VAES])
 def test_a_vae_decodes_and_encodes_where_there_is_no_conv3d(inside: Inside, name: str) -> None:
     found = inside.play("core_fit_vaes", "without_conv3d", name=name)
-    assert found["lacking"] or name == "SD", "core's own VAE works here: the test tests nothing"
+    assert found["core_fault"] or name == "SD", "core's own VAE works here: the test tests nothing"
     assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5 and not found["said"]
 
 
@@ -213,6 +213,13 @@ def test_with_the_masks_core_s_vae_gives_what_the_publisher_s_code_gives(inside:
     for side, (core, fitted) in found.items():
         assert fitted <= NEAR, side
         assert core > 10 * NEAR or (name, side) == ("Mochi", "decode"), "core has this mask again: take ours out"
+
+
+def test_no_other_vae_is_given_a_mask(inside: Inside) -> None:
+    """They are told by what they are built of, not by name."""
+    found = inside.play("core_fit_vaes", "masked")
+    assert set(found) == set(VAES)
+    assert {name for name, count in found.items() if count} == {"HunyuanVideo", "HunyuanVideo 1.5", "Mochi"}
 
 
 @pytest.mark.parametrize(

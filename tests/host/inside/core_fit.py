@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import comfy.cli_args as cli_args
 import comfy.context_windows as context_windows
 import comfy.model_management as management
 import comfy.model_patcher
-import comfy.quant_ops as quant_ops
 import comfy.samplers
 import comfy.supported_models as supported
 import comfy.weight_adapter
@@ -35,10 +33,9 @@ from anygpu.host.core.machine import Fit, Machine
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
-from host.inside.core_tiny import CASES, HOST, conditioning, error, louder, made, noise_of, output
+from host.inside.core_tiny import CASES, GROUP, HOST, conditioning, error, louder, made, noise_of, output, pack
 from host.inside.sight import RESERVE, state
 
-GROUP = 64  # columns that the packed formats here take together at most
 PEAK = 3e5  # of the residual: five times what fp16 can hold
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -360,32 +357,20 @@ def _tensors(latent: Any) -> list[torch.Tensor]:
     return latent.unbind() if getattr(latent, "is_nested", False) else [latent]
 
 
-CHOSEN: dict[str, dict[str, int]] = {  # how a tiny weight is quantized where the format's own groups are larger
-    "convrot_w4a4": {"convrot_groupsize": 64},
-    "asym_w4a8_int8": {"convrot_groupsize": 64, "group_size": 16},
-}
-
-
 def packed_twin(name: str, kind: str) -> tuple[Any, Any]:
     """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32.
 
     A Linear whose rows are shorter than a group of the format stays as it is, as in published files.
     """
-    plain, chosen = made(name), CHOSEN.get(kind, {})
+    plain = made(name)
     file = plain.model.diffusion_model.state_dict()
     config = getattr(supported, CASES[name].table)(dict(CASES[name].config))
     config.set_inference_dtype(torch.float16, torch.float32)
     config.quant_config = {"mixed_ops": True}
     model = config.get_model({}, "")
-    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
-    conf = torch.frombuffer(bytearray(json.dumps({"format": kind, **chosen}).encode()), dtype=torch.uint8)
     for path, leaf in model.diffusion_model.named_modules():
         if is_linear(leaf) and leaf.in_features % GROUP == 0 == leaf.out_features % GROUP:
-            packed, params = layout.quantize(file[f"{path}.weight"].float(), **chosen)
-            plain.model.diffusion_model.get_submodule(path).weight.copy_(layout.dequantize(packed, params))
-            tensors = layout.state_dict_tensors(packed, params)
-            file |= {f"{path}.weight{key}": value for key, value in tensors.items()}
-            file[f"{path}.comfy_quant"] = conf.clone()
+            plain.model.diffusion_model.get_submodule(path).weight.copy_(pack(file, path, kind))
     model.diffusion_model.load_state_dict(file)
     return comfy.model_patcher.CoreModelPatcher(model.eval(), HOST, HOST), plain
 
