@@ -189,9 +189,8 @@ def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -
     from accelerate import init_empty_weights
 
     cls: Any = attribute("diffusers", files.cls)
-    config = {name: value for name, value in files.config.items() if name not in files.settings}
     with construction(files.name, files.folder, len(files.entries), progress.check), init_empty_weights():
-        module: nn.Module = cls.from_config(config)
+        module: nn.Module = cls.from_config(dict(files.config))
     files = _fitting(files, module, progress)
     advance = _advance(files, progress)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
@@ -241,7 +240,7 @@ def _keep_packed(
     if entry.scale is not None:
         scale = entry.scale  # of one number, or of rows in the order of the weight's
         if math.prod(scale.shape) > 1:
-            scale = replace(scale, turned=entry.turned, heads=entry.heads)
+            scale = replace(scale, swapped=entry.swapped, heads=entry.heads)
         factors = read_tensors({name: scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
         _require_sound(files, name, factors[:, 0])
     _require_sound(files, name, stored)

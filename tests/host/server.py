@@ -155,7 +155,7 @@ class Server:
         Raises:
             RuntimeError: it ended or did not answer; with the end of its log.
         """
-        self._furnish()
+        self._install()
         self.port = self.port or free_port()
         started = time.monotonic()
         with (self.base / "server.log").open("wb") as log:
@@ -242,7 +242,7 @@ class Server:
         ]
         return {PACK: ROOT, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
-    def _furnish(self) -> None:
+    def _install(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
         packs = self.base / "packs"
         for folder in (packs, self.base / "models" / "diffusers", self.base / "input", self.base / "custom_nodes"):

@@ -238,7 +238,7 @@ def swept(server: Server, only: list[str]) -> list[str]:
     """What is wrong, a line per message; every message is printed once. The server runs when this ends."""
     (server.base / "models" / "diffusers").mkdir(parents=True, exist_ok=True)
     server.every_model()
-    paint_models.furnish(server)
+    paint_models.install(server)
     lora_files.write(server, "style.safetensors")
     seen: dict[tuple[str, str], str] = {}
     counts: dict[str, int] = {}

@@ -168,6 +168,10 @@ SPEC = FamilySpec(
                 ),
             ),
             {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+            {
+                "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
+                "text": T5_XXL,
+            },
         )
     },
     others=(
@@ -178,7 +182,7 @@ SPEC = FamilySpec(
         Caution(
             r"ltxv-13b-0\.9\.7-dev-fp8$",
             "F8_E4M3",
-            "downloaded before 14 May 2025, this file holds weights turned by a Hadamard matrix for Lightricks' Q8 "
+            "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' Q8 "
             "kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it again",
             "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
         ),

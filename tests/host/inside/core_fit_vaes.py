@@ -69,16 +69,16 @@ def without_conv3d(name: str) -> dict[str, Any]:
     expected, coded = fitted(here).decode(latents), fitted(here).encode(pixels)
     with machine_named("no-conv3d") as machine, noted() as said:
         there = made(name, device=machine.facts.device)
-        lacking = ""
+        core_fault = ""
         try:
             there.decode(latents)
         except RuntimeError as failure:
-            lacking = str(failure)
+            core_fault = str(failure)
         vae = fitted(there, machine=machine)
         found, code = vae.decode(latents), vae.encode(pixels)
         result = {"decode": error(found.cpu(), expected), "encode": error(code.cpu(), coded)}
         management.unload_all_models()
-        return {**result, "lacking": lacking, "said": list(said)}
+        return {**result, "core_fault": core_fault, "said": list(said)}
 
 
 def bits_kept(name: str, profile: str) -> dict[str, Any]:
