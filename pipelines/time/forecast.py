@@ -164,17 +164,23 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
         source: of the rates.
         rows: of such runs, the newest last.
     """
+    low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
     if not rows:
-        low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
         return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
+
+    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
         return abs(math.log(row.modelled_seconds / modelled))
 
     same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
     nearest = same or [min(reversed(rows), key=apart)]
-    # The quickest: the others shared the machine, or were the first of a process, which imports and compiles.
-    seconds = modelled * min(row.own_seconds / row.modelled_seconds for row in nearest)
+
+    def ratio(row: StageCost) -> float:
+        longer = row.own_seconds / row.modelled_seconds
+        return min(longer, high) if row.first else longer
+
+    seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
     off = NEAR if same else FAR
     return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
 
