@@ -124,6 +124,7 @@ bench: $(READY)
 	$(PY) benchmarks/kernels_bytes.py
 	$(PY) benchmarks/kernels_gpu.py
 	$(PY) benchmarks/models_gpu.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/growth.py
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines
