@@ -70,9 +70,9 @@ def dying_farm(folder: str) -> dict[str, str]:
             return {"ready": True, "standing": {"done": [job.key], "failed": {}, "workers": []}}.get(name)
 
         methods = ("ready", "submit", "standing", "result", "cancel")
-        desk = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
+        gateway = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
         ray, closed = ModuleType("ray"), [0]
-        told = {"init": lambda **_: None, "get_actor": lambda *_, **__: desk, "get": get}
+        told = {"init": lambda **_: None, "get_actor": lambda *_, **__: gateway, "get": get}
         vars(ray).update(told, exceptions=SimpleNamespace(RayError=RayError), shutdown=lambda: closed.append(1))
         return ray, closed
 
