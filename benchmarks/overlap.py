@@ -371,6 +371,7 @@ def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int,
 def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
     """A row per profile; times are of one forward."""
     module = on_host(stage)
+    modelled(stage, module, RATES[profiles[0]])  # the first run of a process also tries what is tried once
     for profile in profiles:
         rates = RATES[profile]
         rates = replace(rates, bf16=max(rates.fp16, rates.bf16))  # fp16 where bf16 has no units
