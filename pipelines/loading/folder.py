@@ -109,7 +109,7 @@ class LoadRequest:
 def load(
     request: LoadRequest,
     progress: Progress | None = None,
-    make_room: Callable[[int], None] | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
     """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.

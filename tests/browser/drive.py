@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -120,4 +121,5 @@ def lighten(screenshots: list[Path]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
     sys.exit(drive(sys.argv[1], sys.argv[2:]))

@@ -118,7 +118,7 @@ class Server:
         tiny_folder: where tiny checkpoints are built. attach: whether the pack is there.
         gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
         older: whether that counts as an RTX 2060, with core's large classes in small sizes.
-        arguments: further arguments of ComfyUI.
+        arguments: further arguments of ComfyUI. bytecode: where compiled modules are kept; else each start compiles.
     """
 
     host: Host
@@ -129,6 +129,7 @@ class Server:
     gpu: bool = False
     older: bool = False
     arguments: tuple[str, ...] = ()
+    bytecode: Path | None = None
     port: int = 0
     start_seconds: float = 0.0
     ended_with: int | None = None
@@ -164,7 +165,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=environment(),
+                env=environment(self.bytecode),
                 start_new_session=True,
             )
         while not self._answers():
@@ -305,9 +306,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment() -> dict[str, str]:
-    """One thread per operation, no network, and no bytecode beside the sources of checkout and host."""
+def environment(bytecode: Path | None = None) -> dict[str, str]:
+    """One thread per operation, no network, and no bytecode beside the sources of checkout and host.
+
+    Args:
+        bytecode: a folder for it.
+    """
     chosen = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
+    if bytecode is not None:
+        chosen |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **chosen}
 

@@ -49,6 +49,7 @@ SOURCES = {  # type of a socket -> a node that gives it, and which of its output
     "ANYGPU_PIPELINE": ("AnyGPULoadPipeline", 0),
     "MODEL": ("AnyGPULoadPipeline", 1),
     "VAE": ("AnyGPULoadPipeline", 2),
+    "CLIP": ("StandInClip", 0),
     "ANYGPU_PROMPT": ("AnyGPUEncodePrompt", 0),
     "ANYGPU_PROMPT,CONDITIONING": ("AnyGPUEncodePrompt", 0),
     "CONDITIONING": ("AnyGPUEncodePrompt", 1),
