@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -167,6 +168,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; Ray had put a handler of its own there
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), _say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
