@@ -70,6 +70,7 @@ test-floors:
 # Ray with two workers and two nodes on this machine; jobs whose workers, drivers and nodes are killed.
 test-farm: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[farm] --no-build-isolation
+	$(PY) -m pip install --quiet --disable-pip-version-check kubernetes-validate check-jsonschema  # schemas of recipes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m farm tests/farm
 
 # Each worker has a ComfyUI of its own.
@@ -126,6 +127,7 @@ bench: $(READY)
 	$(PY) benchmarks/kernels_bytes.py
 	$(PY) benchmarks/kernels_gpu.py
 	$(PY) benchmarks/models_gpu.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/growth.py
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 from anygpu.farm import cluster
-from anygpu.farm.driver import Driver, Hand
+from anygpu.farm.driver import Driver, WorkerHandle
 from anygpu.farm.schedule import Task
 from anygpu.farm.worker import Worker
 from anygpu.pipelines.job_folder import JobFolder
@@ -55,14 +55,14 @@ class Timed(Driver):
         self.died_at: dict[str, float] = {}
         self.away: list[float] = []
 
-    def _died(self, hand: Hand) -> None:
-        self.died_at[hand.name] = time.monotonic()
-        super()._died(hand)
+    def _died(self, worker: WorkerHandle) -> None:
+        self.died_at[worker.name] = time.monotonic()
+        super()._died(worker)
 
-    def _came_up(self, hand: Hand, who: dict[str, Any]) -> None:
-        super()._came_up(hand, who)
-        if hand.name in self.died_at:
-            self.away.append(time.monotonic() - self.died_at.pop(hand.name))
+    def _came_up(self, worker: WorkerHandle, who: dict[str, Any]) -> None:
+        super()._came_up(worker, who)
+        if worker.name in self.died_at:
+            self.away.append(time.monotonic() - self.died_at.pop(worker.name))
 
 
 def task_of(line: str) -> Task:
@@ -75,14 +75,14 @@ def with_driver(ray: Any, count: int, use: Callable[[Timed], Any]) -> Any:
     """What ``use`` makes of a driver whose workers are all up, over an empty folder."""
     with tempfile.TemporaryDirectory(prefix="anygpu-farm-") as root:
         driver = Timed(ray, JobFolder(Path(root)), task_of, lambda _task: 0.0, lambda _text: None)
-        driver.hire(count, Sleeper(Path(root)), {"num_cpus": 1})
-        while not all(hand.up for hand in driver.hands):
+        driver.start_workers(count, Sleeper(Path(root)), {"num_cpus": 1})
+        while not all(worker.up for worker in driver.workers):
             driver.turn()
         try:
             return use(driver)
         finally:
-            for hand in driver.hands:
-                ray.kill(hand.actor)
+            for worker in driver.workers:
+                ray.kill(worker.actor)
 
 
 def run(driver: Timed, lines: list[str], deaths: int = 0) -> float:
@@ -91,7 +91,7 @@ def run(driver: Timed, lines: list[str], deaths: int = 0) -> float:
     driver.add(lines, again=True)
     kills = [len(lines) * (n + 1) // (2 * deaths + 2) for n in range(deaths)]
     started = time.monotonic()
-    while driver.schedule or any(hand.task for hand in driver.hands):
+    while driver.schedule or any(worker.task for worker in driver.workers):
         driver.turn()
         if kills and driver.tally.done - done >= kills[0]:
             kills.pop(0)
@@ -118,7 +118,7 @@ def cancelled(driver: Timed) -> float:
     taken = []
     for number in range(10_000, 10_010):
         driver.add([f"{number} 60"], again=True)
-        while not any(hand.task for hand in driver.hands):
+        while not any(worker.task for worker in driver.workers):
             driver.turn()
         key = task_of(f"{number} 0").key
         began = time.monotonic()

@@ -75,8 +75,8 @@ def eager_rms(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 def eager_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """diffusers' rotary embedding; tables of full width that broadcast to ``x``."""
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+    rotated = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+    return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
 FULL = {"ltx": (2, 6144, 2048), "hunyuan": (1, 32640, 3072), "mochi": (2, 22260, 3072), "head": 128,
@@ -380,7 +380,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.exactness:
         return exactness(asked.dtypes)
-    reason = "" if asked.dry else lacking()
+    reason = "" if asked.dry else reason_against()
     if reason:
         print(f"skipped: {reason}")
         return 0
@@ -438,7 +438,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def lacking() -> str:
+def reason_against() -> str:
     """What keeps this machine from measuring; empty where nothing does."""
     if not torch.cuda.is_available():
         return f"no NVIDIA or AMD GPU that torch {torch.__version__} sees"

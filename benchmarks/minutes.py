@@ -38,8 +38,14 @@ HOST = torch.device("cpu")
 clock = time.process_time
 
 
-def published(pipeline: Pipeline) -> Pipeline:
-    """``pipeline`` with the published configurations, one block of each kind, in fp32."""
+def opened(family: str, folder: Path) -> Pipeline:
+    """The tiny model of a family on the CPU."""
+    extra = {"base": tiny.build("hunyuan_video", folder), "image_encoder": tiny.build("siglip", folder)}
+    return load(LoadRequest(tiny.build(family, folder), **(extra if family == "framepack" else {}), device="cpu"))
+
+
+def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
+    """``pipeline`` with the published configurations in fp32, and one block of each kind or the ``whole`` depth."""
     configs = dict(pipeline.configs)
     for part in ("transformer", "vae"):
         file = pipeline.spec.folder / f"{part}.json"
@@ -48,7 +54,7 @@ def published(pipeline: Pipeline) -> Pipeline:
         content = json.loads(file.read_text(encoding="utf-8"))
         first = content[0] if isinstance(content, list) else content
         configs[part] = first.get("config", first)
-    short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"]}
+    short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
     configs["transformer"] = {**configs["transformer"], **short}
     single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
     return replace(pipeline, configs=configs, precision=replace(pipeline.precision, **single))
@@ -99,9 +105,7 @@ def decoded(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
 
 def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of one family."""
-    extra = {"base": tiny.build("hunyuan_video", folder), "image_encoder": tiny.build("siglip", folder)}
-    model = tiny.build(family, folder)
-    pipeline = published(load(LoadRequest(model, **(extra if family == "framepack" else {}), device="cpu")))
+    pipeline = published(opened(family, folder))
     for stage, measure in (("sampling", sampled), ("decoding", decoded)):
         if family == "framepack" and stage == "decoding":
             continue  # that of hunyuan_video

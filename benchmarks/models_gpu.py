@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernels_gpu import Clock, lacking, limits, timed
+from kernels_gpu import Clock, limits, reason_against, timed
 from table import RESULTS, append, machine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     asked = parser.parse_args()
-    reason = "" if asked.dry else lacking()
+    reason = "" if asked.dry else reason_against()
     if reason:
         print(f"skipped: {reason}")
         return 0

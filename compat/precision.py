@@ -123,7 +123,13 @@ _EXPLICIT: dict[str, Precision] = {
 _WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAFE: "text and VAE in fp32"}
 
 
-def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto", probes: Probes = None) -> Precision:
+def precision_for(
+    model: ModelPrecision,
+    facts: DeviceFacts,
+    choice: str = "auto",
+    probes: Probes = None,
+    offered: Sequence[str] = CHOICES,
+) -> Precision:
     """The dtypes for a model on the device of ``facts``.
 
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
@@ -134,6 +140,7 @@ def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto
         facts: the device.
         choice: one of :data:`CHOICES`.
         probes: what the device answered, by probe; its word outranks a known bug's row. None asks nothing.
+        offered: what the node that asks lets people choose; an error names no other.
 
     Raises:
         UnsupportedError: unknown choice, no row for the device, or an explicit choice that the device cannot do.
@@ -148,14 +155,14 @@ def precision_for(model: ModelPrecision, facts: DeviceFacts, choice: str = "auto
     if _contradicts(choice, facts):
         raise UnsupportedError(
             f"precision {choice!r} {ON_CPU}",
-            expected="auto, fp32 or bf16",
+            expected=f"one of {', '.join(_possible(policy, probes, facts, offered))}",
             fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
         )
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, policy, probes)
     if not ability.usable:
         raise UnsupportedError(
             f"precision {choice!r} {_refusal(ability, facts)}",
-            expected=f"one of {', '.join(_possible(policy, probes, facts))}",
+            expected=f"one of {', '.join(_possible(policy, probes, facts, offered))}",
             fix="Choose auto, which uses what works on this device.",
         )
     why = [chosen.why]
@@ -287,6 +294,6 @@ def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
     return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(policy: DevicePolicy, probes: Probes, facts: DeviceFacts) -> list[str]:
-    usable = [name for name, row in _EXPLICIT.items() if transformer_verdict(row, policy, probes).usable]
-    return ["auto", *(name for name in usable if not _contradicts(name, facts))]
+def _possible(policy: DevicePolicy, probes: Probes, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
+    usable = {name: transformer_verdict(row, policy, probes).usable for name, row in _EXPLICIT.items()}
+    return [name for name in offered if usable.get(name, True) and not _contradicts(name, facts)]

@@ -42,14 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def watch(arguments: argparse.Namespace) -> int:
     """Render whatever is put into a folder, until Ctrl+C."""
-    from .desk import open_desk
+    from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
-    desk = open_desk(driver)  # an actor lives as long as somebody holds it
+    gateway = open_gateway(driver)  # an actor lives as long as somebody holds it
     driver.watch()
-    return 0 if desk else 1
+    return 0 if gateway else 1
 
 
 def state(arguments: argparse.Namespace) -> int:
@@ -160,13 +160,13 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), _say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
-        _hire_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
+        _start_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
     else:
-        driver.hire(count, renderer, needs)
+        driver.start_workers(count, renderer, needs)
     return driver
 
 
-def _hire_groups(
+def _start_groups(
     driver: Any, arguments: argparse.Namespace, renderer: Any, needs: dict[str, float], count: int
 ) -> None:
     """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
@@ -179,7 +179,7 @@ def _hire_groups(
     for _ in range(count):
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
         leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback)
-        driver.hire(1, leader, {"num_cpus": 0})
+        driver.start_workers(1, leader, {"num_cpus": 0})
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ from ..compat.device.facts import first_line
 from ..compat.errors import InputError, MissingPackageError
 
 NAMESPACE = "anygpu"
-DESK = "desk"  # the actor that AnyGPU Farm asks for
+GATEWAY = "gateway"  # the actor that AnyGPU Farm asks for
 STORE_BYTES = 200_000_000  # of shared memory on this machine: what passes is JSON, pictures and finished files
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the one setting with which all of Ray binds to 127.0.0.1
 QUIET = {

@@ -6,6 +6,7 @@ The driver remembers nothing that the folder does not have: another one goes on 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Hand:
+class WorkerHandle:
     """A worker as the driver sees it.
 
     Args:
@@ -69,23 +70,24 @@ class Driver:
     ) -> None:
         self.watching = False
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
-        self.name = f"{socket.gethostname()}-{os.getpid()}"
-        self.schedule, self.hands, self.tally = Schedule(), [], Tally()
-        self._calls: dict[Any, Hand] = {}
+        # In a container that was started again, host and process are those of the driver whose workers Ray still ends.
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.schedule, self.workers, self.tally = Schedule(), [], Tally()
+        self._calls: dict[Any, WorkerHandle] = {}
         self._open: set[str] = set()  # keys of jobs that wait or run
         self._read: dict[Path, int] = {}  # job files of a watched folder, and when each was changed
         self._looked = self._shown = 0.0
         self._steps: dict[str, float] = {}
 
-    def hire(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
+    def start_workers(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
         actor = self.ray.remote(Worker)
         for _ in range(count):
-            hand = Hand(f"{self.name}-{len(self.hands)}", None)
-            options = {"name": hand.name, "max_restarts": -1, "max_concurrency": ANSWERS, **needs}
-            hand.actor = actor.options(**options).remote(renderer)
-            self.hands.append(hand)
-            self._wait_for(hand)
+            worker = WorkerHandle(f"{self.name}-{len(self.workers)}", None)
+            options = {"name": worker.name, "max_restarts": -1, "max_concurrency": ANSWERS, **needs}
+            worker.actor = actor.options(**options).remote(renderer)
+            self.workers.append(worker)
+            self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool) -> None:
         """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``."""
@@ -116,17 +118,17 @@ class Driver:
 
     def run(self) -> Tally:
         """Work until nothing waits and nothing runs."""
-        while self.schedule or any(hand.task for hand in self.hands):
+        while self.schedule or any(worker.task for worker in self.workers):
             self.turn()
         self._show(time.monotonic())
         return self.tally
 
     def turn(self) -> None:
         """Give work to whoever is free, then wait a moment for whatever happens first."""
-        for hand in self.hands:
-            if hand.up and hand.task is None and not hand.broken:
-                self._give(hand)
-        if self.schedule and not any(hand.task for hand in self.hands):
+        for worker in self.workers:
+            if worker.up and worker.task is None and not worker.broken:
+                self._give(worker)
+        if self.schedule and not any(worker.task for worker in self.workers):
             self._refuse_what_nobody_can()
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
@@ -143,89 +145,89 @@ class Driver:
         for call in ready:
             self._take(call, self._calls.pop(call))
 
-    def _give(self, hand: Hand) -> None:
-        task = self.schedule.take(hand.name)
+    def _give(self, worker: WorkerHandle) -> None:
+        task = self.schedule.take(worker.name)
         if task is not None:
-            hand.task, hand.began = task, time.monotonic()
-            self._calls[hand.actor.run.remote(task)] = hand
+            worker.task, worker.began = task, time.monotonic()
+            self._calls[worker.actor.run.remote(task)] = worker
 
-    def _wait_for(self, hand: Hand) -> None:
-        """Count ``hand`` as up once its process answers: a call that is sent while Ray restarts it fails at once."""
-        hand.up, hand.task = False, None
-        ready = hand.actor.ready.options(max_task_retries=-1)
-        self._calls[ready.remote()] = hand
+    def _wait_for(self, worker: WorkerHandle) -> None:
+        """Count ``worker`` as up once its process answers: a call that is sent while Ray restarts it fails at once."""
+        worker.up, worker.task = False, None
+        ready = worker.actor.ready.options(max_task_retries=-1)
+        self._calls[ready.remote()] = worker
 
-    def _take(self, call: Any, hand: Hand) -> None:
+    def _take(self, call: Any, worker: WorkerHandle) -> None:
         """Take in what became of a call."""
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
-            if hand.up:
-                self._died(hand)
+            if worker.up:
+                self._died(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
-                self._broke(hand, str(error).strip().splitlines()[-1])
+                self._broke(worker, str(error).strip().splitlines()[-1])
             return
         except self.ray.exceptions.RayError as error:
-            self._broke(hand, first_line(error))
+            self._broke(worker, first_line(error))
             return
         if isinstance(answer, Outcome):
-            self._ended(hand, answer)
+            self._ended(worker, answer)
         else:
-            self._came_up(hand, answer)
+            self._came_up(worker, answer)
 
-    def _came_up(self, hand: Hand, who: dict[str, Any]) -> None:
+    def _came_up(self, worker: WorkerHandle, who: dict[str, Any]) -> None:
         if not who["token"]:
             raise InputError(
                 f"a worker on {who['host']} without token mode",
                 expected="RAY_AUTH_MODE=token wherever `ray start` runs",
                 fix="Anyone who reaches that machine runs code on it: stop Ray there, and start it with a token.",
             )
-        hand.up, hand.host = True, str(who["host"])
+        worker.up, worker.host = True, str(who["host"])
 
-    def _ended(self, hand: Hand, outcome: Outcome) -> None:
-        task, hand.task = hand.task, None
+    def _ended(self, worker: WorkerHandle, outcome: Outcome) -> None:
+        task, worker.task = worker.task, None
         assert task is not None
         if outcome.status == DONE:
-            hand.finished += 1
+            worker.finished += 1
             self.tally.done += 1
             self._open.discard(task.key)
-            self.say(f"{task.key[:12]} done by {hand.name} in {outcome.seconds:.1f} s")
+            self.say(f"{task.key[:12]} done by {worker.name} in {outcome.seconds:.1f} s")
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
         else:
-            hand.error = f"{hand.name} on {hand.host}: {outcome.text}"
-            self.say(hand.error)
+            worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
+            self.say(worker.error)
             if outcome.status == UNABLE:
-                self.schedule.refuse(hand.name, task.model)
+                self.schedule.refuse(worker.name, task.model)
             if outcome.status == BROKEN:
-                hand.broken = outcome.text
+                worker.broken = outcome.text
             self.schedule.put_back(task)
 
-    def _died(self, hand: Hand) -> None:
+    def _died(self, worker: WorkerHandle) -> None:
         """A worker's process or machine is gone: its job goes on elsewhere, from its last step."""
-        task = hand.task
-        hand.deaths += 1
+        task = worker.task
+        worker.deaths += 1
         self.tally.deaths += 1
-        self.schedule.forget(hand.name)
-        self._wait_for(hand)
+        self.schedule.forget(worker.name)
+        self._wait_for(worker)
         if task is None:
             return
         reached = self.reached(task)
         task.deaths = task.deaths + 1 if reached <= self._steps.get(task.key, 0) else 1
         self._steps[task.key] = reached
-        self.say(f"{task.key[:12]}: {hand.name} died; the job goes on{' from its last step' if reached else ''}")
+        self.say(f"{task.key[:12]}: {worker.name} died; the job goes on{' from its last step' if reached else ''}")
         if task.deaths >= MOST_DEATHS:
             self._fail(task, f"{task.deaths} workers died at this job without a further step")
         else:
             self.schedule.put_back(task)
 
-    def _broke(self, hand: Hand, text: str) -> None:
+    def _broke(self, worker: WorkerHandle, text: str) -> None:
         """A worker gets no jobs any more, such as one whose packages cannot be imported; others do its job."""
-        hand.broken = text
-        if hand.task is not None:
-            self.schedule.put_back(hand.task)
-            hand.task = None
-        self.say(f"{hand.name}: {text}")
+        worker.broken = text
+        if worker.task is not None:
+            self.schedule.put_back(worker.task)
+            worker.task = None
+        self.say(f"{worker.name}: {text}")
 
     def _fail(self, task: Task, text: str) -> None:
         self.folder.fail(task.key, text)
@@ -235,8 +237,9 @@ class Driver:
 
     def _refuse_what_nobody_can(self) -> None:
         """Fail the jobs that every worker has refused; all of them once no worker is left."""
-        usable = [hand.name for hand in self.hands if not hand.broken]
-        errors = "; ".join(dict.fromkeys(hand.error or hand.broken for hand in self.hands if hand.error or hand.broken))
+        usable = [worker.name for worker in self.workers if not worker.broken]
+        said = (worker.error or worker.broken for worker in self.workers)
+        errors = "; ".join(dict.fromkeys(filter(None, said)))
         for task in self.schedule.without_worker(usable):
             self._fail(task, errors)
 
@@ -246,9 +249,9 @@ class Driver:
             return
         for task in self.schedule.drop(keys):
             self._fail(task, CANCELLED)
-        for hand in self.hands:
-            if hand.task is not None and hand.task.key in keys:
-                hand.actor.cancel.remote(hand.task.key)
+        for worker in self.workers:
+            if worker.task is not None and worker.task.key in keys:
+                worker.actor.cancel.remote(worker.task.key)
 
     def _read_jobs(self) -> None:
         """Take in the jobs of files that are new or were written again."""
@@ -265,27 +268,27 @@ class Driver:
             self.name,
             [
                 {
-                    "worker": hand.name,
-                    "host": hand.host,
-                    "job": hand.task.key if hand.task else "",
-                    "state": state_of(hand),
-                    "seconds": round(now - hand.began, 1) if hand.task else 0.0,
-                    "finished": hand.finished,
-                    "deaths": hand.deaths,
-                    "error": hand.error or hand.broken,
+                    "worker": worker.name,
+                    "host": worker.host,
+                    "job": worker.task.key if worker.task else "",
+                    "state": state_of(worker),
+                    "seconds": round(now - worker.began, 1) if worker.task else 0.0,
+                    "finished": worker.finished,
+                    "deaths": worker.deaths,
+                    "error": worker.error or worker.broken,
                 }
-                for hand in self.hands
+                for worker in self.workers
             ],
         )
 
 
-def state_of(hand: Hand) -> str:
+def state_of(worker: WorkerHandle) -> str:
     """A worker's state in a word or two."""
-    if hand.broken:
+    if worker.broken:
         return "broken"
-    if not hand.up:
+    if not worker.up:
         return "waiting for a process"
-    return "rendering" if hand.task else "idle"
+    return "rendering" if worker.task else "idle"
 
 
 def lines_in(paths: Iterable[Path]) -> list[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.jobs import PaintJob
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
-NAMESPACE, DESK = "anygpu", "desk"  # as farm/cluster.py names them
+NAMESPACE, GATEWAY = "anygpu", "gateway"  # as farm/cluster.py names them
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 30.0
 TOKEN_FIX = (
@@ -145,20 +145,21 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     A cancel here ends them there.
 
     Raises:
-        InputError: nothing answers there, or it asks for no token.
+        InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
     """
-    with _desk(address) as (ray, desk):
+    with _gateway(address) as (ray, gateway):
         missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
         keys = [jobs.keys[n] for n in missing]
         lines = [jobs.lines[n] for n in missing]
         if keys:
             for file in _inputs_of(lines):
-                ray.get(desk.put_input.remote((jobs.folder.root / file).read_bytes(), Path(file).suffix))
-            ray.get(desk.submit.remote(jobs.name, lines))
+                ray.get(gateway.put_input.remote((jobs.folder.root / file).read_bytes(), Path(file).suffix))
+            ray.get(gateway.submit.remote(jobs.name, lines))
         try:
-            _bring(ray, desk, jobs, keys, progress)
+            _bring(ray, gateway, jobs, keys, progress)
         except BaseException:
-            desk.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI is told of its own cancel at once
+            with suppress(Exception):
+                gateway.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI hears of its own cancel at once
             raise
     return collect(jobs, False, progress)
 
@@ -235,7 +236,7 @@ class _Window:
     """The picture of a job that runs: asked for where somebody looks, and shown once it has come."""
 
     ray: Any
-    desk: Any
+    gateway: Any
     worker: str = ""
     call: Any = None
     frames: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 8, 8, 3))
@@ -247,18 +248,18 @@ class _Window:
             if pixels is not None:
                 self.frames = torch.from_numpy(pixels.copy())[None].float() / 255
         if self.call is None and self.worker:
-            self.call = self.desk.preview.remote(self.worker)
+            self.call = self.gateway.preview.remote(self.worker)
         return self.frames
 
 
-def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: NodeProgress) -> None:
+def _bring(ray: Any, gateway: Any, jobs: JobList, keys: Sequence[str], progress: NodeProgress) -> None:
     """Fetch each result as soon as it is there, until all jobs are done or have failed."""
-    open_keys, window = list(keys), _Window(ray, desk)
+    open_keys, window = list(keys), _Window(ray, gateway)
     while open_keys:
         progress.check()
-        standing = ray.get(desk.standing.remote(open_keys), timeout=ANSWER_SECONDS)
+        standing = ray.get(gateway.standing.remote(open_keys), timeout=ANSWER_SECONDS)
         for key in standing["done"]:
-            suffix, content = ray.get(desk.result.remote(key)) or ("", b"")
+            suffix, content = ray.get(gateway.result.remote(key)) or ("", b"")
             if suffix in SUFFIXES:
                 with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
                     temporary.write_bytes(content)
@@ -277,8 +278,8 @@ def _bring(ray: Any, desk: Any, jobs: JobList, keys: Sequence[str], progress: No
 
 
 @contextmanager
-def _desk(address: str) -> Iterator[tuple[Any, Any]]:
-    """Ray and the farm's desk at ``address``; Ray's socket in this process is closed behind it."""
+def _gateway(address: str) -> Iterator[tuple[Any, Any]]:
+    """Ray and the farm's gateway at ``address``; Ray's socket in this process is closed behind it."""
     try:
         import ray
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -294,8 +295,8 @@ def _desk(address: str) -> Iterator[tuple[Any, Any]]:
         )
     try:
         ray.init(address=address, namespace=NAMESPACE, ignore_reinit_error=True, log_to_driver=False)
-        desk = ray.get_actor(DESK, namespace=NAMESPACE)
-        guarded = ray.get(desk.ready.remote(), timeout=ANSWER_SECONDS)
+        gateway = ray.get_actor(GATEWAY, namespace=NAMESPACE)
+        guarded = ray.get(gateway.ready.remote(), timeout=ANSWER_SECONDS)
     except Exception as error:  # of Ray's many kinds, which differ between its versions
         with suppress(Exception):
             ray.shutdown()
@@ -309,6 +310,12 @@ def _desk(address: str) -> Iterator[tuple[Any, Any]]:
             raise UnsupportedError(
                 f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
             )
-        yield ray, desk
+        yield ray, gateway
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise InputError(
+            f"the farm at {address!r} failed ({first_line(error)})",
+            expected="a farm that runs until its jobs are done",
+            fix="Look at the log of `anygpu-farm`, start it again, and run this node again: what is done stays done.",
+        ) from error
     finally:
         ray.shutdown()

@@ -61,9 +61,8 @@ def reserve() -> float:
     return told_bytes(lambda: comfy.model_management.minimum_inference_memory(), 0)
 
 
-def make_room(needed_bytes: int) -> None:
-    """Let ComfyUI unload other models until ``needed_bytes`` and its own reserve are free."""
-    device = compute_device()
+def make_room(needed_bytes: int, device: torch.device) -> None:
+    """Let ComfyUI unload other models until ``needed_bytes`` and its own reserve are free on ``device``."""
     if device.type != "cpu":
         comfy.model_management.free_memory(needed_bytes + reserve(), device)
 

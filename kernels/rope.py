@@ -20,14 +20,14 @@ def qk_norm_rope(
     out_dtype: torch.dtype | None = None,
     form: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, each RMS normed over its last dimension and turned in pairs of neighbouring features.
+    """Queries and keys, each RMS normed over its last dimension and rotated in pairs of neighbouring features.
 
     Computed in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
 
     Args:
-        pair: the stream that is turned.
+        pair: the stream that is rotated.
         tables: None turns nothing.
-        text: a second stream, normed with its own weights and not turned, that follows the first in the results.
+        text: a second stream, normed with its own weights and not rotated, that follows the first in the results.
 
     Returns:
         q and k, (B, N, ...) or with ``text`` (B, N + N of the text, ...), contiguous.
@@ -48,7 +48,7 @@ def qk_norm_rope(
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:
-    """Refuse a width of ``x`` that cannot be turned in pairs, and tables of another width or of too many tokens."""
+    """Refuse a width of ``x`` that cannot be rotated in pairs, and tables of another width or of too many tokens."""
     width = x.shape[-1]
     if width % 2:
         raise KernelError(
@@ -91,7 +91,7 @@ def qk_norm_rope_reference(
 
 
 def rotate(x: Tensor, tables: Tables | None) -> Tensor:
-    """``x`` (B, N, ..., W) with each pair of neighbouring features turned; tokens past the tables stay as they are."""
+    """``x`` (B, N, ..., W) with each pair of neighbouring features rotated; tokens past the tables stay as they are."""
     if tables is None:
         return x
     tokens = tables.cos.shape[1 - x.ndim]

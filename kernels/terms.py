@@ -86,7 +86,7 @@ class Tables:
     """Cosines and sines of the rotation of each pair of neighbouring features; half as wide as what they turn.
 
     Args:
-        cos, sin: broadcastable to (B, N, H, W / 2) or (B, N, W / 2); tokens past their N are not turned.
+        cos, sin: broadcastable to (B, N, H, W / 2) or (B, N, W / 2); tokens past their N are not rotated.
     """
 
     cos: Tensor

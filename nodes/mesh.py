@@ -272,9 +272,10 @@ class BakeTexture(io.ComfyNode):
 
         progress = PaintProgress(cls.hidden.unique_id)
         settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
-        memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2)
+        device = memory_manager.compute_device()
+        memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2, device)
         given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
-        texture = texturing.texture_of(*given, settings, progress, memory_manager.compute_device())
+        texture = texturing.texture_of(*given, settings, progress, device)
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture))
 

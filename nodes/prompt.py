@@ -71,7 +71,7 @@ class EncodePrompt(io.ComfyNode):
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
         texts = own_inputs(pipeline, texts, progress.notify)
         prompt = stages.encode_prompt(pipeline, PromptRequest(**texts, sections=sections), progress)
-        progress.finish(repr(prompt).strip("<>"))
+        progress.finish(prompt.described(pipeline.spec.title))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
 
 

@@ -104,7 +104,7 @@ class PaintPipeline(KnownToHost):
 def load_paint(
     request: PaintRequest,
     progress: Any = None,
-    make_room: Callable[[int], None] | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
@@ -168,7 +168,7 @@ def _offloader(
     parts: Parts,
     facts: DeviceFacts,
     sizes: Mapping[str, int],
-    make_room: Callable[[int], None] | None,
+    make_room: Callable[[int, torch.device], None] | None,
     hosted: Callable[..., Offloader] | None,
 ) -> tuple[Offloader, Decision]:
     """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.

@@ -150,9 +150,13 @@ class Prompt:
     has_negative: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __repr__(self) -> str:
+    def described(self, title: str) -> str:
+        """What the prompt is, in one line; ``title`` is the family's."""
         tokens = next(iter(self.embeds.values())).shape[1]
-        return f"<prompt for {self.family}: {tokens} tokens{', with negative' if self.negative is not None else ''}>"
+        return f"prompt for {title}: {tokens} tokens{', with negative' if self.negative is not None else ''}"
+
+    def __repr__(self) -> str:
+        return f"<{self.described(self.family)}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -443,7 +443,8 @@ class FamilySpec:
 
         Always there: ``encode_prompt``, ``prompt_from_core``, ``sample``, ``decode``, ``call_transformer``. Where they
         apply: ``encode_image``, ``nearest_size``, ``encode_video``, ``upscale``, ``defaults_for``, ``guess_variant``,
-        ``recipe_for``, ``settings_in``, ``task_of``, ``encoder_task``, ``frames_for``, ``batches``.
+        ``recipe_for``, ``settings_in``, ``vae_settings_in``, ``task_of``, ``encoder_task``, ``frames_for``,
+        ``batches``.
         """
         return import_module(".pipeline", self.package)
 

@@ -91,7 +91,7 @@ class Way:
 def load_placed(
     request: LoadRequest,
     progress: Progress | None = None,
-    make_room: Callable[[int], None] | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
     """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.

@@ -253,7 +253,7 @@ def _missing(
         "pictures fitted in several ways": len({one.fit for one in sources}) > 1,
         "the picture that its text encoder saw": bool(looks) and looks not in [one.content for one in sources[:1]],
     }
-    return [name for name, lacking in absent.items() if lacking]
+    return [name for name, is_absent in absent.items() if is_absent]
 
 
 def _named(path: Path) -> Content:

@@ -10,10 +10,10 @@ import torch
 
 from ..compat.decision import Decision
 from ..compat.device.check import FAILED, Check, check
-from ..compat.device.facts import DeviceFacts, facts_for, free_bytes
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, accelerators, facts_for, free_bytes, value_or
 from ..compat.device.probe_results import probe_results_of
 from ..compat.device.probe_store import ProbeStore
-from ..compat.device.report import Report, dtypes_in_use, report_on
+from ..compat.device.report import DEVICE, Report, dtypes_in_use, report_on
 from ..compat.device.work import pace_of
 from ..compat.memory.statistics import kept_stages
 from ..compat.precision import DTYPES, PAINT, PLAIN, ModelPrecision
@@ -59,7 +59,19 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     store.ask_all(again)
     told = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
     times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", _last_runs(state)))
-    return Report((*told.sections, *(section for section in times if section[1])))
+    sections = ((name, (*rows, *_further(facts.device)) if name == DEVICE else rows) for name, rows in told.sections)
+    return Report((*sections, *(section for section in times if section[1])))
+
+
+def _further(device: torch.device) -> tuple[Decision, ...]:
+    """A row for each further accelerator, on which ``auto`` may place parts and a farm renders too."""
+    rows = []
+    for other in accelerators(device)[1:]:
+        facts = value_or(lambda other=other: facts_for(other), None)
+        room = free_bytes(other)
+        free = f"{room / GIBIBYTE:.1f} GB free" if room is not None else ""
+        rows.append(Decision(str(other), str(facts) if facts else "does not answer", free, alarming=facts is None))
+    return tuple(rows)
 
 
 def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:

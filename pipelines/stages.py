@@ -144,7 +144,8 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures))):
+    run = partial(planned_run, pipeline, Size(width, height, family.defaults.frames))
+    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)

@@ -44,7 +44,7 @@ def released(tensors: Mapping[str, Tensor], release: Layout, way: int = 0) -> di
     for source, group in pieces.items():
         row = group[0][0]
         whole = torch.cat([group[index][1] for index in sorted(group)]) if len(group) > 1 else group[0][1]
-        if row.turned:
+        if row.swapped:
             whole = torch.cat(whole.chunk(2)[::-1])
         if row.heads:
             whole = whole.view(row.heads, 2, -1, *whole.shape[1:]).transpose(1, 2).reshape(whole.shape)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from anygpu.compat.device.rates import RATES
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae.plan import METHODS
 
@@ -207,3 +209,13 @@ def test_tests_that_the_page_on_reliability_names_exist():
         path, _, name = place.partition("::")
         text = (ROOT / "tests" / path.removeprefix("tests/")).read_text(encoding="utf-8")
         assert f"def {name}(" in text if name else text, place
+
+
+def test_streaming_takes_what_is_attainable_on_every_device():
+    with (ROOT / "benchmarks" / "results" / "overlap.csv").open(newline="", encoding="utf-8") as file:
+        rows = {(row["family"], row["stage"], row["size"], row["profile"]): row for row in csv.DictReader(file)}
+    stages = {key[:3] for key in rows}
+    assert {family for family, *_ in stages} == set(FAMILIES) and len(rows) == len(stages) * len(RATES)
+    over = [row for row in rows.values() if float(row["over_bound"]) > 1.05]
+    assert all(float(row["over_attainable"]) <= 1.05 for row in over)
+    assert all(f"({float(row['over_bound']):.2f}; " in page("docs/performance.md") for row in over)

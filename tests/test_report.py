@@ -98,6 +98,9 @@ def test_a_good_machine_has_nothing_to_change():
 def test_the_table_is_a_picture_with_room_for_every_line(machine):
     with machine("gfx1151") as profile:
         shown = report.checked(report.hardware_report(profile.facts, None), profile.facts, None, Silent())
+        second = lines_of(shown, DEVICE)["acc:1"]
+    assert second.verdict and second.why.endswith("GB free"), "each further card has a row"
+    assert report._further(torch.device("cpu")) == ()
     picture = report.drawn(shown)
     assert picture.shape[0] == 1
     assert picture.shape[2:] == (1600, 3)

@@ -41,9 +41,9 @@ export function table(columns, rows) {
   return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
 }
 
-/** A button that copies a text and confirms it. */
-export function copyButton(text) {
-  const button = make("button", { type: "button", class: "anygpu-button" }, "Copy");
+/** A button, named `name`, that copies a text and confirms it. */
+export function copyButton(text, name = "Copy") {
+  const button = make("button", { type: "button", class: "anygpu-button" }, name);
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text);
@@ -51,7 +51,7 @@ export function copyButton(text) {
     } catch {
       button.textContent = "Select the text and copy it";
     }
-    setTimeout(() => (button.textContent = "Copy"), 2000);
+    setTimeout(() => (button.textContent = name), 2000);
   });
   return button;
 }

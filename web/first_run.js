@@ -1,4 +1,4 @@
-// While no model is installed, the load node shows which folders were searched and what to download, as text to copy.
+// While no model is installed, the load node says so and which fits; its button copies what to download, and where to.
 import { app } from "../../scripts/app.js";
 
 const NODE = "AnyGPULoadPipeline";
@@ -13,10 +13,8 @@ app.registerExtension({
     if (!text || node.widgets?.some((widget) => widget.name === WIDGET)) return;
     const { copyButton, make, style } = await import("./elements.mjs");
     style();
-    const label = "No model yet: what to download, and where to put it";
-    const area = make("textarea", { readonly: "", rows: 5, spellcheck: "false", "aria-label": label });
-    area.value = text;
-    const element = make("div", { class: "anygpu anygpu-first" }, area, copyButton(text));
+    const shown = text.split("\n", 2).join("\n"); // all of it would be cut off: the tab has room
+    const element = make("div", { class: "anygpu anygpu-first" }, make("p", {}, shown), copyButton(text, "Copy what to download"));
     node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => 140 });
     node.setSize?.([Math.max(node.size[0], 380), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
   },

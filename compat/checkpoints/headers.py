@@ -56,7 +56,7 @@ class TensorEntry:
         stamp: size and time of the file's last change when its header was read.
         codec: GGUF's name of a block format, such as ``Q4_K``; rows are packed one after the other.
         scale: what the stored values are multiplied by: one number, or one per row.
-        turned: whether the two halves of its rows change places. heads: above 0, rows of each of so many heads are
+        swapped: whether the two halves of its rows change places. heads: above 0, rows of each of so many heads are
             pairs side by side and come as first halves before second halves, as rotary embeddings of transformers want.
     """
 
@@ -68,7 +68,7 @@ class TensorEntry:
     stamp: tuple[int, int] = (0, 0)
     codec: str = ""
     scale: TensorEntry | None = None
-    turned: bool = False
+    swapped: bool = False
     heads: int = 0
 
     @property

@@ -197,7 +197,7 @@ def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
 def kept_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
     """Whether a weight's own dtype in the file is what the choice keeps, so that nothing is cast while it is read."""
     own = STORED[entry.dtype]
-    if entry.is_packed or entry.turned or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
+    if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
         return False
     if choice == "as in file":
         return is_eligible(name, entry, exact=own.itemsize < dense.itemsize)

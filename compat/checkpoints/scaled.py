@@ -48,10 +48,10 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
                 fix="Download this file again, or use another version of it.",
             )
         kept[owner] = replace(weight, scale=scale) if weight.dtype in NARROW else weight
-    lacking = sorted(name for name, e in kept.items() if e.dtype == "I8" and not e.is_packed)
-    if lacking:
+    missing = sorted(name for name, e in kept.items() if e.dtype == "I8" and not e.is_packed)
+    if missing:
         raise CheckpointError(
-            f"no scale for the 8-bit weight {lacking[0]!r} in {str(path)!r}",
+            f"no scale for the 8-bit weight {missing[0]!r} in {str(path)!r}",
             expected="its weight_scale beside it",
             fix="Use another version of this file.",
         )
@@ -77,8 +77,8 @@ def _named(about: Any) -> str:
     if not isinstance(about, dict):
         return "an unknown format"
     inner = about.get("params")
-    turned = about.get("convrot") or (isinstance(inner, dict) and inner.get("convrot"))
-    return f"{about.get('format')}{' with convrot' if turned else ''}"
+    rotated = about.get("convrot") or (isinstance(inner, dict) and inner.get("convrot"))
+    return f"{about.get('format')}{' with convrot' if rotated else ''}"
 
 
 def _parsed(text: str | bytes) -> dict[str, Any]:

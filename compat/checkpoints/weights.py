@@ -178,7 +178,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 def is_view(entry: TensorEntry) -> bool:
     """Whether the bytes of a tensor in its file are its values in order, and it is large enough to be left there."""
-    plain = not entry.is_packed and not entry.turned and not entry.heads
+    plain = not entry.is_packed and not entry.swapped and not entry.heads
     return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
 
 
@@ -278,7 +278,7 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """``tensor`` with its rows in the order its model has them."""
-    if entry.turned:
+    if entry.swapped:
         tensor = torch.cat(tensor.chunk(2)[::-1])
     if entry.heads:
         pairs = tensor.view(entry.heads, tensor.shape[0] // entry.heads // 2, 2, *tensor.shape[1:])

@@ -390,13 +390,13 @@ def _mps_facts(device: torch.device) -> dict[str, Any]:
 
 def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
-    lacking = () if getattr(properties, "has_fp64", True) else ("fp64",)
+    emulated = () if getattr(properties, "has_fp64", True) else ("fp64",)
     return {
         "backend": "xpu",
         "arch": "",
         "arch_class": "xpu",
         "name": str(properties.name),
-        "emulated": lacking,
+        "emulated": emulated,
         "total_bytes": int(properties.total_memory),
         "driver": str(getattr(properties, "driver_version", "")),
         "unified": bool(

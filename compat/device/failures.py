@@ -11,7 +11,7 @@ from ..errors import PackError
 from ..output_check import InvalidOutputError
 
 MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
-DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for lacking kernels
+DEVICE_ERRORS = (RuntimeError, MemoryError, TypeError)  # what back ends raise for shortage and for missing kernels
 
 
 class Wording(NamedTuple):

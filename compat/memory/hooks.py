@@ -115,6 +115,7 @@ class GroupHooks:
         self._ahead: dict[WeightGroup, tuple[torch.Tensor, torch.Event]] = {}
         self._next: dict[WeightGroup, WeightGroup] = {}
         self._last: WeightGroup | None = None
+        self._missed = False  # whether the last group was not among those that came ahead
         self._views = views_of(module)
         self._transfers: dict[torch.dtype, Transfer] = {}
         self._came, self._reported = 0, time.monotonic()
@@ -143,9 +144,12 @@ class GroupHooks:
                 for index, there in send_together(sources, self.send):
                     set_data(group.host_weights[index][0], there)
             return
-        if group not in self._ahead:
-            self._ahead.clear()  # another order than the last time
+        missed = group not in self._ahead
+        if missed:
+            if self._missed:
+                self._ahead.clear()  # another order than the last time; one group out of turn is no other order
             self._ahead[group] = self._copy(group, group.layout, self.copies)
+        self._missed = missed and not starts
         memory, arrived = self._ahead.pop(group)
         with self.memory_stats.moving(0, self.device):
             self.copies.wait_for(arrived)

@@ -176,7 +176,7 @@ class StandaloneOffloader:
         device: where they compute.
         mode: one of :data:`MODES`.
         options: what else the user asks.
-        make_room: told the bytes that are about to be needed, so that a host can free other models.
+        make_room: told the bytes that are about to be needed and where, so that a host can free other models.
         automatic: whether the mode was decided for the user.
     """
 
@@ -189,7 +189,7 @@ class StandaloneOffloader:
         mode: str,
         options: OffloadOptions | None = None,
         *,
-        make_room: Callable[[int], None] | None = None,
+        make_room: Callable[[int, torch.device], None] | None = None,
         automatic: bool = False,
     ) -> None:
         self.parts, self.device, self.options = parts, indexed(device), options or OffloadOptions()
@@ -322,7 +322,7 @@ class StandaloneOffloader:
         """The part on its device for the block: by groups, as a whole, or from now on."""
         device, mode = self.device_of(part), self.mode
         if mode in ("group", "sequential") and part != WHOLE and device.type != HOST.type:
-            self._ask_for_room(activation_bytes)
+            self._ask_for_room(activation_bytes, device)
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
                 remove_hooks(module)
@@ -342,7 +342,7 @@ class StandaloneOffloader:
         if not stays:
             self._move(part, module, HOST, progress)  # where another mode left it on the device
         away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)
-        self._ask_for_room(away + activation_bytes)
+        self._ask_for_room(away + activation_bytes, device)
         try:
             self._move(part, module, device, progress, keep=not stays)
             yield
@@ -382,9 +382,9 @@ class StandaloneOffloader:
         """Whether the blocks of ``part`` move whole; else each layer moves by itself."""
         return self.mode == "group" and part.startswith(BY_BLOCK)
 
-    def _ask_for_room(self, needed_bytes: int) -> None:
+    def _ask_for_room(self, needed_bytes: int, device: torch.device) -> None:
         if self.make_room is not None:
-            self.make_room(needed_bytes)
+            self.make_room(needed_bytes, device)
 
     def _require_answer(self, part: str, error: RuntimeError) -> None:
         """Raise where ``error`` means that the device of ``part`` is gone."""
@@ -405,7 +405,7 @@ def offloader_for(
     part_bytes: Mapping[str, int],
     *,
     free: int | None = None,
-    make_room: Callable[[int], None] | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[[Parts, torch.device, OffloadOptions], Offloader] | None = None,
     options: OffloadOptions | None = None,
 ) -> tuple[Offloader, Decision]:

@@ -59,6 +59,7 @@ class StageCost:
         precision: of the pipeline.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
             both without reading; 0 where nobody knew.
+        first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
     """
 
     stage: str
@@ -74,6 +75,7 @@ class StageCost:
     precision: str = ""
     modelled_seconds: float = 0.0
     forecast_seconds: float = 0.0
+    first: bool = False
 
     @property
     def own_seconds(self) -> float:
@@ -85,7 +87,8 @@ class StageCost:
         """How long it took beside the forecast, such as ``sampling took 61.0 s, 58.3 s forecast``; empty without."""
         if not self.forecast_seconds:
             return ""
-        return f"{self.stage} took {self.own_seconds:.1f} s, {self.forecast_seconds:.1f} s forecast"
+        imports = " with imports" if self.first else ""
+        return f"{self.stage} took {self.own_seconds:.1f} s{imports}, {self.forecast_seconds:.1f} s forecast"
 
     @property
     def ratio(self) -> float:
@@ -141,7 +144,7 @@ class MemoryStats:
     @contextmanager
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:
         """The cost of the block, complete once it has ended without an error."""
-        cost = StageCost(name, pipeline, mode, str(device))
+        cost = StageCost(name, pipeline, mode, str(device), first=not self.stages)
         before = self.moved_bytes, self.moving_seconds
         reset_peak(device)
         started = time.perf_counter()

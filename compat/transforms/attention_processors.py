@@ -180,7 +180,7 @@ class JointProcessor(Processor):
 
     @staticmethod
     def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-        """``tokens`` (B, N, H, D) turned by upstream's (cos, sin)."""
+        """``tokens`` (B, N, H, D) rotated by upstream's (cos, sin)."""
         from diffusers.models import embeddings
 
         apply: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
@@ -233,7 +233,7 @@ class CrossProcessor(Processor):
     def queries_and_keys(
         self, attn: Any, tokens: torch.Tensor, seen: torch.Tensor, rotary: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries of ``tokens`` and the keys of ``seen``, (B, N, D) each, normed across heads and turned."""
+        """The queries of ``tokens`` and the keys of ``seen``, (B, N, D) each, normed across heads and rotated."""
         from diffusers.models.transformers.transformer_ltx import apply_rotary_emb
 
         query, key = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(seen))

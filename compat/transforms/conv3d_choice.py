@@ -120,8 +120,8 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             return _guarded(facts)
         if (preferred := PREFERRED.get((str(facts.get("backend", "")), layer.kind))) and preferred[0] is form:
             return Conv3dChoice(*preferred, _bound(form, facts))
-        lacking = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
-        why = f"{lacking} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
+        missing = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
+        why = f"{missing} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
         return Conv3dChoice(form, why, _bound(form, facts))
 
     return choice

@@ -244,7 +244,7 @@ def _alike(x: Tensor, weight: Tensor) -> Tensor:
 def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
     taps = weight.shape[2]
     # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
-    # come with their frames, has to be turned. Whichever is smaller is copied, and what is copied anyway costs nothing.
+    # come with their frames, has to be transposed. Whichever is smaller is copied; what is copied anyway costs nothing.
     large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
     by_channel = taps == 1 or chunk > 0 or g.groups > 1 or large
     kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()

@@ -151,7 +151,7 @@ class RotaryTables(tuple):
 
 
 class Fp32RotaryProcessor(CrossProcessor):
-    """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and turned in fp32."""
+    """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and rotated in fp32."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
         """As in the class above, fp16."""
@@ -161,7 +161,7 @@ class Fp32RotaryProcessor(CrossProcessor):
 
 
 def turn(x: Tensor, pairs: Tensor) -> Tensor:
-    """``x`` (B, N, D), fp32, which is overwritten, with each pair of features turned; fp16."""
+    """``x`` (B, N, D), fp32, which is overwritten, with each pair of features rotated; fp16."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(pairs)
     return to_fp16(x)
 

@@ -62,7 +62,7 @@ class FusedCross(FusedProcessor, CrossProcessor):
 class FusedJoint(FusedProcessor, JointProcessor):
     """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
 
-    Tokens that follow those of the rotary tables are text, which is not turned.
+    Tokens that follow those of the rotary tables are text, which is not rotated.
     """
 
     def __call__(
@@ -162,7 +162,7 @@ def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
     """Rotary tables as the operations take them, from upstream's (cos, sin), of the full width or of half of it.
 
     Args:
-        width: of what is turned.
+        width: of what is rotated.
         per_head: tables (N, W) serve every head.
     """
     if emb is None:

@@ -91,17 +91,27 @@ class Fit:
         return self.safe or self.dtype is not None or self.attention is not None
 
 
-def fit_for(machine: Machine, dtype: torch.dtype, precision: str, attention: str, unfit: str = "") -> Fit:
+def fit_for(
+    machine: Machine,
+    dtype: torch.dtype,
+    precision: str,
+    attention: str,
+    unfit: str = "",
+    offered: Sequence[str] = PRECISIONS,
+) -> Fit:
     """What a transformer of core's is given.
 
     Args:
         dtype: in which core computes it.
-        precision: one of :data:`PRECISIONS`. attention: one of :data:`ATTENTIONS`.
+        precision: one of ``offered``. attention: one of :data:`ATTENTIONS`.
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
+        offered: the precisions that the node lets people choose.
 
     Raises:
         UnsupportedError: fp16-safe was chosen and this machine cannot do it.
     """
+    if precision == SAFE:
+        precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     operands = FP16 if safe else compute or dtype
     bounded, said = _attention(machine, operands, attention, safe)
@@ -114,7 +124,6 @@ def _precision(
     """Whether safe fp16 is on, the dtype of the stream where core's has to change, and why."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
     if choice == SAFE:
-        precision_for(PLAIN, machine.facts, SAFE, machine.probes)  # which refuses what this device cannot do
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
     if choice == "fp32":
         return False, wide, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)

@@ -14,20 +14,22 @@ from torch.nn import functional
 
 from ...compat.transforms.attention import Attention
 
-TEMPORAL = {  # core's class to the publisher's code that has the mask
-    "comfy.ldm.genmo.vae.model.Attention": "genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True",
-}
-SPATIAL = "Tencent-Hunyuan/HunyuanVideo and -1.5, prepare_causal_attention_mask in the middle block"
-
 
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
     """(module, attribute, what it becomes) of each attention whose causal mask core lost.
 
-    Attention over whole videos is told by its projections: in a picture's VAE they are 2-D.
+    Both kinds are told by their projections, in a network of 3-D convolutions: 1x1x1 convolutions of attention over a
+    whole video, where a picture's VAE has 2-D ones; or one Linear for queries, keys and values, with normalised heads,
+    of attention over the frames of each place.
+
+    Source:
+        Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
+        genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True.
     """
+    if not _is_3d(network):
+        return
     for module in network.modules():
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if kind in TEMPORAL:
+        if _is_over_frames(module):
             yield module, "forward", CausalInTime(module, attention)
         elif hasattr(module, "optimized_attention") and _is_3d(getattr(module, "q", None)):
             yield module, "optimized_attention", CausalFrames(attention)
@@ -77,6 +79,17 @@ class CausalInTime:
         seen = self.attention(query.contiguous(), key.contiguous(), value.contiguous(), causal=True)
         out = own.out(seen.transpose(1, 2).flatten(2))
         return out.unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
+
+
+def _is_over_frames(module: Any) -> bool:
+    """Whether ``module`` has what :class:`CausalInTime` computes with, and nothing else."""
+    parts = dict(module.named_children())
+    return (
+        parts.keys() == {"qkv", "out"}
+        and all(isinstance(part, nn.Linear) for part in parts.values())
+        and {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
+        and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim
+    )
 
 
 def _is_3d(projection: Any) -> bool:

@@ -55,7 +55,7 @@ def turntable(
     }
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
-            raise InputError(f"{name} {value} of the turntable", expected=f"{low} to {high}", fix="Correct it.")
+            raise InputError(f"{name} {value} of the turntable", expected=f"{low} to {high}", fix=f"Change {name}.")
     if isinstance(texture, Tensor):
         surface, _ = surface.with_uvs()
         texture = texture.to(surface.vertices.device, torch.float32)

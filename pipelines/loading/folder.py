@@ -49,7 +49,7 @@ from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
-from .evidence import variant_of
+from .evidence import evidence_of, variant_of
 from .formats import published
 from .keys import TRANSFORMER
 from .others import other_class
@@ -109,7 +109,7 @@ class LoadRequest:
 def load(
     request: LoadRequest,
     progress: Progress | None = None,
-    make_room: Callable[[int], None] | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
     """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
@@ -283,14 +283,14 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
     folders = _folders_in(model) if whole else {"transformer": model}
     wanted = [*family.parts, *family.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
-        lacking = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if lacking and (given is not None or (not whole and any(part not in family.optional for part in lacking))):
+        missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        if missing and (given is not None or (not whole and any(part not in family.optional for part in missing))):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _folders_in(source)
             if name == "base" and request.image_encoder is None:
-                lacking += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
-            folders.update({part: offered[part] for part in lacking if part in offered})
+                missing += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+            folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.tools:
@@ -399,10 +399,19 @@ def _part_files(
         else:
             continue
         if name == "vae":
-            files[name] = replace(files[name], settings=family.vae_settings)
+            files[name] = _as_published(family, files[name])
         if precision.safe and denoises(name):  # the matrices of its blocks are read as fp16, all else as fp32
             files[name] = replace(files[name], dtype=FP32, dtype_of=stored_dtype)
     return files
+
+
+def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
+    """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
+    settings = dict(family.vae_settings)
+    if hasattr(family.code, "vae_settings_in"):
+        settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
+    known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
+    return replace(vae, config=known, settings=settings)
 
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:

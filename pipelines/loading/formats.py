@@ -244,12 +244,12 @@ def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[
     """What of the file does not fit a configuration, each difference as a phrase, and what it has no place for."""
     entries = content.entries
     if "where" in row:
-        lacking = [
+        different = [
             f"{name!r} is {tuple(entries[name].shape) if name in entries else 'missing'}"
             for name, shape in row["where"].items()
             if name not in entries or not _same_shape(entries[name].shape, shape)
         ]
-        return lacking, ()
+        return different, ()
     if "_class_name" not in row["config"]:  # of an encoder, given beside the file; its own class checks it
         return [], ()
     shapes = _shapes(json.dumps({k: v for k, v in row["config"].items() if k not in SHAPELESS}, sort_keys=True))

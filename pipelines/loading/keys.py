@@ -28,7 +28,7 @@ class Row:
     Args:
         source: names in the file, separated by ``|``: releases name one tensor in several ways.
         targets: names in the model, separated by blanks; several share the rows of the tensor.
-        turned: the halves of the tensor's rows change places: shift and scale, or gate and projection.
+        swapped: the halves of the tensor's rows change places: shift and scale, or gate and projection.
         first_square: the first three targets have as many rows as the tensor's weight has columns, the last the rest.
         flat: axes of length one at the end are dropped: a convolution of one pixel that is a matrix in the model.
         last: the name in the model for the highest ``#``, where it differs. heads: see ``TensorEntry.heads``.
@@ -36,7 +36,7 @@ class Row:
 
     source: str
     targets: str
-    turned: bool = False
+    swapped: bool = False
     first_square: bool = False
     flat: bool = False
     last: str = ""
@@ -149,7 +149,7 @@ def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, 
         while len(shape) > 2 and shape[-1] == 1:
             shape = shape[:-1]
         entry = replace(entry, shape=shape)
-    entry = replace(entry, turned=row.turned, heads=row.heads) if row.turned or row.heads else entry
+    entry = replace(entry, swapped=row.swapped, heads=row.heads) if row.swapped or row.heads else entry
     if count == 1:
         return [entry]
     rows = entry.shape[0] if entry.shape else 0

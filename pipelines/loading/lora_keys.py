@@ -171,7 +171,7 @@ def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shap
         if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
             return {}
         rows = None if len(targets) == 1 else (sum(sizes[:index]), count)
-        pairs[target] = Pair(own, shape, rank, rows, row is not None and row.turned)
+        pairs[target] = Pair(own, shape, rank, rows, row is not None and row.swapped)
     return pairs
 
 

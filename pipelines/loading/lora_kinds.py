@@ -42,7 +42,7 @@ class Pair:
 
     Args:
         names: of the tensors in the file, by role. shape: of the layer's weight. rank: what alpha is divided by; 0
-            where none is. rows: first row and count that are this layer's; None for all. turned: whether the halves
+            where none is. rows: first row and count that are this layer's; None for all. swapped: whether the halves
             of these rows change places.
     """
 
@@ -50,7 +50,7 @@ class Pair:
     shape: tuple[int, ...]
     rank: int = 0
     rows: tuple[int, int] | None = None
-    turned: bool = False
+    swapped: bool = False
 
 
 class Share(NamedTuple):
@@ -152,4 +152,4 @@ def _whole(own: Mapping[str, Tensor], roles: tuple[str, ...]) -> Tensor:
 def _cut(tensor: Tensor, pair: Pair) -> Tensor:
     if pair.rows is not None:
         tensor = tensor[pair.rows[0] : pair.rows[0] + pair.rows[1]]
-    return torch.cat(tuple(reversed(tensor.chunk(2)))) if pair.turned else tensor
+    return torch.cat(tuple(reversed(tensor.chunk(2)))) if pair.swapped else tensor

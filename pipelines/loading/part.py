@@ -240,7 +240,7 @@ def _keep_packed(
     if entry.scale is not None:
         scale = entry.scale  # of one number, or of rows in the order of the weight's
         if math.prod(scale.shape) > 1:
-            scale = replace(scale, turned=entry.turned, heads=entry.heads)
+            scale = replace(scale, swapped=entry.swapped, heads=entry.heads)
         factors = read_tensors({name: scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
         _require_sound(files, name, factors[:, 0])
     _require_sound(files, name, stored)

@@ -28,6 +28,7 @@ from ..vae.tiled import decoder_call, pieces_of
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
+IMAGE_ENCODER = "image_encoder"
 KEPT = 64  # counts, the newest
 Cells = tuple[int, int, int]  # latent frames, rows, columns
 _counts: dict[Any, Any] = {}
@@ -129,13 +130,49 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
     return total
 
 
+def image_work(pipeline: Pipeline, size: Size) -> Work:
+    """The work of encoding one picture of ``size``: by the VAE, and by the image encoder where there is one."""
+    config, dtype = pipeline.configs[VAE], pipeline.precision.vae
+    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+
+    def by_vae() -> Work:
+        vae = _built(pipeline, VAE, config, dtype)
+        if form:
+            fuse_vae(vae, form)
+        with counting_on_meta() as work:
+            vae.encode(_empty(1, 3, 1, size.height, size.width, dtype=dtype))
+        return work
+
+    total = Work(
+        _kept((VAE, "encode", pipeline.family, _text(config), size.height, size.width, str(dtype), form), by_vae)
+    )
+    if IMAGE_ENCODER in pipeline.configs:
+        total.update(_kept((IMAGE_ENCODER, _text(pipeline.configs[IMAGE_ENCODER])), partial(_vision_work, pipeline)))
+    return total
+
+
+def _vision_work(pipeline: Pipeline) -> Work:
+    """The work of the image encoder, whose pictures have one size."""
+    import transformers
+
+    made: Any = getattr(transformers, pipeline.spec.parts[IMAGE_ENCODER][1])
+    config = made.config_class.from_dict(dict(pipeline.configs[IMAGE_ENCODER]))
+    with META:
+        encoder = made(config).to(pipeline.precision.text).eval()
+    picture = _empty(1, 3, config.image_size, config.image_size, dtype=pipeline.precision.text)
+    with counting_on_meta() as work:
+        encoder(pixel_values=picture)
+    return work
+
+
 def text_work(pipeline: Pipeline) -> Work:
     """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention."""
     tokens, total = pipeline.spec.memory.reference_tokens, Work()
     for part in pipeline.spec.text_parts:
         if part in pipeline.configs:
-            config = pipeline.configs[part]
-            total.update(_encoder_work(config.get("text_config", config), tokens, pipeline.precision.text.itemsize))
+            config = pipeline.configs[part].get("text_config", pipeline.configs[part])
+            most = int(config.get("max_position_embeddings") or tokens)  # CLIP takes 77
+            total.update(_encoder_work(config, min(tokens, most), pipeline.precision.text.itemsize))
     return total.times(2)
 
 
@@ -208,7 +245,7 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
 
 def _vision_tokens(pipeline: Pipeline) -> int:
     """States of a picture that the image encoder makes."""
-    config = pipeline.configs.get("image_encoder") or {}
+    config = pipeline.configs.get(IMAGE_ENCODER) or {}
     config = config.get("vision_config", config)
     if not config.get("image_size") or not config.get("patch_size"):
         return pipeline.spec.memory.history_tokens

@@ -24,10 +24,10 @@ from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
-from .counts import batches_of, decoding_work, sampling_work, sections_of, text_work
+from .counts import IMAGE_ENCODER, batches_of, decoding_work, image_work, sampling_work, sections_of, text_work
 
-TEXT, SAMPLING, DECODING = "text", "sampling", "decoding"
-STAGES = (TEXT, SAMPLING, DECODING)
+TEXT, IMAGE, SAMPLING, DECODING = "text", "image", "sampling", "decoding"
+PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
 PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
@@ -113,9 +113,10 @@ def time_forecast(
         rooms: the same for the devices of parts that compute elsewhere.
     """
     mode = mode or pipeline.offloader.mode
-    stages = [stage_time(pipeline, stage, run, mode, room_of(pipeline, stage, room, rooms)) for stage in STAGES]
+    names = (TEXT, *((IMAGE,) if pipeline.task == "image" else ()), SAMPLING, DECODING)
+    stages = [stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names]
     known = tuple(stage for stage in stages if stage is not None)
-    return TimeForecast(mode, known) if len(known) == len(STAGES) else None
+    return TimeForecast(mode, known) if len(known) == len(names) else None
 
 
 def stage_time(
@@ -128,10 +129,11 @@ def stage_time(
         stays: whether its weights are on the device from an earlier run.
     """
     mode = mode or pipeline.offloader.mode
-    device = pipeline.offloader.device_of(COMPUTES[stage])
+    device = pipeline.offloader.device_of(PARTS[stage])
     precision = pipeline.precision
     dtype = {
         TEXT: precision.text,
+        IMAGE: precision.vae,
         SAMPLING: precision.compute or precision.transformer,
         DECODING: precision.vae,
     }[stage]
@@ -162,17 +164,23 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
         source: of the rates.
         rows: of such runs, the newest last.
     """
+    low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
     if not rows:
-        low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
         return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
+
+    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
         return abs(math.log(row.modelled_seconds / modelled))
 
     same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
     nearest = same or [min(reversed(rows), key=apart)]
-    # The quickest: the others shared the machine, or were the first of a process, which imports and compiles.
-    seconds = modelled * min(row.own_seconds / row.modelled_seconds for row in nearest)
+
+    def ratio(row: StageCost) -> float:
+        longer = row.own_seconds / row.modelled_seconds
+        return min(longer, high) if row.first else longer
+
+    seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
     off = NEAR if same else FAR
     return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
 
@@ -182,6 +190,8 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
     if stage == TEXT:
         parts, calls, work = pipeline.spec.text_parts, 2, text_work(pipeline)
         beside = 0
+    elif stage == IMAGE:
+        parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0
     elif stage == SAMPLING:
         parts, work = pipeline.spec.transformers, sampling_work(pipeline, run.size, run.settings)
         calls = sum(1 for _ in batches_of(pipeline, run.settings)) * sections_of(pipeline, run.size)
@@ -242,7 +252,7 @@ def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
 
 def _room(pipeline: Pipeline, stage: str) -> int | None:
     """Bytes of its device that a stage may take now; None where nobody tells."""
-    free = free_bytes(pipeline.offloader.device_of(COMPUTES[stage]))
+    free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 

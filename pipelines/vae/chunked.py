@@ -29,6 +29,7 @@ MOCHI, MOCHI_UP = f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}moc
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
+SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,18 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
 
 
 def decode_as_published(vae: Any) -> None:
-    """Give ``vae`` the decoder of its publisher where diffusers' is another one, which only Mochi's is."""
+    """Make ``vae`` what its publisher runs where diffusers builds another one.
+
+    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
+    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
+    """
     if full_name(vae) == MOCHI:
         vae.drop_last_temporal_frames = False
         for block in vae.decoder.up_blocks:
             block.forward = types.MethodType(_mochi_up_from_the_start, block)
+    if SPATIAL_PADDING in vars(vae):
+        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
+            conv.padding_mode = vae.spatial_padding_mode
 
 
 def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:

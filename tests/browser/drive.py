@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,7 @@ def drive(script: str, arguments: list[str]) -> int:
             server.start().every_model()
             for name in LORAS:
                 lora_files.write(server, name)
-            paint_models.furnish(server)
+            paint_models.install(server)
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
             status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=7200).returncode
@@ -120,4 +121,5 @@ def lighten(screenshots: list[Path]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
     sys.exit(drive(sys.argv[1], sys.argv[2:]))

@@ -171,7 +171,7 @@ async function paintIsTold({ page }) {
   await set(page, { seed: seed() });
   await page.getByRole("button", { name: "Refresh" }).click();
   await part(page, "This graph").getByRole("heading", { name: /^Hunyuan3D paint: / }).waitFor();
-  await part(page, "This graph").getByRole("rowheader", { name: "painting" }).waitFor();
+  await part(page, "This graph").locator(".anygpu-stage").filter({ hasText: "painting" }).waitFor(); // its numbers are folded
   const stages = await forecast(page);
   const spent = await costs(page);
   for (const stage of ["delighting", "painting"]) {

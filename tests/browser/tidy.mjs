@@ -7,6 +7,20 @@ const shots = process.argv.find((word) => word.startsWith("--shots="))?.slice(8)
 /** Runs in the page: the box of each node and group as the canvas shows it, and what of a node sticks out of its box. */
 function boxesOf(nodes2) {
   const { app, LiteGraph } = window;
+  /** Texts of a node in Nodes 2.0 that it, or a part of it, cuts off below. What a user writes may scroll. */
+  const cutTexts = (element) =>
+    [...element.querySelectorAll("*")].filter((text) => {
+      const written = [...text.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
+      const { bottom, height } = text.getBoundingClientRect();
+      if (text.matches("textarea") ? !text.readOnly : !written) return false;
+      if (height < 4 || text.textContent.trim() === "Error") return false; // for screen readers; below a node whose model is not here
+      const clips = (part) => getComputedStyle(part).overflowY !== "visible";
+      if (clips(text) && text.scrollHeight > text.clientHeight + 2) return true;
+      for (let part = text.parentElement; element.contains(part); part = part.parentElement) {
+        if (clips(part) && bottom > part.getBoundingClientRect().bottom + 2) return true;
+      }
+      return bottom > element.getBoundingClientRect().bottom + 2;
+    }).map((text) => `the end of "${(text.value ?? text.textContent).trim().slice(0, 40)}"`);
   const { scale } = app.canvas.ds;
   const boxes = app.graph._nodes.map((node) => {
     const box = { name: `${node.title} (${node.id})`, x: node.pos[0], y: node.pos[1] - LiteGraph.NODE_TITLE_HEIGHT, width: node.size[0], height: node.size[1] + LiteGraph.NODE_TITLE_HEIGHT, cut: [] };
@@ -19,6 +33,7 @@ function boxesOf(nodes2) {
         const { bottom, right, height } = inner.getBoundingClientRect();
         if (height && (bottom > shown.bottom + 2 || right > shown.right + 2)) box.cut.push(inner.textContent || inner.tagName);
       }
+      box.cut.push(...cutTexts(element));
     }
     if (!nodes2) {
       for (const widget of node.widgets ?? []) {
@@ -30,7 +45,7 @@ function boxesOf(nodes2) {
   });
   // Texts under nodes, which grow with them in Nodes 2.0: the classic canvas gives them 200 pixels, scrolls what is taller,
   // and hides what a node has no room for.
-  const texts = nodes2 ? [] : [...document.querySelectorAll(".dom-widget .overflow-y-auto.text-xs")];
+  const texts = nodes2 ? [] : [...document.querySelectorAll(".dom-widget .overflow-y-auto.text-xs, .dom-widget .anygpu-first p")];
   const cut = texts.filter((text) => {
     const room = text.closest(".dom-widget").getBoundingClientRect();
     return text.scrollHeight > text.clientHeight + 2 || text.getBoundingClientRect().bottom > room.bottom + 2;

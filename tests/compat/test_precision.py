@@ -147,6 +147,8 @@ def test_an_explicit_choice_that_the_device_cannot_do_raises_with_the_reason(cho
 def test_fp16_safe_on_a_cpu_is_a_contradiction():
     with pytest.raises(UnsupportedError, match="precision 'fp16-safe' on a CPU"):
         precision_for(PLAIN, CPU, "fp16-safe")
+    with pytest.raises(UnsupportedError, match="; expected one of auto, as loaded\\. Choose auto"):
+        precision_for(PLAIN, CPU, "fp16-safe", offered=("auto", "fp16-safe", "as loaded"))
 
 
 def test_an_explicit_choice_is_kept_where_it_is_only_slow_and_that_is_said():

@@ -48,6 +48,6 @@ if __name__ == "__main__":
     driver = Driver(
         cluster.connect(sys.argv[3]), folder, task_of, lambda task: reached_in(folder, task), lambda text: print(text)
     )
-    driver.hire(2, renderer, {"num_cpus": 1})
+    driver.start_workers(2, renderer, {"num_cpus": 1})
     driver.add(lines_in(folder.job_files()), again=True)
     sys.exit(len(driver.run().failed))

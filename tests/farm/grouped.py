@@ -23,7 +23,7 @@ if __name__ == "__main__":
     renderer = chaos.Steady(folder.root, (Path(sys.argv[2]),), folder.root / "machine", "cpu")
     leader = GroupRenderer(renderer, size, {"num_cpus": 1}, place, "branches" in sys.argv, loopback_name())
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), lambda text: print(text, flush=True))
-    driver.hire(1, leader, {"num_cpus": 0})
+    driver.start_workers(1, leader, {"num_cpus": 0})
     driver.add(lines_in(folder.job_files()), again=True)
     tally = driver.run()
     print(f"{tally.done} done, {len(tally.failed)} failed, {tally.deaths} workers died")

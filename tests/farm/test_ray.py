@@ -18,8 +18,8 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.farm import cluster
-from anygpu.farm.desk import open_desk
 from anygpu.farm.driver import Driver
+from anygpu.farm.gateway import open_gateway
 from anygpu.farm.schedule import Task
 from anygpu.pipelines.job_folder import JobFolder
 
@@ -90,10 +90,10 @@ def task_of(line: str) -> Task:
 def driver(ray: Any, tmp_path: Path) -> Iterator[Driver]:
     """A driver with two workers over an empty folder."""
     made = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
-    made.hire(2, Play(tmp_path), {"num_cpus": 1})
+    made.start_workers(2, Play(tmp_path), {"num_cpus": 1})
     yield made
-    for hand in made.hands:
-        ray.kill(hand.actor)
+    for worker in made.workers:
+        ray.kill(worker.actor)
 
 
 def test_nothing_listens_beyond_loopback(ray: Any, driver: Driver) -> None:
@@ -133,7 +133,7 @@ class Torn(Play):
 
 def test_a_process_that_cannot_begin_is_given_up_and_named(ray: Any, tmp_path: Path) -> None:
     broken = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
-    broken.hire(1, Torn(tmp_path), {"num_cpus": 1})
+    broken.start_workers(1, Torn(tmp_path), {"num_cpus": 1})
     broken.add(["ok 1"], again=True)
     tally = broken.run()
     assert (tally.done, tally.deaths) == (0, 0)
@@ -144,7 +144,7 @@ def test_a_model_that_one_worker_lacks_is_its_error_alone(driver: Driver) -> Non
     driver.add([f"lack {number}" for number in range(4)] + [f"ok {number}" for number in range(10, 14)], again=True)
     tally = driver.run()
     assert (tally.done, tally.failed) == (8, {})
-    (error,) = [hand.error for hand in driver.hands if hand.error]
+    (error,) = [worker.error for worker in driver.workers if worker.error]
     assert "no 'fox' in /models" in error
     shown = driver.folder.workers()
     assert [bool(state["error"]) for state in shown].count(True) == 1 and sum(state["finished"] for state in shown) == 8
@@ -154,7 +154,7 @@ def test_a_full_disk_takes_one_worker_out(driver: Driver) -> None:
     driver.add([f"full {number}" for number in range(4)], again=True)
     tally = driver.run()
     assert (tally.done, tally.failed) == (4, {})
-    assert sorted(bool(hand.broken) for hand in driver.hands) == [False, True]
+    assert sorted(bool(worker.broken) for worker in driver.workers) == [False, True]
 
 
 def test_what_nobody_can_do_says_why_and_the_job_s_own_error_is_the_job_s(driver: Driver) -> None:
@@ -173,34 +173,38 @@ def test_a_job_that_kills_its_workers_is_given_up_and_the_others_are_done(driver
 
 
 def test_a_running_job_shows_itself_ends_when_asked_and_leaves_its_worker_usable(ray: Any, driver: Driver) -> None:
-    desk = open_desk(driver)
+    gateway = open_gateway(driver)
     with pytest.raises(InputError, match="one `anygpu-farm watch` per cluster"):
-        open_desk(driver)
+        open_gateway(driver)
     driver.add(["long 1", "long 2"], again=True)
-    while sum(hand.task is not None for hand in driver.hands) < 2:
+    while sum(worker.task is not None for worker in driver.workers) < 2:
         driver.turn()
     while driver.folder.workers() == [] or not all(state["job"] for state in driver.folder.workers()):
         driver.turn()
-    states = ray.get(desk.standing.remote([KEY.format(1), KEY.format(2)]))
+    states = ray.get(gateway.standing.remote([KEY.format(1), KEY.format(2)]))
     assert {state["stage"] for state in states["workers"]} == {"sampling"} and states["done"] == []
-    picture = ray.get(desk.preview.remote(states["workers"][0]["worker"]))
+    picture = ray.get(gateway.preview.remote(states["workers"][0]["worker"]))
     assert picture.shape == (4, 4, 3) and (picture == 255).all()
-    ray.get(desk.cancel.remote([KEY.format(1), KEY.format(2)]))
+    ray.get(gateway.cancel.remote([KEY.format(1), KEY.format(2)]))
     driver.add(["ok 3"], again=True)
     tally = driver.run()
     assert tally.failed == {KEY.format(1): "cancelled", KEY.format(2): "cancelled"} and tally.done == 1
-    ray.kill(desk)
+    ray.kill(gateway)
 
 
-def test_the_desk_takes_jobs_and_files_and_no_other_names(ray: Any, driver: Driver) -> None:
-    desk = open_desk(driver)
-    name = ray.get(desk.put_input.remote(b"pixels", ".png"))
+def test_the_gateway_takes_jobs_and_files_and_no_other_names(ray: Any, driver: Driver) -> None:
+    gateway = open_gateway(driver)
+    name = ray.get(gateway.put_input.remote(b"pixels", ".png"))
     assert (driver.folder.root / name).read_bytes() == b"pixels"
-    for call in (desk.put_input.remote(b"", ".py"), desk.submit.remote("../up", []), desk.submit.remote("a", ["{}"])):
+    for call in (
+        gateway.put_input.remote(b"", ".py"),
+        gateway.submit.remote("../up", []),
+        gateway.submit.remote("a", ["{}"]),
+    ):
         with pytest.raises(ray.exceptions.RayError):
             ray.get(call)
-    assert ray.get(desk.result.remote("../../etc/passwd")) is None
-    ray.kill(desk)
+    assert ray.get(gateway.result.remote("../../etc/passwd")) is None
+    ray.kill(gateway)
 
 
 CLIENT = """
@@ -261,8 +265,8 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     queue_jobs(here, "foxes", model, Batch(["a fox", "a hare"], [1, 2], [tmp_path / "red.png"]))
     driver = Driver(ray, there, render.task_of, lambda _task: 0.0, lambda _text: None)
-    driver.hire(2, Copier(there.root), {"num_cpus": 1})
-    desk = open_desk(driver)
+    driver.start_workers(2, Copier(there.root), {"num_cpus": 1})
+    gateway = open_gateway(driver)
     driver.watching = True
     words = [sys.executable, "-c", CLIENT, str(here.root), ray.get_runtime_context().gcs_address]
     client = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -276,9 +280,9 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
     assert files == [f"a fox, {size} bytes"] * 2
     assert set(failed.values()) == {"a hare; expected a fox. Use a fox."} and len(failed) == 2
     assert report.startswith("2 of 4 done") and report.count(" finished") == 2
-    ray.kill(desk)
-    for hand in driver.hands:
-        ray.kill(hand.actor)
+    ray.kill(gateway)
+    for worker in driver.workers:
+        ray.kill(worker.actor)
 
 
 def test_a_driver_without_token_mode_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:

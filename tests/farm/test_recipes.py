@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
+from collections.abc import Iterator
+from contextlib import nullcontext
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +100,79 @@ def test_the_image_asks_for_a_token_and_no_recipe_has_one() -> None:
     assert "RAY_AUTH_MODE=token" in (RECIPES / "Dockerfile").read_text(encoding="utf-8")
     for path in RECIPES.iterdir():
         assert "RAY_AUTH_TOKEN:" not in path.read_text(encoding="utf-8"), "a token belongs into a secret"
+
+
+def test_spot_machines_hold_no_head_and_ask_for_a_token() -> None:
+    cluster = recipe("spot_aws.yaml")
+    head, spot = cluster["available_node_types"]["head"], cluster["available_node_types"]["spot"]
+    assert spot["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"} and spot["min_workers"] == 0
+    assert cluster["head_node_type"] == "head" and "InstanceMarketOptions" not in head["node_config"]
+    assert head["resources"]["GPU"] == 0 and spot["max_workers"] == cluster["max_workers"]
+    commands = [*cluster["head_start_ray_commands"], *cluster["worker_start_ray_commands"]]
+    starts = [command for command in commands if "ray start" in command]
+    assert len(starts) == 2 and all(one.startswith("RAY_AUTH_MODE=token ray start") for one in starts)
+    text = (RECIPES / "spot_aws.yaml").read_text(encoding="utf-8")
+    (command,) = (line.split("'")[1] for line in text.splitlines() if "ray exec" in line)
+    arguments = parsed(shlex.split(command))
+    assert (arguments.jobs, arguments.address, arguments.workers) == ("/farm", "auto", spot["max_workers"])
+
+
+def commands_in(document: Any) -> Iterator[str]:
+    """Every text of a recipe that a shell is given."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            if "command" in name:
+                yield from [value] if isinstance(value, str) else value
+            else:
+                yield from commands_in(value)
+
+
+def test_a_shell_can_read_every_command() -> None:
+    texts = [command for path in sorted(RECIPES.glob("*.yaml")) for command in commands_in(recipe(path.name))]
+    texts += [(RECIPES / "slurm_array.sh").read_text(encoding="utf-8")]
+    assert len(texts) >= 8
+    for text in texts:
+        done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, (text, done.stderr)
+
+
+@pytest.mark.farm
+@pytest.mark.parametrize("broken", [False, True])
+def test_kubernetes_and_the_ray_launcher_know_every_field(broken: bool) -> None:
+    """By the schemas that their packages bring; with a field misspelt they do not."""
+    import jsonschema
+    import kubernetes_validate
+    from ray.autoscaler._private.util import validate_config
+
+    job, ray_job, cluster = (recipe(name) for name in ("kubernetes_indexed.yaml", "kuberay.yaml", "spot_aws.yaml"))
+    ray_cluster = ray_job["spec"]["rayClusterSpec"]
+    groups = [ray_cluster["headGroupSpec"], *ray_cluster["workerGroupSpecs"]]
+    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]} for group in groups]
+    if broken:
+        job["spec"]["completion_mode"] = "Indexed"
+        cluster["available_node_types"]["spot"]["most_workers"] = 8
+        for pod in pods:
+            pod["spec"]["containers"][0]["images"] = "anygpu-farm"
+    version = kubernetes_validate.latest_version()
+    for document in (job, *pods):
+        with pytest.raises(kubernetes_validate.ValidationError) if broken else nullcontext():
+            kubernetes_validate.validate(document, version, strict=True)
+    with pytest.raises(jsonschema.ValidationError) if broken else nullcontext():
+        validate_config({**cluster, "cluster_synced_files": []})  # which the launcher adds
+
+
+@pytest.mark.farm
+@pytest.mark.parametrize("name", ["compose.head.yaml", "compose.worker.yaml"])
+def test_compose_knows_every_field(name: str) -> None:
+    import jsonschema
+
+    schema = json.loads((files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json").read_text("utf-8"))
+    document = recipe(name)
+    jsonschema.validate(document, schema)
+    (service,) = document["services"].values()
+    service["network"] = service.pop("network_mode")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
 
 
 @pytest.mark.farm

@@ -140,6 +140,7 @@ class Readers:
         ]
         tensors = {rng.choice(("", "", "model.diffusion_model.")) + name: tensor(rng) for name in names}
         said = {"allowed_inference_steps": [1.0, 0.5], "scheduler": {"sampler": "Uniform"}, "shift": 3.0}
+        said["vae"] = {"spatial_padding_mode": "reflect"}
         notes = {"config": json.dumps(mutated(said, rng))} if rng.random() < 0.5 else {}
         path = write_tensors(self.folder / "a.safetensors", tensors, notes)
         rewritten(path, rng)
@@ -154,6 +155,8 @@ class Readers:
             path.with_suffix(".json").unlink(missing_ok=True)
         for content in contents(path):
             config_of(content, rng.choice(("", "text", "image")))
+        for family in FAMILIES.values():
+            getattr(family.code, "vae_settings_in", lambda *_: None)(evidence, path)
 
     def latents(self, rng: Random) -> None:
         """Latent files of ours, of core and of unfinished samplings, and the list of what is kept."""

@@ -17,10 +17,10 @@ from typing import Any
 import websocket
 
 PREVIEW, TEXT, PREVIEW_WITH_METADATA = 1, 3, 4
-FREE_SECONDS = 0.3
 ENDINGS = ("execution_success", "execution_error", "execution_interrupted")
 
 Prompt = dict[str, dict[str, Any]]
+NOTHING: Prompt = {"1": {"class_type": "PreviewAny", "inputs": {"source": "nothing"}}}
 
 
 @dataclass
@@ -99,7 +99,8 @@ class Client:
     def free(self) -> None:
         """Forget every cached result, so that the next run is a fresh one."""
         self.post("/free", {"unload_models": True, "free_memory": True})
-        time.sleep(FREE_SECONDS)  # the server answers before its worker has done it, and a prompt would overtake it
+        for _ in range(2):  # the worker frees before or after the next prompt, so that the second finds it done
+            self.run(NOTHING)
 
     def run(self, prompt: Prompt, cancel_when: Callable[[str, Run], bool] | None = None, timeout: float = 120) -> Run:
         """What happens to ``prompt``.

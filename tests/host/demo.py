@@ -27,7 +27,7 @@ def keep_results(server: Server, kept: Path) -> list[str]:
     client, rows = Client(server.url), []
     for workflow in filmed():
         prompt = shrunk(replay(workflow), WIDTH, HEIGHT, FRAMES)
-        lora_files.furnish(server, prompt)
+        lora_files.install(server, prompt)
         run = client.run(prompt)
         name = workflow.stem
         if run.ending != "execution_success":

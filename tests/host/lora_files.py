@@ -27,7 +27,7 @@ def write(server: Server, name: str) -> Path:
     return path
 
 
-def furnish(server: Server, prompt: dict[str, dict[str, Any]]) -> None:
+def install(server: Server, prompt: dict[str, dict[str, Any]]) -> None:
     """Give the LoRA nodes of a prompt that name no file one each, and write the files."""
     nodes = [node["inputs"] for node in prompt.values() if node["class_type"] == "AnyGPULoRA"]
     for inputs, name in zip(nodes, ("style.safetensors", "motion.safetensors"), strict=False):

@@ -22,7 +22,7 @@ DINO = "dinov2-giant"
 MESH, PLAIN = "3d/example.glb", "3d/plain.obj"
 
 
-def furnish(server: Server) -> None:
+def install(server: Server) -> None:
     """Put every paint model, DINOv2, a mesh with UVs and one without among the files of a server."""
     home = built(server.tiny_folder)
     for name in (*NAMES, DINO):

@@ -178,7 +178,7 @@ def with_demo_model(prompt: Prompt, model: str, text: str = SCENE) -> Prompt:
     return prompt
 
 
-CORE_SIZE = {"width": 64, "height": 64, "length": 9, "steps": 2, "tile_size": 64}
+CORE_SIZE = {"width": 64, "height": 64, "length": 9, "frames_number": 9, "steps": 2, "tile_size": 64}
 
 
 def shrunk_core(prompt: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

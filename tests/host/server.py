@@ -31,7 +31,7 @@ from PIL import Image
 from .prompts import SCENE_CLIP, SCENE_PICTURE
 
 ROOT = Path(__file__).resolve().parents[2]
-PACK, STAND_INS, GPU = "anygpu", "stand_ins", "simulated_gpu"
+PACK, STAND_INS, GPU, OLDER = "anygpu", "stand_ins", "simulated_gpu", "older_gpu"
 START_SECONDS = 180
 PICTURE, CLIP = "example.png", "example.mp4"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -117,7 +117,8 @@ class Server:
         host: the checkout. base: an empty folder for its models, inputs, outputs and settings.
         tiny_folder: where tiny checkpoints are built. attach: whether the pack is there.
         gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
-        arguments: further arguments of ComfyUI.
+        older: whether that counts as an RTX 2060, with core's large classes in small sizes.
+        arguments: further arguments of ComfyUI. bytecode: where compiled modules are kept; else each start compiles.
     """
 
     host: Host
@@ -126,7 +127,9 @@ class Server:
     attach: bool = True
     stand_ins: bool = False
     gpu: bool = False
+    older: bool = False
     arguments: tuple[str, ...] = ()
+    bytecode: Path | None = None
     port: int = 0
     start_seconds: float = 0.0
     ended_with: int | None = None
@@ -153,7 +156,7 @@ class Server:
         Raises:
             RuntimeError: it ended or did not answer; with the end of its log.
         """
-        self._furnish()
+        self._install()
         self.port = self.port or free_port()
         started = time.monotonic()
         with (self.base / "server.log").open("wb") as log:
@@ -162,7 +165,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=environment(),
+                env=environment(self.bytecode),
                 start_new_session=True,
             )
         while not self._answers():
@@ -235,10 +238,12 @@ class Server:
 
     def _packs(self) -> dict[str, Path]:
         """Name to folder of the packs that are attached."""
-        beside = [name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu)) if wanted]
+        beside = [
+            name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu), (OLDER, self.older)) if wanted
+        ]
         return {PACK: ROOT, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
-    def _furnish(self) -> None:
+    def _install(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
         packs = self.base / "packs"
         for folder in (packs, self.base / "models" / "diffusers", self.base / "input", self.base / "custom_nodes"):
@@ -301,9 +306,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment() -> dict[str, str]:
-    """One thread per operation, no network, and no bytecode beside the sources of checkout and host."""
+def environment(bytecode: Path | None = None) -> dict[str, str]:
+    """One thread per operation, no network, and no bytecode beside the sources of checkout and host.
+
+    Args:
+        bytecode: a folder for it.
+    """
     chosen = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
+    if bytecode is not None:
+        chosen |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(bytecode)}
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **chosen}
 

@@ -49,6 +49,7 @@ SOURCES = {  # type of a socket -> a node that gives it, and which of its output
     "ANYGPU_PIPELINE": ("AnyGPULoadPipeline", 0),
     "MODEL": ("AnyGPULoadPipeline", 1),
     "VAE": ("AnyGPULoadPipeline", 2),
+    "CLIP": ("StandInClip", 0),
     "ANYGPU_PROMPT": ("AnyGPUEncodePrompt", 0),
     "ANYGPU_PROMPT,CONDITIONING": ("AnyGPUEncodePrompt", 0),
     "CONDITIONING": ("AnyGPUEncodePrompt", 1),
@@ -237,7 +238,7 @@ def swept(server: Server, only: list[str]) -> list[str]:
     """What is wrong, a line per message; every message is printed once. The server runs when this ends."""
     (server.base / "models" / "diffusers").mkdir(parents=True, exist_ok=True)
     server.every_model()
-    paint_models.furnish(server)
+    paint_models.install(server)
     lora_files.write(server, "style.safetensors")
     seen: dict[tuple[str, str], str] = {}
     counts: dict[str, int] = {}

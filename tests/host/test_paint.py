@@ -74,7 +74,7 @@ def saved(server: Server, prompt: dict[str, dict[str, Any]], run: Run) -> Path:
 
 @pytest.mark.parametrize("workflow", painted(), ids=lambda path: path.stem)
 def test_saves_a_textured_glb_and_shows_its_turntable(server: Server, client: Client, workflow: Path) -> None:
-    paint_models.furnish(server)
+    paint_models.install(server)
     prompt = shrunk(replay(workflow))
     run = client.run(prompt)
     assert run.ending == "execution_success", run.message
@@ -98,7 +98,7 @@ def test_saves_a_textured_glb_and_shows_its_turntable(server: Server, client: Cl
 @pytest.fixture
 def graph(server: Server) -> Graph:
     """Load, render and paint: nodes 1 to 5."""
-    paint_models.furnish(server)
+    paint_models.install(server)
     made = Graph()
     pipeline = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
     image = made.add("LoadImage", image="example.png")
@@ -143,7 +143,7 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
 
 
 def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(server: Server, client: Client) -> None:
-    paint_models.furnish(server)
+    paint_models.install(server)
     made = Graph()
     pipeline = made.add("AnyGPULoadPaintPipeline", model="hunyuan3d-paint-v2-0", **AUTO)
     image = made.add("LoadImage", image="example.png")
@@ -179,7 +179,7 @@ def uploaded(client: Client, name: str, data: bytes) -> dict[str, str]:
 
 def test_a_mesh_that_was_uploaded_or_saved_before_is_loaded(server: Server, client: Client) -> None:
     """As the button on the node sends it, and as SaveGLB leaves it."""
-    paint_models.furnish(server)
+    paint_models.install(server)
     answer = uploaded(client, "mine.glb", (server.base / "input" / paint_models.MESH).read_bytes())
     assert (answer["name"], answer["subfolder"]) == ("mine.glb", "3d")
     (server.base / "output" / "3d").mkdir(parents=True, exist_ok=True)

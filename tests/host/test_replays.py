@@ -40,7 +40,7 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
         server.every_model()
     asked = ASKED.get(workflow.stem, 9)
     prompt = drawable(shrunk(replay(workflow), frames=asked), workflow.stem)
-    lora_files.furnish(server, prompt)
+    lora_files.install(server, prompt)
     sampler = next(node for node in prompt.values() if node["class_type"].startswith("AnyGPUSample"))
     run = client.run(prompt)
     assert run.ending == "execution_success", run.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -31,7 +32,7 @@ def misbehaving(original: Any, behaviour: Any, count: list[int]) -> Callable[...
             return original(*args, **kwargs)
         count[0] += 1
         if isinstance(behaviour, BaseException):
-            raise behaviour
+            raise copy.copy(behaviour)  # one that lives on would keep the frames it passed, and their tensors
         return behaviour
 
     return ask

@@ -167,11 +167,11 @@ def block(x: Tensor, branch: Tensor, rows: Tensor, q: Tensor, cos: Tensor, sin: 
     normed = norm.normalized(x, Norm(RMS, 1e-6), Modulation(scale, shift))
     new, again = residual.residual_norm(x, branch, Gate(gate), Norm(LAYER, 1e-6), Modulation(scale, shift))
     new = residual.gated_residual(new, normed, Gate(gate, True, 1e-6))
-    turned = rope.qk_norm_rope(Pair(q, q), Tables(cos, sin), 1e-6, Pair(q, q))
+    rotated = rope.qk_norm_rope(Pair(q, q), Tables(cos, sin), 1e-6, Pair(q, q))
     fed = activation.swiglu(activation.gelu_tanh(again)) + activation.geglu(again)
     fed = product.linear_gelu(fed, fed.select(0, 0), fed.select(0, 0).select(1, 0))
     padded = group_norm.group_norm_silu_pad(clip, GroupNorm(2, 1e-6), (1, 1, 1, 1, 2, 0), layout="channels_last")
-    return new, turned, fed, padded, group_norm.rms_silu_pad(clip, Norm(RMS, 1e-6), pad=(0, 0, 0, 0, 1, 1))
+    return new, rotated, fed, padded, group_norm.rms_silu_pad(clip, Norm(RMS, 1e-6), pad=(0, 0, 0, 0, 1, 1))
 
 
 def arguments(device: str, tokens: int = 6) -> tuple[Tensor, ...]:

@@ -93,8 +93,8 @@ def test_text_follows_and_tokens_past_the_tables_are_not_turned() -> None:
     assert found.shape == (1, 9, 2, 8)
     near(found[:, 4:6], functional.rms_norm(q[:, 4:], (8,), None, 1e-6))
     near(found[:, 6:], functional.rms_norm(text, (8,), None, 1e-6))
-    turned = functional.rms_norm(q[:, :4], (8,), None, 1e-6).unflatten(-1, (4, 2))
-    expected = torch.view_as_complex(turned) * torch.polar(torch.ones_like(angle), angle)
+    rotated = functional.rms_norm(q[:, :4], (8,), None, 1e-6).unflatten(-1, (4, 2))
+    expected = torch.view_as_complex(rotated) * torch.polar(torch.ones_like(angle), angle)
     near(found[:, :4], torch.view_as_real(expected).flatten(-2))
 
 

@@ -177,8 +177,8 @@ def test_no_conv3d_for_the_whole_framepack_transformer(mode: str, acc: torch.dev
     with torch.inference_mode():
         expected = transformer(**inputs, return_dict=False)[0]
         there = {name: value.to(acc) for name, value in inputs.items()}
-        lacking = dict.fromkeys(DTYPES, False)
-        undo = conv3d_step({"conv3d": lacking, "pad3d": lacking}).apply("transformer", transformer)
+        unable = dict.fromkeys(DTYPES, False)
+        undo = conv3d_step({"conv3d": unable, "pad3d": unable}).apply("transformer", transformer)
         offloader = resident(mode, transformer, acc, "transformer")
         with (
             accelerator.hook(CONVOLUTIONS, before=no_volumes) as hook,

@@ -188,11 +188,15 @@ def test_auto_takes_the_fastest_mode_that_fits(acc, tiny_folder):
 
 
 def test_core_asks_for_room_before_weights_arrive(acc, tiny_folder):
-    asked: list[int] = []
-    path = tiny.build("mochi", tiny_folder)
-    pipeline = load(LoadRequest(path, precision="fp32", offload="model", device="acc:0"), make_room=asked.append)
+    """Where the part is that needs it: the device that a host computes on may be another."""
+    asked: list[tuple[int, str]] = []
+    request = LoadRequest(
+        tiny.build("mochi", tiny_folder), precision="fp32", offload="model", device="acc:0",
+        devices={"vae": torch.device("acc:1")},
+    )  # fmt: skip
+    pipeline = load(request, make_room=lambda needed, device: asked.append((needed, str(device))))
     rendered(pipeline, CASES["mochi"])
-    assert len(asked) == 3 and min(asked) > 100_000
+    assert [device for _, device in asked] == ["acc:0", "acc:0", "acc:1"] and min(asked)[0] > 100_000
 
 
 def test_an_offload_mode_unknown_here_is_named(tiny_folder):

@@ -159,6 +159,20 @@ def test_another_order_is_right_and_becomes_the_known_one(acc):
         hooks.remove()
 
 
+def test_one_block_out_of_turn_is_no_other_order(acc):
+    """What came ahead stays: it is used in a moment."""
+    torch.manual_seed(0)
+    model, x, stats = Blocks(), torch.randn(TOKENS, WIDTH).to(acc), MemoryStats()
+    first, second, third, *others = model.blocks
+    with torch.no_grad():
+        hooks = GroupHooks(model, acc, True, stats, pinned=True, copies=copy_stream(acc))
+        hooks.ahead_bytes = hooks.largest_bytes
+        for block in (first, third, second, *others):
+            block(x)
+        assert stats.moved_bytes <= (BLOCKS + 2) * hooks.largest_bytes, "the third twice, and one for the next forward"
+        hooks.remove()
+
+
 class CancelledAfter:
     """A progress that is cancelled at a question with this number."""
 

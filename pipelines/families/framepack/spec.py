@@ -106,7 +106,7 @@ SPEC = FamilySpec(
     image_required=True,
     memory=MemoryTerms(
         FIT,
-        reference_tokens=334,
+        reference_tokens=351,
         text_tokens=64,
         history_tokens=729,  # of the start picture
         section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales

@@ -63,7 +63,7 @@ COMMON: tuple[Row, ...] = (
         "ff_context",
     ),
     Row("final_layer.linear.*", "proj_out.*"),
-    Row("final_layer.adaLN_modulation.1.*", "norm_out.linear.*", turned=True),
+    Row("final_layer.adaLN_modulation.1.*", "norm_out.linear.*", swapped=True),
 )
 
 SINGLE = "single_transformer_blocks.#"

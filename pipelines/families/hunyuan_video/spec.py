@@ -82,7 +82,7 @@ SPEC = FamilySpec(
     optional=("image_processor",),
     text_width="text_embed_dim",
     image_required=True,
-    memory=MemoryTerms(FIT, reference_tokens=334, text_tokens=64, decode_window=65),
+    memory=MemoryTerms(FIT, reference_tokens=351, text_tokens=64, decode_window=65),
     precision=HALF_TEXT,
     layouts=LAYOUTS,
     files=FILES,

@@ -16,11 +16,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
+from ....compat.errors import CheckpointError
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
@@ -44,6 +46,7 @@ from ...sampling.loop import (
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
 from .conditions import (
@@ -77,9 +80,11 @@ __all__ = [
     "sample",
     "settings_in",
     "upscale",
+    "vae_settings_in",
 ]
 
 LARGEST_2B = 28  # blocks of its transformer
+PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the other side of the picture in each tile
 PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
 
 
@@ -119,6 +124,26 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
     later = str(sampler).lower() == "linearquadratic"  # since 0.9.5
     shifts = {"use_dynamic_shifting": False, "shift_terminal": None} if later else {}
     return {"index": {"_class_name": CONDITION if later else "LTXPipeline"}, "scheduler": shifts}
+
+
+def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
+    """How the VAE at ``place`` pads rows and columns; empty where its file says nothing, which means zeros.
+
+    Raises:
+        CheckpointError: a padding that the decode forms have no equal of.
+
+    Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``.
+    """
+    mode = evidence.config.get(SPATIAL_PADDING, evidence.note("config", "vae", SPATIAL_PADDING))
+    if mode is None:
+        return {}
+    if mode not in PADDINGS:
+        raise CheckpointError(
+            f"{SPATIAL_PADDING} {repr(mode)[:60]} of the VAE in {str(place)!r}",
+            expected=f"one of {', '.join(PADDINGS)}",
+            fix="Choose another VAE.",
+        )
+    return {SPATIAL_PADDING: mode}
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:

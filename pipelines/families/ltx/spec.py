@@ -33,6 +33,8 @@ FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.34, streame
 
 LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template ltx2_on_an_older_gpu"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
+# All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
+STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
 CONFIGS = "Lightricks/LTX-Video configs/"
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
@@ -160,8 +162,16 @@ SPEC = FamilySpec(
     ),
     more_offers={
         "LTX-Video 0.9.5": Offer(
-            (Download("Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES),),
+            (
+                Download(
+                    "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES, STORED_095
+                ),
+            ),
             {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+            {
+                "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
+                "text": T5_XXL,
+            },
         )
     },
     others=(
@@ -170,11 +180,11 @@ SPEC = FamilySpec(
     ),
     cautions=(
         Caution(
-            r"ltxv-\d+b-.*-fp8$",
+            r"ltxv-13b-0\.9\.7-dev-fp8$",
             "F8_E4M3",
-            "Lightricks' own fp8 is made for its Q8 kernels, which turn inputs and weights by a Hadamard matrix; "
-            "people without them got noise. If you do, use the bf16 file with weights fp8, or a GGUF",
-            "ComfyUI-LTXVideo#186, LTX-Video-Q8-Kernels scripts/convert_weights.py",
+            "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' Q8 "
+            "kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it again",
+            "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
         ),
     ),
     published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),

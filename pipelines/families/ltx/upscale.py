@@ -99,10 +99,10 @@ def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.
     with torch.inference_mode(False), torch.no_grad():
         with init_empty_weights():
             network: nn.Module = LTXLatentUpsamplerModel(**config)
-        lacking = sorted(network.state_dict().keys() - entries.keys())
-        if lacking:
+        missing = sorted(network.state_dict().keys() - entries.keys())
+        if missing:
             raise CheckpointError(
-                f"no tensors {listed(lacking)} in a latent upscaler",
+                f"no tensors {listed(missing)} in a latent upscaler",
                 expected="a whole file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
                 fix="Download this file again.",
             )

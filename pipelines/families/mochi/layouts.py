@@ -28,11 +28,11 @@ TRANSFORMER: tuple[Row, ...] = (
     Row("blocks.#.attn.k_norm_y.*", f"{BLOCK}.attn1.norm_added_k.*"),
     Row("blocks.#.attn.proj_x.*", f"{BLOCK}.attn1.to_out.0.*"),
     Row("blocks.#.attn.proj_y.*", f"{BLOCK}.attn1.to_add_out.*"),
-    Row("blocks.#.mlp_x.w1.*", f"{BLOCK}.ff.net.0.proj.*", turned=True),
+    Row("blocks.#.mlp_x.w1.*", f"{BLOCK}.ff.net.0.proj.*", swapped=True),
     Row("blocks.#.mlp_x.w2.*", f"{BLOCK}.ff.net.2.*"),
-    Row("blocks.#.mlp_y.w1.*", f"{BLOCK}.ff_context.net.0.proj.*", turned=True),
+    Row("blocks.#.mlp_y.w1.*", f"{BLOCK}.ff_context.net.0.proj.*", swapped=True),
     Row("blocks.#.mlp_y.w2.*", f"{BLOCK}.ff_context.net.2.*"),
-    Row("final_layer.mod.*", "norm_out.linear.*", turned=True),
+    Row("final_layer.mod.*", "norm_out.linear.*", swapped=True),
     Row("final_layer.linear.*", "proj_out.*"),
 )
 

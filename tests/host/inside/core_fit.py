@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +15,7 @@ import comfy.cli_args as cli_args
 import comfy.context_windows as context_windows
 import comfy.model_management as management
 import comfy.model_patcher
-import comfy.quant_ops as quant_ops
 import comfy.samplers
-import comfy.supported_models as supported
 import comfy.weight_adapter
 import torch
 from anygpu.compat.device.facts import facts_for
@@ -30,15 +27,14 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.leaves import is_linear, is_native
+from anygpu.host.core.leaves import is_linear
 from anygpu.host.core.machine import Fit, Machine
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
-from host.inside.core_tiny import CASES, HOST, conditioning, error, louder, made, noise_of, output
+from host.inside.core_tiny import HOST, conditioning, error, louder, made, noise_of, output
 from host.inside.sight import RESERVE, state
 
-GROUP = 64  # columns that the packed formats here take together at most
 PEAK = 3e5  # of the residual: five times what fp16 can hold
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -358,87 +354,6 @@ def kept_samplings(name: str, folder: str, stop_at: int = 0) -> list[dict[str, A
 
 def _tensors(latent: Any) -> list[torch.Tensor]:
     return latent.unbind() if getattr(latent, "is_nested", False) else [latent]
-
-
-CHOSEN: dict[str, dict[str, int]] = {  # how a tiny weight is quantized where the format's own groups are larger
-    "convrot_w4a4": {"convrot_groupsize": 64},
-    "asym_w4a8_int8": {"convrot_groupsize": 64, "group_size": 16},
-}
-
-
-def packed_twin(name: str, kind: str) -> tuple[Any, Any]:
-    """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32.
-
-    A Linear whose rows are shorter than a group of the format stays as it is, as in published files.
-    """
-    plain, chosen = made(name), CHOSEN.get(kind, {})
-    file = plain.model.diffusion_model.state_dict()
-    config = getattr(supported, CASES[name].table)(dict(CASES[name].config))
-    config.set_inference_dtype(torch.float16, torch.float32)
-    config.quant_config = {"mixed_ops": True}
-    model = config.get_model({}, "")
-    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
-    conf = torch.frombuffer(bytearray(json.dumps({"format": kind, **chosen}).encode()), dtype=torch.uint8)
-    for path, leaf in model.diffusion_model.named_modules():
-        if is_linear(leaf) and leaf.in_features % GROUP == 0 == leaf.out_features % GROUP:
-            packed, params = layout.quantize(file[f"{path}.weight"].float(), **chosen)
-            plain.model.diffusion_model.get_submodule(path).weight.copy_(layout.dequantize(packed, params))
-            tensors = layout.state_dict_tensors(packed, params)
-            file |= {f"{path}.weight{key}": value for key, value in tensors.items()}
-            file[f"{path}.comfy_quant"] = conf.clone()
-    model.diffusion_model.load_state_dict(file)
-    return comfy.model_patcher.CoreModelPatcher(model.eval(), HOST, HOST), plain
-
-
-def packed(name: str, kind: str, native: bool) -> dict[str, Any]:
-    """The error against the same values unpacked, and which layers were left to core's own kernels."""
-    model, plain = packed_twin(name, kind)
-    leaves = [leaf for leaf in model.model.diffusion_model.modules() if getattr(leaf, "layout_type", None) is not None]
-    for leaf in leaves:
-        leaf._full_precision_mm = not native  # what core's loader decides by the card
-    expected, own = output(plain, name), output(model, name)
-    fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=turing())
-    found = output(fitted, name)
-    return {
-        "core": error(own, expected),
-        "error": error(found, expected),
-        "native": sum(map(is_native, leaves)),
-        "layers": len(leaves),
-        "traces": traces(model.model.diffusion_model),
-        "said": [str(decision) for decision in decisions],
-    }
-
-
-class PackedLinear(torch.nn.Linear):
-    """As the layers of packs that read GGUF files: their bytes are unpacked by a method of their own."""
-
-    casts = 0
-
-    def cast_bias_weight(self, x: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None) -> Any:
-        """Weight and bias; counts how often."""
-        type(self).casts += 1
-        return self.unpacked.to(device, dtype), None if self.bias is None else self.bias.to(device, bias_dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As that pack computes."""
-        weight, bias = self.cast_bias_weight(None, x.dtype, x.device, x.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
-
-
-PackedLinear.__name__ = "Linear"
-
-
-def unpacked_by_the_layer(name: str) -> dict[str, Any]:
-    """The error with layers that unpack their own weights, whose stored bytes mean nothing to core."""
-    model = made(name)
-    louder(model, name, PEAK)
-    expected = output(model, name)
-    for leaf in list(filter(is_linear, model.model.diffusion_model.modules())):
-        leaf.unpacked = leaf.weight.detach().clone()
-        leaf.weight.fill_(float("nan"))
-        leaf.__class__ = PackedLinear
-    fitted, _ = core_model.fit_model(model, keep_latents="never", machine=turing())
-    return {"error": error(output(fitted, name), expected), "casts": PackedLinear.casts}
 
 
 def of_convolutions() -> dict[str, Any]:

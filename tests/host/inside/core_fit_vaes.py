@@ -17,14 +17,16 @@ import comfy.text_encoders.t5 as t5
 import torch
 from anygpu.compat.errors import PackError
 from anygpu.compat.transforms import attention, attention_chunks
+from anygpu.compat.transforms.attention import Attention
 from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
+from anygpu.host.core.masks import lost_masks
 
 from host.inside.core_fit import machine_named, turing
 from host.inside.core_tiny import HOST, error, fill
-from host.inside.core_tiny_vaes import latents_of, made, published
+from host.inside.core_tiny_vaes import CASES, latents_of, made, published
 
 SAID: list[str] = []
 
@@ -67,16 +69,16 @@ def without_conv3d(name: str) -> dict[str, Any]:
     expected, coded = fitted(here).decode(latents), fitted(here).encode(pixels)
     with machine_named("no-conv3d") as machine, noted() as said:
         there = made(name, device=machine.facts.device)
-        lacking = ""
+        core_fault = ""
         try:
             there.decode(latents)
         except RuntimeError as failure:
-            lacking = str(failure)
+            core_fault = str(failure)
         vae = fitted(there, machine=machine)
         found, code = vae.decode(latents), vae.encode(pixels)
         result = {"decode": error(found.cpu(), expected), "encode": error(code.cpu(), coded)}
         management.unload_all_models()
-        return {**result, "lacking": lacking, "said": list(said)}
+        return {**result, "core_fault": core_fault, "said": list(said)}
 
 
 def bits_kept(name: str, profile: str) -> dict[str, Any]:
@@ -180,6 +182,11 @@ def as_published(name: str) -> dict[str, Any]:
             "said": any(decision.subject == "causal masks" for decision in decisions),
             "off": torch.equal(fitted(vae, causal_masks=False).decode(latents), vae.decode(latents)),
         }
+
+
+def masked() -> dict[str, int]:
+    """In how many attentions of each VAE the masks are put back; of those that have none, 0."""
+    return {name: len(list(lost_masks(made(name).first_stage_model, Attention()))) for name in CASES}
 
 
 T5_CONFIG = {

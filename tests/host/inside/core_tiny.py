@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_patcher
 import comfy.nested_tensor
+import comfy.quant_ops as quant_ops
 import comfy.samplers
 import comfy.supported_models as supported
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 HOST = torch.device("cpu")
 TOKENS = 12
+GROUP = 64  # columns that the packed formats here take together at most
 VIDEO, PICTURE = (3, 8, 8), (8, 8)  # latent frames, rows, columns
 
 
@@ -214,6 +217,8 @@ def made(
 def fill(network: nn.Module) -> None:
     """Weights as after training: rows of length about 1, norms about 1, small biases."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if name == "rope.inv_freq":  # which core leaves empty, for the file to fill
+            tensor.copy_(10000.0 ** -torch.linspace(0, 1, len(tensor)))
         plain = name.endswith(("weight", "bias")) or tensor.ndim > 1
         if not tensor.is_floating_point() or not plain or 0 in tensor.stride():
             continue
@@ -223,6 +228,26 @@ def fill(network: nn.Module) -> None:
             value = 0.02 * torch.randn(tensor.shape) + (1.0 if name.endswith("weight") else 0.0)
         with torch.no_grad():
             tensor.copy_(value)
+
+
+CHOSEN: dict[str, dict[str, Any]] = {  # how a tiny weight is quantized where the format's own groups are larger
+    "convrot_w4a4": {"convrot_groupsize": 64},
+    "asym_w4a8_int8": {"convrot_groupsize": 64, "group_size": 16},
+}
+
+
+def pack(file: dict[str, torch.Tensor], path: str, kind: str, **chosen: Any) -> torch.Tensor:
+    """The values of a Linear's weight after it was quantized in ``file``, as core saves and loads such layers."""
+    chosen = chosen or CHOSEN.get(kind, {})
+    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
+    scale = {"scale": "recalculate"} if kind.startswith("float8") else {}  # of other formats that is what none means
+    packed, params = layout.quantize(file.pop(f"{path}.weight").float(), **scale, **chosen)
+    tensors = layout.state_dict_tensors(packed, params)
+    file |= {f"{path}.weight{key}": value for key, value in tensors.items()}
+    conf = json.dumps({"format": kind, **chosen}).encode()
+    file[f"{path}.comfy_quant"] = torch.frombuffer(bytearray(conf), dtype=torch.uint8).clone()
+    values: torch.Tensor = layout.dequantize(packed, params)
+    return values
 
 
 def louder(model: Any, name: str, peak: float) -> float:

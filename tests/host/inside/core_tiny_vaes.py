@@ -58,14 +58,21 @@ WAN = {
 }  # fmt: skip
 
 
-def _lightricks(version: int = 0, **settings: Any) -> nn.Module:
-    """LTX's, with the blocks of a version's default configuration and fewer channels."""
+def lightricks_config(version: int = 0, **settings: Any) -> dict[str, Any]:
+    """The default configuration of a version of LTX's, with fewer channels."""
     config = lightricks.VideoVAE.get_default_config(lightricks.VideoVAE.__new__(lightricks.VideoVAE), version)
-    narrow = {"encoder_base_channels": 16, "decoder_base_channels": 16}
-    network = lightricks.VideoVAE(version, {**config, **narrow, **settings})
+    return {**config, "encoder_base_channels": 16, "decoder_base_channels": 16, **settings}
+
+
+def lightricks_vae(config: Mapping[str, Any], version: int = 0) -> nn.Module:
+    """LTX's, with statistics that change nothing."""
+    network = lightricks.VideoVAE(version, config)
     for name, tensor in network.per_channel_statistics.named_buffers():
         tensor.fill_(1.0 if name.startswith("std") else 0.0)
     return network
+
+
+LTX2 = lightricks_config(2, timestep_conditioning=False, spatial_padding_mode="reflect")
 
 
 def _rolling(**given: Any) -> nn.Module:
@@ -106,10 +113,11 @@ def _minimax() -> nn.Module:
 CASES: dict[str, Case] = {
     "SD": Case("comfy.sd.AutoencoderKL", lambda: autoencoder.AutoencoderKL(ddconfig=dict(PICTURE), embed_dim=4),
                (1, 4, EDGE, EDGE)),
-    "LTX": Case("comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE", _lightricks, (1, 128, 3, 4, 4)),
+    "LTX": Case("comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE",
+                lambda: lightricks_vae(lightricks_config()), (1, 128, 3, 4, 4)),
     "LTX-2": Case(
         "comfy.ldm.lightricks.vae.causal_video_autoencoder.VideoVAE",
-        lambda: _lightricks(2, timestep_conditioning=False, spatial_padding_mode="reflect"),
+        lambda: lightricks_vae(LTX2, 2),
         (1, 128, 3, 4, 4),
     ),
     "Wan 2.1": Case("comfy.ldm.wan.vae.WanVAE", lambda: wan.WanVAE(**WAN, image_channels=3, conv_out_channels=3),

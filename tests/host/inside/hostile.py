@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import comfy.model_management as management
-from anygpu.pipelines.base import Silent
+from anygpu.compat.errors import InputError
+from anygpu.host import farm
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.job_format import Content
+from anygpu.pipelines.job_lists import write_list
+from anygpu.pipelines.jobs import Job
 from hostile.faults import LIES, misbehaving
 
 from host.inside.device import bytes_on_device, distance, loaded_for, rendered
@@ -45,3 +55,38 @@ def ordered(name: str, order: str) -> dict[str, Any]:
     management.unload_all_models()
     left = bytes_on_device() - before
     return {"raised": raised, "left": left, "next": distance(rendered(pipeline, name), name)}
+
+
+def dying_farm(folder: str) -> dict[str, str]:
+    """What a node says of a farm that ends at each thing it is asked, in turn, by the question."""
+
+    class RayError(Exception):
+        pass
+
+    def cluster(last: str) -> tuple[ModuleType, list[int]]:
+        def get(name: str, **_: Any) -> Any:
+            if name == last:
+                raise RayError("The actor is dead because its owner has died.")
+            return {"ready": True, "standing": {"done": [job.key], "failed": {}, "workers": []}}.get(name)
+
+        methods = ("ready", "submit", "standing", "result", "cancel")
+        gateway = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
+        ray, closed = ModuleType("ray"), [0]
+        told = {"init": lambda **_: None, "get_actor": lambda *_, **__: gateway, "get": get}
+        vars(ray).update(told, exceptions=SimpleNamespace(RayError=RayError), shutdown=lambda: closed.append(1))
+        return ray, closed
+
+    job = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+    jobs = write_list(JobFolder(Path(folder)), "one", [job])
+    token = ModuleType("ray._private.authentication.authentication_utils")
+    token.is_token_auth_enabled = lambda: True
+    said = {}
+    for last in ("ready", "submit", "standing", "result"):
+        ray, closed = cluster(last)
+        modules = {"ray": ray, "ray._private": ModuleType("p"), "ray._private.authentication": ModuleType("a")}
+        with mock.patch.dict(sys.modules, {**modules, token.__name__: token}):
+            try:
+                farm.render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
+            except InputError as error:
+                said[last] = f"{error}" if len(closed) == 2 else "its socket stays open"
+    return said

@@ -5,7 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.model_patcher
+import comfy.ops
+import comfy.sd
 import torch
+from comfy.text_encoders.t5 import T5
 
 
 class StandInConditioning:
@@ -24,6 +28,35 @@ class StandInConditioning:
         generator = torch.Generator().manual_seed(seed)
         extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
         return ([[torch.randn(1, tokens, width, generator=generator), extra]],)
+
+
+T5_CONFIG = {
+    "d_ff": 64, "d_kv": 16, "d_model": 32, "dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True,
+    "num_heads": 2, "num_layers": 2, "vocab_size": 99, "model_type": "t5", "layer_norm_epsilon": 1e-6,
+}  # fmt: skip
+
+
+class StandInClip:
+    """CLIP as CLIPLoader makes it, with a tiny T5 that holds no words."""
+
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP",), "make", "testing"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Nothing."""
+        return {"required": {}}
+
+    def make(self) -> tuple[Any]:
+        """The text encoder without a tokenizer, on the CPU."""
+        network = T5(dict(T5_CONFIG), torch.float16, "cpu", comfy.ops.manual_cast)
+        for tensor in network.parameters():
+            torch.nn.init.constant_(tensor, 0.1)
+        clip = comfy.sd.CLIP(no_init=True)
+        clip.cond_stage_model, clip.tokenizer = network.eval(), None
+        clip.patcher = comfy.model_patcher.CoreModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
+        clip.layer_idx = clip.apply_hooks_to_conds = None
+        clip.tokenizer_options, clip.use_clip_schedule = {}, False
+        return (clip,)
 
 
 class StandInVision:
@@ -63,6 +96,7 @@ class StandInVoxels:
 
 
 NODE_CLASS_MAPPINGS = {
+    "StandInClip": StandInClip,
     "StandInConditioning": StandInConditioning,
     "StandInVision": StandInVision,
     "StandInVoxels": StandInVoxels,

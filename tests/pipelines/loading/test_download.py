@@ -365,6 +365,7 @@ def test_a_part_of_what_was_fetched_is_there_too(hub: Hub, tmp_path: Path) -> No
 # Folder of what is offered to the published shapes of each part, and the dtype in which they are stored there.
 STORED_AS = {
     "LTX-Video": {"text_encoder": ("t5", "F32"), "transformer": ("ltx", "F32"), "vae": ("ltx", "F32")},
+    "LTX-Video-0.9.5": {"text_encoder": ("t5", "F32"), "transformer": ("ltx", "BF16"), "vae": ("ltx 0.9.5", "BF16")},
     "mochi-1-preview": {"text_encoder": ("t5", "F32"), "transformer": ("mochi", "BF16"), "vae": ("mochi", "BF16")},
     "HunyuanVideo": {
         "text_encoder": ("llama", "F16"),
@@ -389,7 +390,7 @@ def shapes_of(part: str, name: str) -> published.Shapes:
         shapes = published.encoder("t5", 1) if name == "byt5" else published.encoder(name)
         return {key: shape for key, shape in shapes.items() if key != "encoder.embed_tokens.weight"}
     if part == "vae":
-        return published.vae(name)
+        return published.vae("ltx", 2) if name == "ltx 0.9.5" else published.vae(name)
     (first, *_) = json.loads((FAMILIES[name].folder / "transformer.json").read_text())
     return published.shapes_of_config(first["config"])
 
@@ -397,7 +398,7 @@ def shapes_of(part: str, name: str) -> published.Shapes:
 @pytest.mark.full
 @pytest.mark.parametrize("folder", STORED_AS)
 def test_the_bytes_of_an_offer_are_those_of_its_tensors_and_headers(folder: str) -> None:
-    """Headers take a thousandth at most. That the Hub lists the same is known of Mochi, LTX-Video and HunyuanVideo."""
+    """Headers take a thousandth at most. Of Mochi, LTX-Video, HunyuanVideo and FramePack the Hub lists the same."""
     downloads = (download for offer in every_offer().values() for download in offer.downloads)
     sizes = next(download.sizes for download in downloads if download.folder == folder)
     assert set(sizes) == set(STORED_AS[folder])

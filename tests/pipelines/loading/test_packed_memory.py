@@ -111,7 +111,7 @@ def blocks(codec: str, rows: int, columns: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:(invalid|overflow)")
-@pytest.mark.parametrize("order", [{}, {"turned": True}, {"heads": 4}], ids=str)
+@pytest.mark.parametrize("order", [{}, {"swapped": True}, {"heads": 4}], ids=str)
 @pytest.mark.parametrize("codec", CODECS)
 def test_blocks_stay_packed_and_are_worth_what_the_file_unpacks_to(tmp_path, codec, order):
     """Also where the rows are in another order in the file."""

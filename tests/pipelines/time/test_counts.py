@@ -18,6 +18,12 @@ OFF = 0.02
 QUICK = ("hunyuan_video_15",)
 CELLS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES if name != "ltx image"]
 
+PICTURED = [
+    pytest.param(name, marks=[] if name == "framepack" else [pytest.mark.full])
+    for name, case in CASES.items()
+    if case.pictured and name != "ltx image"
+]
+
 
 def close(counted: float, ran: float) -> bool:
     return abs(counted / ran - 1) <= OFF
@@ -42,6 +48,23 @@ def test_sampling_and_decode_are_counted_within_two_percent(tiny_folder, name):
     run = planned_run(pipeline, stages.size_of(settings, prompt, 2), settings)
     assert close(counts.sampling_work(pipeline, run.size, run.settings).flops, sampled.flops)
     assert close(counts.decoding_work(pipeline, run.size).flops, decoded.flops)
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
+    pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
+    with counting() as ran:
+        condition = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", Silent())
+    size = Size(condition.width, condition.height, pipeline.spec.stride + 1)
+    assert close(counts.image_work(pipeline, size).flops, ran.flops)
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "mochi"])  # 1.5 encodes as many tokens as a prompt has
+def test_a_prompt_is_counted_within_two_percent(tiny_folder, name):
+    pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
+    with counting() as ran:
+        stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
+    assert close(counts.text_work(pipeline).flops, ran.flops)
 
 
 def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):

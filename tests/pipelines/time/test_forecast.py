@@ -46,6 +46,13 @@ def test_runs_of_the_size_correct_it_more_closely_than_others():
     assert other.seconds == 240.0 and other.high == 240.0 * times.FAR
 
 
+def test_what_imported_corrects_no_further_than_the_rates_may_be_off():
+    cold, warm = row(17.0, 0.01, first=True), row(0.5, 0.01)
+    assert times.corrected("text", 0.01, PROBED, [cold]).seconds == 0.01 * times.PROBED_OFF
+    assert times.corrected("text", 0.01, PUBLISHED, [cold]).seconds == 0.01 * times.PAPER
+    assert times.corrected("text", 0.01, PROBED, [cold, warm]).seconds == pytest.approx(0.5), "the others count"
+
+
 @pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (59.6, "60 s"), (840, "14 min"), (9000, "2.5 h")])
 def test_durations_in_words(seconds, words):
     assert times.duration(seconds) == words
@@ -77,6 +84,7 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
     assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
         before.seconds
     )
+    assert [row.first for row in kept_stages(tmp_path)] == [True, False], "the text imported the libraries"
     assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
     after = times.expected(pipeline, "sampling", run)
     assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled

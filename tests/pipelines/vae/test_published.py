@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from pathlib import Path
 
 import layouts
 import pytest
 import torch
+from anygpu.compat.errors import CheckpointError
+from anygpu.compat.transforms.conv3d import swap_conv3d
+from anygpu.compat.transforms.conv3d_forms import Conv3dForm
+from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.pipelines.base import Latents, Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
 from anygpu.pipelines.vae.plan import Form
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "vae"
@@ -30,10 +36,10 @@ FULL, STREAMED, CHUNKED, TILED = Form("full"), Form("streaming", tile=8), Form("
 @pytest.fixture(scope="module")
 def opened(tiny_folder, tmp_path_factory):
     """A fixture's pipeline, its VAE read from a single file in the names of its release, and its tensors."""
-    made: dict[str, tuple[Pipeline, dict[str, Tensor]]] = {}
+    made: dict[tuple[str, str, str], tuple[Pipeline, dict[str, Tensor]]] = {}
 
-    def of(name: str) -> tuple[Pipeline, dict[str, Tensor]]:
-        if name not in made:
+    def of(name: str, padding: str = "", said_in: str = "") -> tuple[Pipeline, dict[str, Tensor]]:
+        if (name, padding, said_in) not in made:
             model, cls = CLASSES[name]
             folder, tensors = tmp_path_factory.mktemp(name), load_file(FIXTURES / f"{name}.safetensors")
             about = json.loads((FIXTURES / f"{name}.json").read_text())
@@ -43,13 +49,15 @@ def opened(tiny_folder, tmp_path_factory):
                 if key.startswith("weights.")
             }
             files = layouts.whole_set(model, tiny_folder, folder)
-            files["vae"] = layouts.write(
-                folder / "published.safetensors", weights, {"_class_name": cls, **about["diffusers_config"]}
-            )
+            mode = {"spatial_padding_mode": padding}
+            config = {"_class_name": cls, **about["diffusers_config"], **(mode if said_in == "json" else {})}
+            files["vae"] = layouts.write(folder / "published.safetensors", weights, config)
+            if said_in == "metadata":
+                save_file(weights, files["vae"], {"config": json.dumps({"vae": mode})})
             base = layouts.tools_only(model, tiny_folder, folder)
             request = LoadRequest(files["transformer"], base=base, device="cpu", precision="fp32", files=Files(files))
-            made[name] = load(request), tensors
-        return made[name]
+            made[name, padding, said_in] = load(request), tensors
+        return made[name, padding, said_in]
 
     with torch.no_grad():
         yield of
@@ -139,6 +147,49 @@ def test_ltx_pads_with_zeros(opened, form):
     latents = Latents(samples, "ltx", "text", 9, 32, 32, 24.0, 0)
     ours = pipeline.spec.code.decode(pipeline, latents, Silent(), form).movedim(-1, 0)[None]
     each_frame_near(ours, ((tensors["out.decoded"].float() + 1) / 2).clamp(0, 1))
+
+
+def waves(*shape: int, power: float = 1.0, pace: float) -> Tensor:
+    return torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) ** power * pace).reshape(shape).float()
+
+
+@pytest.mark.parametrize("said_in", ["metadata", "json"])
+@pytest.mark.parametrize("padding", ["reflect", "replicate"])
+def test_ltx_pads_as_its_file_says(opened, padding, said_in):
+    """In each decode form and in encode, next to Lightricks' own code with that padding in its configuration."""
+    pipeline, _ = opened("ltx_090", padding, said_in)
+    theirs = load_file(FIXTURES / "ltx_090_padding.safetensors")
+    vae, forms = pipeline.parts["vae"], [FULL, STREAMED, TILED] if said_in == "metadata" else [FULL]
+    latents = Latents(1.5 * waves(1, 8, 2, 2, 2, pace=0.7), "ltx", "text", 9, 64, 64, 24.0, 0)
+    for form in forms:
+        ours = pipeline.spec.code.decode(pipeline, latents, Silent(), form).movedim(-1, 0)[None]
+        each_frame_near(ours[..., ::3, ::3], ((theirs[f"out.decoded.{padding}"].float() + 1) / 2).clamp(0, 1))
+    video = waves(3, 9, 64, 64, power=1.3, pace=0.01).movedim(0, -1) / 2 + 0.5
+    moments = encoded_moments(pipeline, video, Silent(), "encoding").chunk(2, dim=1)[0]
+    mean, std = (value.view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std))
+    assert near((moments - mean) / std, theirs[f"out.encoded_mean.{padding}"])
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        pytest.param(form, marks=[] if form is Conv3dForm.FRAMES else [pytest.mark.full])
+        for form in Conv3dForm
+        if form is not Conv3dForm.NATIVE
+    ],
+    ids=str,
+)
+def test_rewritten_layers_pad_as_the_file_says(opened, convolution):
+    vae, z = copy.deepcopy(opened("ltx_090", "reflect", "metadata")[0].parts["vae"]), waves(1, 8, 2, 2, 2, pace=0.7)
+    expected = vae.decoder(z)
+    swapped, fused = swap_conv3d(vae, convolution), fuse_vae(vae, "reference")
+    assert swapped.choices and fused.sites
+    assert float((vae.decoder(z) - expected).norm()) <= 1e-5 * float(expected.norm())
+
+
+def test_a_padding_that_tiles_cannot_equal_ends_the_load(opened):
+    with pytest.raises(CheckpointError, match=r"spatial_padding_mode 'circular' .*zeros, reflect, replicate"):
+        opened("ltx_090", "circular", "metadata")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..compat.errors import InputError, PackError
 from ..pipelines.job_folder import KEY, JobFolder
-from .cluster import DESK, NAMESPACE, token_mode
+from .cluster import GATEWAY, NAMESPACE, token_mode
 from .driver import Driver
 from .render import task_of
 
@@ -21,7 +21,7 @@ INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".st
 ANSWER_SECONDS = 2.0
 
 
-class Desk:
+class Gateway:
     """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
 
     def __init__(self, root: str) -> None:
@@ -81,8 +81,8 @@ class Desk:
         return None if path is None else (path.suffix, path.read_bytes())
 
 
-def open_desk(driver: Driver) -> Any:
-    """The desk of a driver's folder, on the driver's machine, for as long as the driver lives.
+def open_gateway(driver: Driver) -> Any:
+    """The gateway of a driver's folder, on the driver's machine, for as long as the driver lives.
 
     Raises:
         InputError: another driver of this cluster has one.
@@ -91,16 +91,16 @@ def open_desk(driver: Driver) -> Any:
 
     ray = driver.ray
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Desk).options(
-        name=DESK, namespace=NAMESPACE, num_cpus=0, max_concurrency=4, max_restarts=-1, scheduling_strategy=here
+    actor = ray.remote(Gateway).options(
+        name=GATEWAY, namespace=NAMESPACE, num_cpus=0, max_concurrency=4, max_restarts=-1, scheduling_strategy=here
     )
     try:
-        desk = actor.remote(str(driver.folder.root))
-        ray.get(desk.ready.remote())
+        gateway = actor.remote(str(driver.folder.root))
+        ray.get(gateway.ready.remote())
     except (ValueError, ray.exceptions.RayError, PackError) as error:
         raise InputError(
             f"a second driver that watches ({str(error).splitlines()[0]})",
             expected="one `anygpu-farm watch` per cluster",
             fix="Stop the other, or use `anygpu-farm run` here.",
         ) from error
-    return desk
+    return gateway

@@ -1,0 +1,121 @@
+"""The templates of core's own models, as the frontend posts them, on a card without fast bf16.
+
+Only size, length and steps are smaller than shipped. The files have the published names and the formats that these
+tell; their transformers leave fp16's range, and the sizes of encoders and VAEs are those of `small_core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from host import videos
+from host.client import Client
+from host.inside.asking import Inside
+from host.prompts import SAVE, WORKFLOWS, Prompt, pictured, replay, shrunk_core
+from host.server import NoHost, Server, find_host
+
+pytestmark = pytest.mark.host
+
+FRAMES = {"ltx2_on_an_older_gpu": 9, "wan22_on_an_older_gpu": 9, "minimax_h3_on_an_older_gpu": 22}  # H3's next count
+CORE = {"ltx2_on_an_older_gpu": "fp32", "wan22_on_an_older_gpu": "fp16", "minimax_h3_on_an_older_gpu": "fp32"}
+SOUNDING = ("ltx2_on_an_older_gpu", "minimax_h3_on_an_older_gpu")
+FIT_MODEL, FIT_VAE = "AnyGPUFitModel", "AnyGPUFitVAE"
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, inside: Inside) -> Iterator[Server]:
+    """A server of this file alone, with the files; skips where there is no ComfyUI."""
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    running = Server(host, tmp_path_factory.mktemp("older"), tiny_folder, gpu=True, older=True)
+    inside.play("template_files", "write", models=str(running.base / "models"))
+    try:
+        yield running.start()
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def client(older: Server) -> Client:
+    """A new connection; what earlier tests left is forgotten."""
+    connection = Client(older.url)
+    connection.free()
+    return connection
+
+
+def template(name: str) -> Prompt:
+    """The prompt of a template, small."""
+    return shrunk_core(replay(WORKFLOWS / f"{name}.json"))
+
+
+def nodes(prompt: Prompt, kind: str) -> list[str]:
+    """The ids of the nodes of a class."""
+    return [node for node, made in prompt.items() if made["class_type"] == kind]
+
+
+def without(prompt: Prompt, *kinds: str) -> Prompt:
+    """The prompt with the nodes of some classes bypassed: what they are given goes on instead."""
+    past = {
+        node: next(value for value in made["inputs"].values() if isinstance(value, list))
+        for node, made in prompt.items()
+        if made["class_type"] in kinds
+    }
+
+    def linked(value: Any) -> Any:
+        return past.get(value[0], value) if isinstance(value, list) else value
+
+    return {
+        node: {**made, "inputs": {name: linked(value) for name, value in made["inputs"].items()}}
+        for node, made in prompt.items()
+        if node not in past
+    }
+
+
+def drawn(server: Server, client: Client, prompt: Prompt) -> np.ndarray:
+    """The frames of a prompt without its video file, whose encoder refuses sound that is NaN; (F, H, W, 3), signed."""
+    silent = {node: made for node, made in prompt.items() if made["class_type"] != SAVE}
+    return videos.pictures(server, client.run(pictured(silent))).astype(int)
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_draws_what_fp32_draws_where_plain_fp16_is_black(older: Server, client: Client, name: str) -> None:
+    prompt = template(name)
+    (fit,) = nodes(prompt, FIT_MODEL)
+    run = client.run(pictured(prompt))
+    seen, said = videos.pictures(older, run).astype(int), run.texts_of(fit)[-1].splitlines()
+    model = prompt[fit]["inputs"]["model"]
+    prompt[fit]["inputs"]["precision"] = "fp32"
+    exact = drawn(older, client, prompt)
+    prompt[fit] = {"class_type": "ModelComputeDtype", "inputs": {"model": model, "dtype": "fp16"}}
+    assert not drawn(older, client, without(prompt, FIT_VAE)).any(), "the residual stays in fp16's range"
+    assert seen.shape == (FRAMES[name], 64, 64, 3) and seen.std() > 20, "black, or one colour"
+    assert np.abs(seen - exact).max() <= 4
+    assert any(line.startswith(f"precision fp16-safe: auto: core would compute in {CORE[name]}") for line in said)
+    record = next(record for record in run.files() if record["filename"].startswith(name))
+    assert videos.facts(older.output(record)) == videos.Facts(64, 64, FRAMES[name], 24)
+    with av.open(str(older.output(record))) as video:
+        sound = [np.abs(frame.to_ndarray()).max() for frame in video.decode(audio=0)] if video.streams.audio else []
+    assert (max(sound) > 0) if name in SOUNDING else not sound
+
+
+def test_a_video_that_its_vae_made_black_is_rescued(older: Server, client: Client, inside: Inside) -> None:
+    """The sampling of one template, and the template that decodes it again."""
+    inside.play("template_files", "write_loud_vae", models=str(older.base / "models"))
+    black = drawn(older, client, without(template("wan22_on_an_older_gpu"), FIT_VAE))
+    assert not black.any(), "this VAE works in fp16: the test tests nothing"
+    prompt = template("rescue_a_vae_decode")
+    (fit,), (decode,) = nodes(prompt, FIT_VAE), nodes(prompt, "VAEDecode")
+    run = client.run(pictured(prompt))
+    seen, said = videos.pictures(older, run).astype(int), run.texts_of(decode)[-1]
+    prompt[fit]["inputs"]["precision"] = "fp32"
+    assert seen.shape == black.shape and seen.std() > 20
+    assert np.array_equal(seen, drawn(older, client, prompt))
+    assert said.splitlines() == ["decode: fp32", "decode as it is: NaN or infinite values; now fp32"]
