@@ -13,12 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 
+from .device.facts import first_line
+from .errors import PackError
+
 Value = TypeVar("Value")
 LEADER = 0  # the rank that decodes, writes and decides
 
 
 class LeaderFailed(RuntimeError):
     """Raised on the ranks that waited for what the leader could not do; its own error says why."""
+
+
+class RankLost(PackError):
+    """A process of the group did not take its part in an exchange: it died, hangs, or is cut off."""
+
+    __module__ = "anygpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +38,26 @@ class Ranks:
         group: of ``torch.distributed``; None for this process alone.
         rank, size: which of how many this process is.
         device: where the group takes tensors from: gloo the CPU, whatever computes.
+
+    Every exchange raises :class:`RankLost` where another process does not answer.
     """
 
     group: Any = None
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Around a call of ``torch.distributed``, whose errors tell of sockets and queues."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(
+                f"an exchange between {self.size} devices failed on rank {self.rank} ({first_line(error)})",
+                expected="an answer of every process of the group in time",
+                fix="Look for a process that died or hangs on these machines, and check the network between them.",
+            ) from error
 
     def runs(self, count: int) -> list[slice]:
         """``count`` things in order, shared out: a run for each rank, the first ones longer by one at most."""
@@ -55,13 +78,14 @@ class Ranks:
         sent = torch.cat([piece.reshape(-1) for piece in pieces]).to(self.device)
         received = sent.new_empty(sum(counts))
         size = like.element_size()  # gloo does not know every dtype: bytes are bytes
-        distributed.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [count * size for count in counts],
-            [piece.numel() * size for piece in pieces],
-            group=self.group,
-        )
+        with self._exchanging():
+            distributed.all_to_all_single(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [count * size for count in counts],
+                [piece.numel() * size for piece in pieces],
+                group=self.group,
+            )
         parts = received.to(like.device).split(counts)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -78,8 +102,9 @@ class Ranks:
         from torch import distributed
 
         told = torch.tensor([float(flag)], device=self.device)
-        distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
-        return bool(told.item())
+        with self._exchanging():
+            distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
+            return bool(told.item())
 
     def collected(self, value: Any) -> list[Any] | None:
         """The values of all ranks in order, on the leader; None on the others."""
@@ -88,7 +113,8 @@ class Ranks:
         from torch import distributed
 
         values = [None] * self.size if self.rank == LEADER else None
-        distributed.gather_object(value, values, group=self.group, group_dst=LEADER)
+        with self._exchanging():
+            distributed.gather_object(value, values, group=self.group, group_dst=LEADER)
         return values
 
     def shared(self, value: Any, source: int = LEADER) -> Any:
@@ -98,7 +124,8 @@ class Ranks:
         from torch import distributed
 
         box = [value]
-        distributed.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
+        with self._exchanging():
+            distributed.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
         return box[0]
 
 

@@ -92,7 +92,13 @@ def queue(arguments: argparse.Namespace) -> int:
             raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
         meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
         model, painting = model_item(Path(arguments.model)), PaintSettings(steps=arguments.steps)
-        made = paint_jobs(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input)
+        others = (arguments.delight, arguments.image_encoder)
+        delight, encoder = (model_item(Path(path)) if path else None for path in others)
+        made = paint_jobs(
+            *(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input),
+            delight=delight,
+            image_encoder=encoder,
+        )
         jobs = write_list(folder, arguments.name, made)
         print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
         return 0
@@ -146,6 +152,10 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
             expected=f"1 or more devices{', an even number' if arguments.branches else ''}",
             fix="For example --group 2.",
         )
+    if arguments.patience < 0:
+        raise InputError(
+            f"--patience {arguments.patience:g}", expected="seconds, 0 for 600", fix="For example --patience 1200."
+        )
     folder = JobFolder(folder.root.resolve())
     renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
     if arguments.address:
@@ -172,13 +182,14 @@ def _start_groups(
     """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
     from ray.util import placement_group
 
-    from .group import GroupRenderer, loopback_name
+    from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
     room = {"CPU": needs["num_cpus"], **({"GPU": needs["num_gpus"]} if "num_gpus" in needs else {})}
     loopback = "" if arguments.address else loopback_name()
+    patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
-        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback)
+        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback, patience)
         driver.start_workers(1, leader, {"num_cpus": 0})
 
 
@@ -205,6 +216,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--branches", action="store_true", help="half of each group for the prompt, half for the negative prompt"
         )
+        command.add_argument(
+            "--patience",
+            type=float,
+            default=0.0,
+            metavar="S",
+            help="seconds that processes of a group wait for one of them, before it is replaced (default: 600)",
+        )
         command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
         command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
         command.add_argument("--state", default=STATE, help=f"folder of this machine for test results ({STATE})")
@@ -225,6 +243,8 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt to a line")
     parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")
+    parser.add_argument("--delight", metavar="FOLDER", help="model that takes shading out of the pictures first")
+    parser.add_argument("--image-encoder", metavar="FOLDER", help="DINOv2-giant, for PBR models")
     parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
     parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
     parser.add_argument("--negative", default="")

@@ -18,7 +18,7 @@ from ..compat.device.facts import first_line, value_or
 from ..compat.errors import InputError, PackError
 from ..pipelines.job_folder import JobFolder, lines_of
 from .schedule import Schedule, Task
-from .worker import BROKEN, CANCELLED, DONE, FAILED, UNABLE, Outcome, Worker
+from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker
 
 MOST_DEATHS = 3  # of a job's workers without one further step: then it is the job that kills them
 LOOK_SECONDS = 0.5  # between looks for cancelled jobs
@@ -194,6 +194,9 @@ class Driver:
             self.say(f"{task.key[:12]} done by {worker.name} in {outcome.seconds:.1f} s")
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
+        elif outcome.status == LOST:
+            worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
+            self._lost(worker, task, outcome.text)
         else:
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
             self.say(worker.error)
@@ -206,18 +209,22 @@ class Driver:
     def _died(self, worker: WorkerHandle) -> None:
         """A worker's process or machine is gone: its job goes on elsewhere, from its last step."""
         task = worker.task
-        worker.deaths += 1
-        self.tally.deaths += 1
         self.schedule.forget(worker.name)
         self._wait_for(worker)
+        self._lost(worker, task, f"{worker.name} died")
+
+    def _lost(self, worker: WorkerHandle, task: Task | None, why: str) -> None:
+        """A job lost the processes that rendered it: it goes on, but not for ever where it never comes further."""
+        worker.deaths += 1
+        self.tally.deaths += 1
         if task is None:
             return
         reached = self.reached(task)
         task.deaths = task.deaths + 1 if reached <= self._steps.get(task.key, 0) else 1
         self._steps[task.key] = reached
-        self.say(f"{task.key[:12]}: {worker.name} died; the job goes on{' from its last step' if reached else ''}")
+        self.say(f"{task.key[:12]}: {why.rstrip('.')}; the job goes on{' from its last step' if reached else ''}")
         if task.deaths >= MOST_DEATHS:
-            self._fail(task, f"{task.deaths} workers died at this job without a further step")
+            self._fail(task, f"{task.deaths} workers died at this job without a further step, at last: {why}")
         else:
             self.schedule.put_back(task)
 

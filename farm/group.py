@@ -1,7 +1,7 @@
 """Several processes of Ray's, one per device, that render each video together, and the worker that leads them.
 
-To the driver a group is one worker: it renders, answers, is cancelled and dies as a whole. A rank that dies takes the
-worker with it, so that Ray starts both anew and the job goes on from its last step.
+To the driver a group is one worker: it renders, answers and is cancelled as a whole. Where one of its ranks dies or
+hangs, all of them are ended, others take their place, and the job goes on from its last step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from ..paint.jobs import PaintJob
 from ..pipelines.base import Progress
 from ..pipelines.job_folder import JobFolder
 from .render import Renderer, job_of
-from .worker import CANCELLED, FAILED, Cancelled, Ended, Outcome, Watch, text_of, verdict
+from .worker import CANCELLED, FAILED, LOST, PREVIEW_SECONDS, Cancelled, Ended, Outcome, Watch, text_of, verdict
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
-HANG_SECONDS = 600.0  # that a rank waits for the others: while one reads its model from a slow disk, too
+FORM_SECONDS = 600.0  # that processes have to come up, with a busy or sleeping machine among them
+PATIENCE_SECONDS = 600.0  # that a rank waits for the others: also while one reads its model from a slow disk
 CANCEL_SECONDS = 2.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
-RANK_DIED = 17  # exit code of a worker that ends with one of its ranks
+_ORDER = {FAILED: 1, LOST: 2}  # of what ranks say: one that was left alone by another knows least of why
 
 
 class AgreedWatch(Watch):
@@ -60,8 +61,8 @@ class AgreedWatch(Watch):
 class Rank:
     """One process of a group. Ray makes an actor of it, with threads, so that it answers during a render."""
 
-    def __init__(self, renderer: Renderer, rank: int, size: int, halves: bool) -> None:
-        self.renderer, self.rank, self.size, self.halves = renderer, rank, size, halves
+    def __init__(self, renderer: Renderer, rank: int, size: int, halves: bool, patience: float) -> None:
+        self.renderer, self.rank, self.size, self.halves, self.patience = renderer, rank, size, halves, patience
         self._watch = Watch()
         self._group: Group | None = None
 
@@ -80,7 +81,7 @@ class Rank:
         if not backend or not distributed.is_backend_available(backend):
             backend = "gloo"
         device = torch.device("cpu") if backend == "gloo" else facts.device
-        patience = timedelta(seconds=HANG_SECONDS)
+        patience = timedelta(seconds=self.patience)
         store = distributed.FileStore(meeting, self.size)
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
         half = None
@@ -101,8 +102,6 @@ class Rank:
         assert self._group is not None
         self._watch = AgreedWatch(self._group.world)
         try:
-            if isinstance(job_of(line), PaintJob) and not self._group.leads:
-                return {}
             return self.renderer.render(line, self._watch)
         except Cancelled:
             return Outcome(CANCELLED, "cancelled")
@@ -131,7 +130,7 @@ class GroupRenderer:
     Args:
         renderer: what each rank renders with. size: of the group. needs: of each rank (``num_cpus``, ``num_gpus``).
         placement: Ray's room for them. halves: whether the branches of guidance go to half of the ranks each.
-        loopback: interface to stay on; empty for any.
+        loopback: interface to stay on; empty for any. patience: seconds that ranks wait for one another.
     """
 
     renderer: Renderer
@@ -140,7 +139,9 @@ class GroupRenderer:
     placement: Any
     halves: bool = False
     loopback: str = ""
+    patience: float = PATIENCE_SECONDS
     _ranks: list[Any] = field(default_factory=list, repr=False)
+    _names: list[str] = field(default_factory=list, repr=False)
     _meeting: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -149,7 +150,17 @@ class GroupRenderer:
         return self.renderer.folder
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line`` on all ranks; returns what the leader writes down of it."""
+        """Render the job of ``line`` on all ranks; returns what the leader writes down of it.
+
+        Raises:
+            UnsupportedError: a mesh to texture.
+        """
+        if isinstance(job_of(line), PaintJob):
+            raise UnsupportedError(
+                f"a mesh to texture on {self.size} devices",
+                expected="a video: only videos are split over the devices of a group",
+                fix="Run the same folder once more without --group.",
+            )
         self._ranks = self._ranks or self._formed()
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
@@ -168,20 +179,28 @@ class GroupRenderer:
         for rank in range(self.size):
             place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
             made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
-            ranks.append(made.remote(self.renderer, rank, self.size, self.halves))
+            ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
         try:
-            each = ray.get([rank.join.remote(str(meeting), self.loopback) for rank in ranks], timeout=HANG_SECONDS)
+            ray.get([rank.state.remote() for rank in ranks], timeout=FORM_SECONDS)  # all are up: they meet at once
+            each = ray.get([rank.join.remote(str(meeting), self.loopback) for rank in ranks], timeout=FORM_SECONDS)
             _require_alike(each)
+        except ray.exceptions.RayError as error:
+            _end(ranks)
+            text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
+            raise Ended(Outcome(LOST, _advice(text))) from error
         except BaseException:
             _end(ranks)
             raise
+        self._names = [
+            f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
+        ]
         return ranks
 
     def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
         import ray
 
         waiting, ended = dict(zip(calls, range(self.size), strict=True)), {}
-        told, deadline = 0, 0.0
+        told, deadline, dead = 0, 0.0, list[int]()
         while waiting and not (deadline and time.monotonic() > deadline):
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_SECONDS)
             for call in ready:
@@ -189,8 +208,8 @@ class GroupRenderer:
                 try:
                     ended[rank] = ray.get(call)
                 except ray.exceptions.RayActorError:
-                    os._exit(RANK_DIED)
-                if isinstance(ended[rank], Outcome):
+                    dead.append(rank)
+                if rank in dead or isinstance(ended[rank], Outcome):
                     deadline = deadline or time.monotonic() + GRACE_SECONDS
             try:
                 told = self._tell(progress, told) if waiting and not deadline else told
@@ -198,31 +217,57 @@ class GroupRenderer:
                 self._cancel(list(waiting))
                 raise
         failures = [ended[rank] for rank in sorted(ended) if isinstance(ended[rank], Outcome)]
-        if failures:
-            stuck, reason = bool(waiting), next((each for each in failures if each.status != FAILED), failures[0])
-            if stuck and reason.status == FAILED:  # a connection that broke: somebody hangs, and may be replaced
-                os._exit(RANK_DIED)
-            if stuck:
-                self._give_up()
-            raise Ended(reason)
+        if failures or dead:
+            raise Ended(self._reason(failures, dead, sorted(waiting.values())))
         record: dict[str, Any] = ended[LEADER]
         return record
+
+    def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
+        """Why the group failed; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
+
+        The ranks that wait for one that fails fail too, so that not every error is the cause.
+        """
+        reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(LOST))
+        if dead or stuck or reason.status == LOST:
+            self._give_up()
+        gone, silent = (" and ".join(self._names[rank] for rank in some) for some in (dead, stuck))
+        if dead:
+            beside = f", and {silent} did not end" if stuck else ""
+            return Outcome(LOST, _advice(f"{gone} died{beside}"))
+        if stuck and reason.status == LOST:
+            return Outcome(LOST, _advice(f"{silent} hangs: no answer to the others for {self.patience:g} s"))
+        return reason
 
     def _tell(self, progress: Progress, told: int) -> int:
         """Pass on how far the leader is and its notes after the first ``told``; how many there are now."""
         import ray
 
         leader = self._ranks[LEADER]
-        with suppress(ray.exceptions.RayError):  # of a leader that is gone, its call tells
+        with suppress(ray.exceptions.RayError, TimeoutError):  # of a leader that is gone, its call tells
             state = ray.get(leader.state.remote(), timeout=GRACE_SECONDS)
             for note in state["notes"][told:]:
                 progress.notify(note)
             told = len(state["notes"])
-            progress.step(
-                state["done"], state["total"], state["stage"], lambda: _frame(ray.get(leader.preview.remote()))
-            )
+            picture = (lambda: self._preview(progress)) if state["stage"].startswith(SAMPLING) else None
+            progress.step(state["done"], state["total"], state["stage"], picture)
         progress.check()
         return told
+
+    def _preview(self, progress: Progress) -> torch.Tensor:
+        """Frames (1, H, W, 3) in 0..1 of the leader's next step.
+
+        Raises:
+            TimeoutError: none in time.
+        """
+        import ray
+
+        call, deadline = self._ranks[LEADER].preview.remote(), time.monotonic() + PREVIEW_SECONDS
+        while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < deadline:
+            progress.check()  # a step may be long: who ends the job does not wait for the picture
+        pixels = ray.get(call, timeout=LOOK_SECONDS)
+        if pixels is None:
+            raise TimeoutError
+        return torch.tensor(pixels)[None].float() / 255
 
     def _cancel(self, waiting: list[Any]) -> None:
         """Have the ranks end together at their next step; end their processes where that takes long."""
@@ -246,9 +291,12 @@ def _end(ranks: list[Any]) -> None:
         ray.kill(rank)
 
 
-def _frame(pixels: Any) -> torch.Tensor:
-    """A preview as frames (1, H, W, 3) in 0..1; black where there is none."""
-    return torch.zeros(1, 8, 8, 3) if pixels is None else torch.tensor(pixels)[None].float() / 255
+def _advice(found: str) -> str:
+    """The line for a group that lost ranks."""
+    return (
+        f"{found}; expected every rank alive, and its part of each exchange in time. See Ray's logs of that machine; "
+        "raise --patience where devices, disks or the network are that slow."
+    )
 
 
 def _require_alike(ranks: list[dict[str, Any]]) -> None:

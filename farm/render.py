@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Renderer:
     device: Any = None
     group: Group | None = None
     _pipeline: Any = field(default=None, repr=False)
+    _delight: Any = field(default=None, repr=False)  # beside a paint pipeline
     _model: str = ""
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
@@ -74,7 +75,8 @@ class Renderer:
         job, folder = job_of(line), JobFolder(self.folder)
         require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
         if self._model != job.model_key:
-            self._pipeline, self._model = None, job.model_key  # before the next is loaded: both are never held
+            self._pipeline = self._delight = None  # before the next is loaded: both are never held
+            self._model = job.model_key
         started = time.monotonic()
         with torch.no_grad():
             name, made = (self._textured if isinstance(job, PaintJob) else self._video)(job, folder, progress)
@@ -108,13 +110,22 @@ class Renderer:
             return Places(roots).model(Content(item.name, item.content))
 
         if self._pipeline is None:
-            model = find(job.model, *self.models)
-            request = PaintRequest(model, precision=job.precision, device=self.device, state=self.state)
+            encoder = None if job.image_encoder is None else find(job.image_encoder, *self.models)
+            request = PaintRequest(
+                find(job.model, *self.models),
+                image_encoder=encoder,
+                precision=job.precision,
+                device=self.device,
+                state=self.state,
+            )
             self._pipeline = load_paint(request, progress)
+            if job.delight is not None:
+                other = replace(request, model=find(job.delight, *self.models), image_encoder=None)
+                self._delight = load_paint(other, progress)
         mesh, _ = load_mesh(find(job.mesh, folder.root), progress.check)
         pictures = [read_frames(find(job.picture, folder.root))[0][0]]
-        settings = OneStep(job.paint, job.texture, job.max_views)
-        texture, _, _ = textured(mesh, pictures, self._pipeline, None, settings, progress)
+        settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
+        texture, _, _ = textured(mesh, pictures, self._pipeline, self._delight, settings, progress)
         both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)
         path = folder.results / f"{job.key}.glb"
         with replacing(path) as temporary:

@@ -16,12 +16,13 @@ import torch
 
 from ..compat.device.facts import first_line
 from ..compat.errors import CheckpointError, MissingPackageError, PackError, UnsupportedError
+from ..compat.ranks import RankLost
 from ..pipelines.base import Progress
 from ..pipelines.job_folder import JobFolder
 from .cluster import token_mode
 from .schedule import Task
 
-DONE, FAILED, CANCELLED, UNABLE, BROKEN = "done", "failed", "cancelled", "unable", "broken"
+DONE, FAILED, CANCELLED, UNABLE, BROKEN, LOST = "done", "failed", "cancelled", "unable", "broken", "lost"
 OF_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.ESTALE}  # no job will do there
 PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
 
@@ -39,7 +40,8 @@ class Renders(Protocol):
 class Outcome:
     """How a job ended.
 
-    ``unable``: this worker cannot do jobs of this model; ``broken``: it can do none at all, such as with a full disk.
+    ``unable``: this worker cannot do jobs of this model; ``broken``: it can do none at all, such as with a full disk;
+    ``lost``: a process that rendered with it died or hangs, and another takes its place.
     """
 
     status: str
@@ -164,6 +166,8 @@ def verdict(error: Exception) -> str:
         if isinstance(link, OSError) and link.errno in OF_MACHINE:
             return BROKEN
         link = link.__cause__ or link.__context__
+    if isinstance(error, RankLost):
+        return LOST
     machine = (CheckpointError, MissingPackageError, UnsupportedError, torch.OutOfMemoryError, MemoryError)
     return UNABLE if isinstance(error, machine) else FAILED
 

@@ -15,6 +15,7 @@ from ..compat.errors import InputError
 from ..compat.records import WITHOUT, parse, plain
 from .baking.bake import BakeSettings
 from .geometry.mesh import FORMATS
+from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings
 from .texturing import raster_size
 
@@ -40,7 +41,9 @@ class PaintJob:
 
     Args:
         model: folder or file of a paint model. mesh: with UVs. picture: of the object, from the front.
-        precision: of the model. max_views: as of :class:`texturing.OneStep`.
+        precision: of the models. max_views, delighting: as of :class:`texturing.OneStep`.
+        delight: model that takes shading out of the picture first; None leaves the picture as it is.
+        image_encoder: folder of DINOv2-giant, which PBR models need.
     """
 
     model: Item
@@ -50,17 +53,28 @@ class PaintJob:
     texture: BakeSettings = field(default_factory=BakeSettings)
     precision: str = AUTO
     max_views: int = 8
+    delight: Item | None = None
+    image_encoder: Item | None = None
+    delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text", "negative")})
 
     @property
     def key(self) -> str:
         """A hash of what decides the texture."""
-        whole = {**plain(self), "model": self.model.content, "mesh": self.mesh.content, "picture": self.picture.content}
+        items = {"model": self.model, "mesh": self.mesh, "picture": self.picture, **self._others}
+        whole = {**plain(self), **{name: item.content for name, item in items.items()}}
         return hashlib.sha256(json.dumps([KIND, whole], sort_keys=True).encode()).hexdigest()
 
     @property
     def model_key(self) -> str:
         """A hash of what has to be loaded."""
-        return hashlib.sha256(json.dumps([KIND, self.model.content, self.precision]).encode()).hexdigest()
+        others = [{name: item.content for name, item in self._others.items()}] if self._others else []
+        return hashlib.sha256(json.dumps([KIND, self.model.content, self.precision, *others]).encode()).hexdigest()
+
+    @property
+    def _others(self) -> dict[str, Item]:
+        """The models beside the first, by field; a job without them has the keys that it always had."""
+        given = {"delight": self.delight, "image_encoder": self.image_encoder}
+        return {name: item for name, item in given.items() if item is not None}
 
     def record(self) -> dict[str, Any]:
         """The job as JSON has it."""
@@ -89,12 +103,15 @@ def paint_jobs(
     painting: PaintSettings,
     add: Callable[[Path], str],
     texture_size: int = 2048,
+    delight: Item | None = None,
+    image_encoder: Item | None = None,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder and each seed, painted from the picture of the same name.
 
     Args:
         painting: whose seed is replaced.
         add: takes a file to where the machines find it, and returns its name there.
+        delight, image_encoder: as of :class:`PaintJob`.
 
     Raises:
         InputError: no meshes, or one without a picture.
@@ -116,7 +133,9 @@ def paint_jobs(
         )
     baking = BakeSettings(texture_size, raster_size(painting.size, texture_size))
     return [
-        PaintJob(model, mesh, picture, replace(painting, seed=seed), baking)
+        PaintJob(
+            *(model, mesh, picture, replace(painting, seed=seed), baking), delight=delight, image_encoder=image_encoder
+        )
         for path in shapes
         for mesh, picture in [(_item(path, add), _item(by_name[path.stem], add))]
         for seed in seeds

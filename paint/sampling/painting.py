@@ -370,7 +370,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
         raise InputError(
             "no DINOv2 for the PBR model",
             expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
-            fix="Choose facebook/dinov2-giant on the load node, or connect CLIP Vision Encode.",
+            fix="Choose facebook/dinov2-giant on the load node, connect CLIP Vision Encode, or add --image-encoder.",
         )
     return dino_states(pipeline, reference, progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ...compat.output_check import NotFinite, require_finite
 from ...compat.repairs import RepairStore
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
+from ..memory.fit import make_room_and_retry
 from .resume import Steps
 from .schedules import Schedule
 
@@ -136,22 +137,40 @@ class Watch:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
 
-def watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """The watch over a sampling that holds the transformers of ``pipeline``.
+class Safeguards(NamedTuple):
+    """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
 
-    None where nobody asked for a doctor and precision ``auto`` has another one to go on with, and on several devices:
-    each would stop its search at the first layer that is wrong for its own tokens, while the others wait there.
+    Args:
+        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
+        watch: over the transformer that is called. steps: keeps them, and knows of those done before.
+    """
+
+    again: Again | None = None
+    watch: Watch | None = None
+    steps: Steps | None = None
+
+
+def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Generator, section: int = 0) -> Safeguards:
+    """The safeguards of one run of the loop that holds the transformers of ``pipeline``.
+
+    Args:
+        generator: whose state is kept with the steps. section: of the video, for a family that samples it in several.
+    """
+    steps = None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
+    return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)
+
+
+def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
+    """None where nobody asked for a doctor and precision ``auto`` has another one to go on with.
+
+    Also None on several devices: each would stop its search at the first layer that is wrong for its own tokens, while
+    the others wait there.
     """
     doctor: Doctor | None = pipeline.doctor
     if pipeline.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)
-
-
-def steps_of(pipeline: Pipeline, generator: torch.Generator, section: int = 0) -> Steps | None:
-    """What keeps the steps of one run of the loop; None where nobody keeps them."""
-    return None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
 
 
 def denoise(
@@ -164,9 +183,7 @@ def denoise(
     noise_mask: NoiseMask | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
-    again: Again | None = None,
-    watch: Watch | None = None,
-    steps: Steps | None = None,
+    safeguards: Safeguards,
 ) -> torch.Tensor:
     """Latents at the last noise level.
 
@@ -174,15 +191,13 @@ def denoise(
         latents: at the first noise level, fp32, on the device.
         predict: from (latents, timestep, index) to the transformer's guided output.
         preview: from latents to (1, C, T, H, W), where the family samples in another shape.
-        step: replaces the schedule's own step.
-        again: told of an error in a step; returns whether to try this step again, from the latents it began with. What
-            ``step`` itself remembers, it must put back where it fails.
-        watch: over the transformer that ``predict`` calls. steps: keeps them, and knows of those done before.
+        step: replaces the schedule's own step. What it remembers, it must put back where it fails.
 
     Raises:
         NotFinite: an output that is watched holds NaN or infinity; without a watch, the latents after the first step
             or the last.
     """
+    again, watch, steps = safeguards
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)

@@ -1,16 +1,65 @@
-"""A driver with one group of ranks that keep every step, for ``test_group.py``: FOLDER MODELS RANKS [branches]."""
+"""A driver with one group of ranks that keep every step, for ``test_group.py``: FOLDER MODELS RANKS PATIENCE."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import chaos
-from anygpu.farm import cluster
+import numpy as np
+from anygpu.farm import cluster, group
 from anygpu.farm.driver import Driver, lines_in
 from anygpu.farm.group import GroupRenderer, loopback_name
 from anygpu.farm.render import reached_in, task_of
 from anygpu.pipelines.job_folder import JobFolder
+
+HANG, LOOK = "hang", "preview.npy"
+
+
+class Stuck:
+    """A progress that comes to no end where the file ``hang`` is; the next process does not find it any more."""
+
+    def __init__(self, inner: Any, hang: Path) -> None:
+        self.inner, self.hang, self.check, self.notify = inner, hang, inner.check, inner.notify
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        if stage == "sampling" and done > 2 and self.hang.exists():
+            self.hang.unlink()
+            time.sleep(3600)
+        self.inner.step(done, total, stage, preview)
+
+
+class HangsOnce(chaos.Steady):
+    """Its last rank computes for ever where the folder has a file ``hang``."""
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        last = self.group is not None and self.group.world.rank == self.group.world.size - 1
+        return super().render(line, Stuck(progress, self.folder / HANG) if last else progress)
+
+
+class Unhurried(GroupRenderer):
+    """Has ranks that are to end as long for their step as it takes on a busy machine."""
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        group.CANCEL_SECONDS = 60.0
+        return super().render(line, progress)
+
+
+def look(driver: Driver, path: Path) -> None:
+    """Work until the first job that samples has shown a picture, and keep that."""
+    (worker,) = driver.workers
+    while worker.task is None:
+        driver.turn()
+    pixels, call = None, worker.actor.preview.remote()
+    while pixels is None:
+        driver.turn()
+        if driver.ray.wait([call], timeout=0)[0]:
+            pixels = driver.ray.get(call)
+            call = worker.actor.preview.remote() if pixels is None else call
+    np.save(path, pixels)
+
 
 if __name__ == "__main__":
     folder, size = JobFolder(Path(sys.argv[1])), int(sys.argv[3])
@@ -20,11 +69,13 @@ if __name__ == "__main__":
 
     cloudpickle.register_pickle_by_value(chaos)  # the workers cannot import tests
     place = placement_group([{"CPU": 1}] * size, strategy="PACK")
-    renderer = chaos.Steady(folder.root, (Path(sys.argv[2]),), folder.root / "machine", "cpu")
-    leader = GroupRenderer(renderer, size, {"num_cpus": 1}, place, "branches" in sys.argv, loopback_name())
+    renderer = HangsOnce(folder.root, (Path(sys.argv[2]),), folder.root / "machine", "cpu")
+    leader = Unhurried(renderer, size, {"num_cpus": 1}, place, False, loopback_name(), float(sys.argv[4]))
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), lambda text: print(text, flush=True))
     driver.start_workers(1, leader, {"num_cpus": 0})
     driver.add(lines_in(folder.job_files()), again=True)
+    if not (folder.root / HANG).exists():
+        look(driver, folder.root / LOOK)
     tally = driver.run()
     print(f"{tally.done} done, {len(tally.failed)} failed, {tally.deaths} workers died")
     sys.exit(len(tally.failed))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.farm.render import Renderer, task_of
+from anygpu.farm import cli
+from anygpu.farm.driver import lines_in
+from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
 from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
-from anygpu.paint.jobs import model_item, paint_jobs
+from anygpu.paint.jobs import Item, PaintJob, model_item, paint_job_in, paint_jobs
+from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.job_lists import write_list
 from PIL import Image
@@ -38,6 +44,67 @@ def test_a_mesh_without_a_picture_is_named(meshes: Path, tmp_path: Path) -> None
         paint_jobs(item, meshes, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input)
     with pytest.raises(InputError, match="no meshes in"):
         paint_jobs(item, tmp_path, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input)
+
+
+def test_a_job_keeps_its_key_where_no_other_model_is_named() -> None:
+    item = Item("torus.glb", "0" * 64)
+    alone = PaintJob(item, item, item)
+    assert alone.key == "2476b18ff9ef40c4184273dd2d1309bf7ad09a56b726293d855f4ac3267ec354"
+    assert alone.model_key == "31867005765dbae94157840c5f3214301a99be46f9b225bba33832e556e5472d"
+    others = [replace(alone, delight=item), replace(alone, image_encoder=item)]
+    assert len({job.key for job in [alone, *others]}) == len({job.model_key for job in [alone, *others]}) == 3
+    assert [paint_job_in(json.loads(json.dumps(job.record()))) for job in others] == others
+    renamed = replace(others[0], delight=Item("elsewhere", item.content))
+    assert (renamed.key, renamed.model_key) == (others[0].key, others[0].model_key), "by content, not by name"
+    slower = replace(others[0], delighting=DelightSettings(steps=7))
+    assert slower.key != others[0].key and paint_job_in(slower.record()) == slower
+
+
+@pytest.mark.farm
+def test_a_worker_takes_shading_out_first_and_paints_pbr_with_its_encoder(meshes: Path, tmp_path: Path) -> None:
+    from transformers import CLIPTextConfig, CLIPTextModel, Dinov2Config, Dinov2Model
+
+    models, folder = tmp_path / "models", JobFolder(tmp_path / "farm")
+    delight = stored.checkpoint("delight", models)
+    text = CLIPTextConfig(
+        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    CLIPTextModel(text).save_pretrained(delight / "text_encoder")
+    dino = Dinov2Config(hidden_size=1536, num_hidden_layers=1, num_attention_heads=24, mlp_ratio=1, image_size=224)
+    Dinov2Model(dino).save_pretrained(models / "dino")
+    paint = stored.checkpoint("paint", models)
+    queue = ["queue", str(folder.root), "--meshes", str(meshes), "--pictures", str(meshes), "--steps", "1"]
+    assert cli.main([*queue, "--model", str(paint), "--name", "lit", "--delight", str(delight)]) == 0
+    pbr = stored.checkpoint("paint_pbr", models)
+    assert cli.main([*queue, "--model", str(pbr), "--name", "pbr", "--image-encoder", str(models / "dino")]) == 0
+    renderer = Renderer(folder.root, (models,), tmp_path / "state", "cpu")
+    stages = {}
+    for line in lines_in(folder.job_files()):
+        told = Told()
+        renderer.render(small(line), told)
+        stages[job_of(line).model.name] = told.stages & {"delighting", "painting"}
+    assert stages == {paint.name: {"delighting", "painting"}, pbr.name: {"painting"}}
+    without = json.loads(small(line))
+    del without["image_encoder"]
+    with pytest.raises(InputError, match=r"no DINOv2 for the PBR model; .* add --image-encoder"):
+        renderer.render(json.dumps(without), Silent())
+
+
+class Told(Silent):
+    """A progress that keeps the names of the stages."""
+
+    def __init__(self) -> None:
+        self.stages: set[str] = set()
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        self.stages.add(str(stage))
+
+
+def small(line: str) -> str:
+    """The job of a line at a size that a test can wait for."""
+    job = job_of(line)
+    paint, texture = replace(job.paint, size=64), replace(job.texture, texture_size=64, view_size=128)
+    return json.dumps(replace(job, paint=paint, texture=texture, delighting=DelightSettings(size=64, steps=1)).record())
 
 
 @pytest.mark.farm

@@ -12,7 +12,7 @@ from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.sampling.loop import denoise
+from anygpu.pipelines.sampling.loop import Safeguards, denoise
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.speed import SpeedRequest
 
@@ -166,7 +166,9 @@ def test_a_step_that_fails_after_its_solver_moved_is_taken_again_the_same(schedu
             return found
 
         start = torch.linspace(-1, 1, 8).reshape(1, 1, 2, 2, 2)
-        found = denoise(start, schedule, lambda x, *_: x.sin(), progress=Silent(), step=step, again=lambda _: True)
+        found = denoise(
+            start, schedule, lambda x, *_: x.sin(), progress=Silent(), step=step, safeguards=Safeguards(lambda _: True)
+        )
         assert calls == ([0, 1, 2, 2, 3] if fails else [0, 1, 2, 3])
         return found
 

@@ -26,11 +26,10 @@ from ...base import (
 )
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
-from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
-from ...sampling.loop import denoise, noise_for, sampled_latents, steps_of, watch_of
-from ...sampling.resume import SectionState, SectionStore, Steps, resume_key
+from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
+from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
 from ...text.llama import POOLED, llama_embeds, llama_from_core
@@ -148,8 +147,8 @@ def sample(
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
-            steps = steps_of(pipeline, generator, index)
-            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, steps))
+            safeguards = safeguards_of(pipeline, part, generator, index)
+            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, safeguards))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
                 keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
@@ -248,7 +247,7 @@ def _section(
     settings: SampleSettings,
     noise: torch.Tensor,
     progress: Progress,
-    steps: Steps | None,
+    safeguards: Safeguards,
 ) -> torch.Tensor:
     """The latents of one section on the CPU, from ``noise``."""
     levels = _levels_for(pipeline, noise)
@@ -260,8 +259,7 @@ def _section(
         branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
         return guidance.predict(index, pipeline.group, *branches)
 
-    again, watch = make_room_and_retry(pipeline, progress), watch_of(pipeline, progress)
-    return denoise(noise, schedule, predict, progress=progress, again=again, watch=watch, steps=steps).cpu()
+    return denoise(noise, schedule, predict, progress=progress, safeguards=safeguards).cpu()
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:

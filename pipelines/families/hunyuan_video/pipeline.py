@@ -32,7 +32,6 @@ from ...base import (
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
-from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (
@@ -41,10 +40,9 @@ from ...sampling.loop import (
     latent_shape,
     noise_for,
     noise_mask_for,
+    safeguards_of,
     sampled_latents,
     start_from,
-    steps_of,
-    watch_of,
 )
 from ...sampling.schedules import even_levels, schedule_for
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
@@ -191,9 +189,7 @@ def sample(
             progress=progress,
             noise_mask=mask,
             preview=whole,
-            again=make_room_and_retry(pipeline, progress),
-            watch=watch_of(pipeline, progress),
-            steps=steps_of(pipeline, generator),
+            safeguards=safeguards_of(pipeline, progress, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
     return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)

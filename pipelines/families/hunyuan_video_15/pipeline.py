@@ -26,7 +26,6 @@ from ...base import (
 )
 from ...family import Defaults, Recipe
 from ...memory.estimates import beside_transformer
-from ...memory.fit import make_room_and_retry
 from ...pictures import checked_vision
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (
@@ -34,10 +33,9 @@ from ...sampling.loop import (
     latent_shape,
     noise_for,
     noise_mask_for,
+    safeguards_of,
     sampled_latents,
     start_from,
-    steps_of,
-    watch_of,
 )
 from ...sampling.schedules import Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
@@ -139,9 +137,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=make_room_and_retry(pipeline, progress),
-            watch=watch_of(pipeline, progress),
-            steps=steps_of(pipeline, generator),
+            safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)

@@ -30,7 +30,6 @@ from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, P
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
-from ...memory.fit import make_room_and_retry
 from ...sampling.guidance import by_halves
 from ...sampling.loop import (
     NoiseMask,
@@ -39,9 +38,8 @@ from ...sampling.loop import (
     latent_shape,
     noise_for,
     noise_mask_for,
+    safeguards_of,
     sampled_latents,
-    steps_of,
-    watch_of,
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
@@ -214,9 +212,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=make_room_and_retry(pipeline, progress),
-            watch=watch_of(pipeline, progress),
-            steps=steps_of(pipeline, generator),
+            safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=_noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,

@@ -10,7 +10,6 @@ import torch
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
-from ...memory.fit import make_room_and_retry
 from ...sampling.core_sampler import TIME
 from ...sampling.guidance import BOTH, PROMPTED, Guidance, by_halves
 from ...sampling.loop import (
@@ -18,10 +17,9 @@ from ...sampling.loop import (
     latent_shape,
     noise_for,
     noise_mask_for,
+    safeguards_of,
     sampled_latents,
     start_from,
-    steps_of,
-    watch_of,
 )
 from ...sampling.schedules import Levels, schedule_for
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
@@ -91,9 +89,7 @@ def sample(
             schedule,
             predict,
             progress=progress,
-            again=make_room_and_retry(pipeline, progress),
-            watch=watch_of(pipeline, progress),
-            steps=steps_of(pipeline, generator),
+            safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
     return sampled_latents(pipeline, latents.cpu() * std / scale + mean, settings, generator)

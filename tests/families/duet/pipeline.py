@@ -20,7 +20,7 @@ from anygpu.pipelines.base import (
 from anygpu.pipelines.memory.estimates import beside_transformer
 from anygpu.pipelines.memory.fit import make_room_and_retry
 from anygpu.pipelines.sampling.guidance import Guidance
-from anygpu.pipelines.sampling.loop import denoise, noise_for
+from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from anygpu.pipelines.vae.fallback import decoded, encoded
@@ -90,7 +90,8 @@ def sample(
             voice = voice + output.mean(dim=(3, 4))[:, :VOICES] / len(schedule)
             return output
 
-        latents = denoise(noise, schedule, predict, progress=progress, again=make_room_and_retry(pipeline, progress))
+        guards = Safeguards(make_room_and_retry(pipeline, progress))
+        latents = denoise(noise, schedule, predict, progress=progress, safeguards=guards)
     return Latents(
         latents.cpu(),
         SPEC.id,
