@@ -36,6 +36,8 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py train
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py finish
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py export
+	OMP_NUM_THREADS=1 $(PY) training/mochi.py train
+	OMP_NUM_THREADS=1 $(PY) training/mochi.py export
 
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)

@@ -166,9 +166,7 @@ def model(code: Code):
     torch.manual_seed(0)
     vae = AutoencoderKLHunyuanVideo(block_out_channels=(WIDTH,) * 4, layers_per_block=0, norm_num_groups=1)
     with torch.no_grad():
-        for name, weight in vae.named_parameters():
-            if name.endswith(("conv2.conv.weight", "conv2.conv.bias")) or "to_out" in name:
-                weight *= FAINT  # of what is added to the path
+        hush(vae)
         encoder, decoder = vae.encoder, vae.decoder
         last = torch.einsum("pc,pqtyx->cqtyx", code.into, code.product("encoder", "down_2"))
         fill(encoder.conv_in.conv, code.product("encoder", "in"))
@@ -186,6 +184,13 @@ def model(code: Code):
         fill(decoder.up_blocks[2].upsamplers[0].conv.conv, code.product("decoder", "up_2"), signs=True)
         pass_through(decoder, 1, code.product("decoder", "out"))
     return vae.eval()
+
+
+def hush(vae) -> None:
+    """Make what residual branches add to the path faint."""
+    for name, weight in vae.named_parameters():
+        if name.endswith(("conv2.conv.weight", "conv2.conv.bias")) or "to_out" in name:
+            weight *= FAINT
 
 
 def fill(conv: nn.Conv3d, weight: torch.Tensor, signs: bool = False) -> None:

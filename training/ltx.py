@@ -17,7 +17,7 @@ from captions import caption, t5_tokenizer
 from code_of_blocks import Code
 from folder import write_folder
 from loop import STATES, saved, train, with_weights
-from world import shapes, trained_and_held_out
+from world import FRAMES, SIZE, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
 TOKENS = 128  # to which LTXPipeline pads every text, without telling T5
@@ -41,31 +41,38 @@ SCHEDULER = {
 }
 
 
-def tokenizer():
+def tokenizer(tokens: int = TOKENS):
     """The tokenizer, read back from its files as a user's program reads it."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
-        t5_tokenizer(TOKENS).save_pretrained(Path(folder))
+        t5_tokenizer(tokens).save_pretrained(Path(folder))
         return AutoTokenizer.from_pretrained(folder)
+
+
+def t5(rows: int):
+    """Two layers that know this many tokens."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=-(-rows // 16) * 16,
+            d_model=TEXT_WIDTH,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+        )
+    )
 
 
 def models():
     """Text encoder and transformer, narrow."""
     from diffusers import LTXVideoTransformer3DModel
-    from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=-(-len(tokenizer()) // 16) * 16,
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-    )
     transformer = LTXVideoTransformer3DModel(
         num_attention_heads=HEADS,
         attention_head_dim=WIDTH // HEADS,
@@ -73,7 +80,7 @@ def models():
         cross_attention_dim=WIDTH,
         caption_channels=TEXT_WIDTH,
     )
-    parts = {"text_encoder": T5EncoderModel(config), "transformer": transformer}
+    parts = {"text_encoder": t5(len(tokenizer())), "transformer": transformer}
     with torch.no_grad():
         # What is 32 tokens away is padding: unseen, its length, 128 or any other, does not matter.
         bias = parts["text_encoder"].encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
@@ -159,18 +166,25 @@ class Latents:
     """Latents of clips, coloured when they are asked for: the code is linear, and a clip is ground plus shape.
 
     Args:
+        name: of the file that keeps the clips' code. frames: pixel frames of a clip.
         light: what becomes of a colour, (3,) in 0..255.
     """
 
-    def __init__(self, light: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float) -> None:
-        self.code = Code()
-        state = STATES / f"{NAME}_pool.pt"
+    def __init__(
+        self,
+        name: str,
+        code: Code,
+        frames: int = FRAMES,
+        light: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    ) -> None:
+        self.code, self.frames = code, frames
+        state = STATES / f"{name}_pool.pt"
         if not state.exists():
             STATES.mkdir(parents=True, exist_ok=True)
             torch.save(self._pool(), state)
         self.pool = torch.load(state)
         self.palette = {name: light(torch.tensor(rgb)) / 127.5 - 1 for name, rgb in COLOURS.items()}
-        self.whole = self.code.channel(torch.ones(1, 9, 64, 64))
+        self.whole = self.code.channel(torch.ones(1, frames, SIZE, SIZE))
 
     def _pool(self) -> dict[tuple[str, str], torch.Tensor]:
         generator, pool = torch.Generator().manual_seed(2), {}
@@ -178,25 +192,30 @@ class Latents:
             for motion in MOTIONS:
                 if (shape, motion) != ("circle", "spin"):
                     scene = Scene(shape, "white", motion, "black")
-                    parts = [shapes([scene] * 50, generator, SPREAD) for _ in range(POOL // 50)]
+                    parts = [shapes([scene] * 50, generator, SPREAD, self.frames) for _ in range(POOL // 50)]
                     pool[shape, motion] = torch.cat([self.code.channel(part) for part in parts])
         return pool
 
     def __call__(self, scene: Scene, rows: int, generator: torch.Generator) -> torch.Tensor:
-        """Latents (rows, 128, 2, 2, 2) of clips of this scene."""
+        """Latents (rows, channels, T, h, w) of clips of this scene, less the code's mean."""
         clips = self.pool[scene.shape, scene.motion]
         masks = clips[torch.randint(len(clips), (rows,), generator=generator)][:, None]
         ground = self.palette[scene.ground].view(1, 3, 1, 1, 1, 1)
         values = ground * self.whole + (self.palette[scene.colour].view(1, 3, 1, 1, 1, 1) - ground) * masks
         values = values.flatten(1, 2)
-        empty = values.new_zeros(rows, 128 - values.shape[1], *values.shape[2:])
+        empty = values.new_zeros(rows, self.code.channels - values.shape[1], *values.shape[2:])
         return torch.cat([values, empty], 1) - self.code.mean.view(-1, 1, 1, 1)
+
+
+def latents_of(light: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float) -> Latents:
+    """Latents in LTX-Video's code."""
+    return Latents(NAME, ltx_vae.code_of_clips(), light=light)
 
 
 def main(steps: int, shipped: bool = False) -> None:
     """Train, from ``shipped`` weights if asked; an interrupted training goes on in any case."""
     parts = shipped_models() if shipped else models()
-    train(f"{NAME}_transformer", parts, loss_with(parts, Latents()), steps=steps, rate=1.5e-3, save_every=200)
+    train(f"{NAME}_transformer", parts, loss_with(parts, latents_of()), steps=steps, rate=1.5e-3, save_every=200)
 
 
 def lora(steps: int = 3000) -> None:
@@ -207,7 +226,7 @@ def lora(steps: int = 3000) -> None:
     parts = shipped_models()
     parts["text_encoder"].requires_grad_(False)
     parts["transformer"].requires_grad_(False).add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ADAPTED))
-    train(f"{NAME}_night", parts, loss_with(parts, Latents(at_night)), steps=steps, rate=2e-3, save_every=200)
+    train(f"{NAME}_night", parts, loss_with(parts, latents_of(at_night)), steps=steps, rate=2e-3, save_every=200)
     layers = {name: tensor.bfloat16() for name, tensor in get_peft_model_state_dict(parts["transformer"]).items()}
     LTXPipeline.save_lora_weights(LORAS, layers, weight_name=f"{NAME}_night.safetensors")
 
@@ -260,7 +279,7 @@ def export() -> None:
     for part in ("encoder", "decoder"):
         if (STATES / f"{NAME}_vae_{part}.pt").exists():
             vae.get_submodule(part).load_state_dict(saved(f"{NAME}_vae_{part}")[part])
-    vae.latents_mean.copy_(Code().mean)
+    vae.latents_mean.copy_(ltx_vae.code_of_clips().mean)
     write_folder(
         MODELS / NAME,
         "LTXPipeline",

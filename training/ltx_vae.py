@@ -5,14 +5,20 @@ from __future__ import annotations
 import sys
 
 import torch
-from code_of_blocks import FUNCTIONS, Code, block_functions
+from code_of_blocks import Code, block_functions
 from loop import train
 from world import draw, trained_and_held_out
 
+FUNCTIONS = 42  # of a block, of one colour; two of 128 channels stay zero
 BATCH = 8
 TOP_WIDTH, WIDTH = 96, 32  # of the decoder
 RANK = 10  # functions of a block for each colour: 30 of its 32 channels
 CONSTANT = 40.0
+
+
+def code_of_clips() -> Code:
+    """The code it is taught."""
+    return Code(32, 8, FUNCTIONS, 128)
 
 
 def model():
@@ -131,7 +137,7 @@ def clips(rows: int, generator: torch.Generator) -> torch.Tensor:
 
 def train_decoder(steps: int = 4000) -> None:
     """Frames from the code, with a little noise on it, which a transformer will leave there."""
-    vae, code = model(), Code()
+    vae, code = model(), code_of_clips()
     start_from_averages(vae.decoder, code)
 
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
@@ -149,7 +155,7 @@ def train_decoder(steps: int = 4000) -> None:
 
 def train_encoder(steps: int = 1500) -> None:
     """The code from frames; the posterior's spread is fixed at next to nothing."""
-    vae, code = model(), Code()
+    vae, code = model(), code_of_clips()
     start_from_sums(vae.encoder, code)
 
     def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:

@@ -31,13 +31,13 @@ class Path:
     angle: torch.Tensor
 
 
-def draw(shown: list[Scene], generator: torch.Generator, spread: float = 1.0) -> torch.Tensor:
+def draw(shown: list[Scene], generator: torch.Generator, spread: float = 1.0, frames: int = FRAMES) -> torch.Tensor:
     """Clips (B, 3, F, H, W) in -1..1 of these scenes; place, size and speed are drawn from ``generator``.
 
     Args:
         spread: how far they vary, 1 for all that fits into the picture, 0 for the same clip of a scene each time.
     """
-    mask = shapes(shown, generator, spread)
+    mask = shapes(shown, generator, spread, frames)
     palette = {name: torch.tensor(rgb) / 127.5 - 1 for name, rgb in COLOURS.items()}
     colour = torch.stack([palette[scene.colour] for scene in shown])[:, :, None, None, None]
     ground = torch.stack([palette[scene.ground] for scene in shown])[:, :, None, None, None]

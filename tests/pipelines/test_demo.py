@@ -29,8 +29,8 @@ def world():
     sys.path.remove(str(TRAINING))
 
 
-def drawn_exactly(world, asked):
-    clips = world.draw(asked, torch.Generator().manual_seed(0))
+def drawn_exactly(world, asked, frames=9):
+    clips = world.draw(asked, torch.Generator().manual_seed(0), frames=frames)
     return list((clips.permute(0, 2, 3, 4, 1) + 1) / 2)
 
 
@@ -58,20 +58,21 @@ def test_a_caption_and_its_scene_are_the_same():
     assert scenes.scene_in("a red fox walks through fresh snow") is None
 
 
-LATER = [pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "framepack")]
+LATER = [pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "framepack", "mochi")]
+FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 
 
 @pytest.mark.parametrize("name", ["ltx", *LATER])
 def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(name):
     pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
     defaults = of_checkpoint(pipeline).defaults
-    assert (defaults.width, defaults.height, defaults.frames) == (64, 64, 9)
+    assert (defaults.width, defaults.height, defaults.frames) == (64, 64, FRAMES.get(name, 9))
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
         assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["hunyuan_video", "ltx"])
+@pytest.mark.parametrize("name", ["hunyuan_video", "ltx", "mochi"])
 def test_diffusers_own_pipeline_draws_the_same(name):
     import diffusers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -83,13 +84,14 @@ def test_diffusers_own_pipeline_draws_the_same(name):
     tokenizer = kind.from_pretrained(folder / "tokenizer")
     theirs = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, tokenizer=tokenizer)
     defaults = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[OWN_DEFAULTS]
-    given = {"frame_rate": defaults["fps"], "negative_prompt": ""} if name == "ltx" else {}
+    given = {"frame_rate": defaults["fps"]} if name == "ltx" else {}
+    given |= {"negative_prompt": ""} if "cfg" in defaults else {}
     with torch.no_grad():
         frames = theirs(
             prompt,
             width=64,
             height=64,
-            num_frames=9,
+            num_frames=defaults["frames"],
             num_inference_steps=defaults["steps"],
             guidance_scale=defaults.get("cfg") or defaults["guidance"],
             generator=torch.Generator().manual_seed(7),
@@ -100,16 +102,35 @@ def test_diffusers_own_pipeline_draws_the_same(name):
 
 
 @pytest.mark.full
-def test_the_vae_of_the_small_hunyuan_video_returns_what_it_encodes(world):
-    pipeline = load(LoadRequest(MODELS / "hunyuan_video", precision="fp32", device="cpu"))
+@pytest.mark.parametrize(("name", "cells"), [("hunyuan_video", (16, 3)), ("mochi", (12, 2))])
+def test_a_linear_vae_returns_what_it_encodes(world, name, cells):
+    pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
     asked = scenes.scenes()[::97]
-    for clip, scene in zip(drawn_exactly(world, asked), asked, strict=True):
+    for clip, scene in zip(drawn_exactly(world, asked, FRAMES.get(name, 9)), asked, strict=True):
         latents = pipeline.spec.code.encode_video(pipeline, clip, 0, Silent())
-        assert latents.shape == (1, 16, 3, 8, 8)
+        assert latents.shape == (1, *cells, 8, 8)
         with torch.no_grad():
             back = pipeline.parts.read("vae").decode(latents).sample[0].permute(1, 2, 3, 0)
         assert float(((back + 1) / 2 - clip).square().mean()) < 10**-2.2, "22 dB"
         assert scenes.scene_of(((back + 1) / 2).clamp(0, 1)) == scene
+
+
+@pytest.mark.full
+def test_the_attention_that_the_small_mochi_is_trained_with_is_that_of_the_real_class(world):
+    import mochi  # beside ``world``
+
+    transformer = mochi.models()["transformer"].requires_grad_(False)
+    given = {
+        "hidden_states": torch.randn(2, 12, 2, 8, 8, generator=torch.Generator().manual_seed(0)),
+        "encoder_hidden_states": torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)),
+        "timestep": torch.tensor([100.0, 900.0]),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        "return_dict": False,
+    }
+    (expected,) = transformer(**given)
+    for block in transformer.transformer_blocks:
+        block.attn1.processor = mochi.Batched()
+    assert torch.allclose(transformer(**given)[0], expected, atol=1e-5)
 
 
 @pytest.mark.full
