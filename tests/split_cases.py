@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import zlib
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import save_file
 from simulated import accelerator
+
+Compared = tuple[float | None, float | None, str]
 
 SAFE_FP16 = "fp16-safe"  # which no CPU is offered
 LORA = "lora.safetensors"
@@ -177,28 +180,37 @@ def group_of(rank: int, size: int, halves: bool = False) -> Group:
     return Group(Ranks(None, rank, size), Ranks(groups[own], rank - own * middle, middle))
 
 
-def compared(case: Case, group: Group, built: Path) -> tuple[float, float, str]:
-    """The largest difference between split and whole, the largest value, and a hash of this rank's latents.
+def everything(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """What each function of the file ``plan`` returns for its cases: one start of processes serves them all."""
+    plan, built = json.loads((folder / "plan").read_text()), Path((folder / "built").read_text())
+    functions = {"every_case": every_case, "every_branch": every_branch, "decodes": decodes, "twins": twins}
+    return {name: functions[name](rank, size, built, cases) for name, cases in plan.items()}
 
-    The whole is computed by the leader alone, since there is but one CPU.
+
+def compared(names: list[str], group: Group, built: Path) -> dict[str, Compared]:
+    """Of each case the largest difference of split and whole, the largest value, and a hash of this rank's latents.
+
+    Each whole is computed by one rank alone, in turn; the others have None for its difference and value.
     """
-    split = sampled(on_group(opened(case, built), group), case).samples
-    whole = sampled(opened(case, built), case).samples if group.leads else split
-    digest = hashlib.sha256(split.contiguous().numpy().tobytes()).hexdigest()
-    return float((split - whole).abs().max()), float(whole.abs().max()), digest
+    splits = {name: sampled(on_group(opened(CASES[name], built), group), CASES[name]).samples for name in names}
+    told: dict[str, Compared] = {}
+    for number, (name, split) in enumerate(splits.items()):
+        difference = largest = None
+        if number % group.world.size == group.world.rank:
+            whole = sampled(opened(CASES[name], built), CASES[name]).samples
+            difference, largest = float((split - whole).abs().max()), float(whole.abs().max())
+        told[name] = difference, largest, hashlib.sha256(split.contiguous().numpy().tobytes()).hexdigest()
+    return told
 
 
-def every_branch(rank: int, size: int, folder: Path) -> dict[str, tuple[float, float, str]]:
+def every_branch(rank: int, size: int, built: Path, names: list[str]) -> dict[str, Compared]:
     """Each case compared, where half of the ranks compute the one branch of guidance and half the other."""
-    built, group = Path((folder / "built").read_text()), group_of(rank, size, halves=True)
-    return {name: compared(CASES[name], group, built) for name in (folder / "cases").read_text().split("\n")}
+    return compared(names, group_of(rank, size, halves=True), built)
 
 
-def every_case(rank: int, size: int, folder: Path) -> dict[str, tuple[float, float, str]]:
+def every_case(rank: int, size: int, built: Path, names: list[str]) -> dict[str, Compared]:
     """Each case compared."""
-    built = Path((folder / "built").read_text())
-    names = (folder / "cases").read_text().split("\n")
-    return {name: compared(CASES[name], group_of(rank, size), built) for name in names}
+    return compared(names, group_of(rank, size), built)
 
 
 def _shifted(right: Any) -> Any:
@@ -233,11 +245,12 @@ DECODES = {  # model: form of the decode, and latent frames; each gives several 
 }
 
 
-def decodes(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, int, int]]:
-    """Of each case of :data:`DECODES`: whether the leader's frames are those of one process, and how many calls of the
+def decodes(rank: int, size: int, built: Path, names: list[str]) -> dict[str, tuple[bool, int, int]]:
+    """Of each of :data:`DECODES`: whether the leader's frames are those of one process, and how many calls of the
     decoder this rank and one process alone made."""
-    built, told = Path((folder / "built").read_text()), {}
-    for name, (form, count) in DECODES.items():
+    told = {}
+    for name in names:
+        form, count = DECODES[name]
         model = name.partition(",")[0]
         alone, together = opened(Case(model), built), on_group(opened(Case(model), built), group_of(rank, size))
         channels, ratio = int(alone.configs["vae"]["latent_channels"]), alone.spec.ratio
@@ -272,10 +285,10 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {  # by name: whose method, and what i
 }
 
 
-def twins(rank: int, size: int, folder: Path) -> dict[str, str]:
+def twins(rank: int, size: int, built: Path, names: list[str]) -> dict[str, str]:
     """What :func:`require_exact` says of each model with a fault in its split; empty where it lets it pass."""
-    built, said = Path((folder / "built").read_text()), {}
-    for line in (folder / "cases").read_text().split("\n"):
+    said = {}
+    for line in names:
         model, fault = line.split(": ")
         pipeline = opened(Case(model), built)
         with pytest.MonkeyPatch.context() as patch:
