@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.nn.modules import module as modules
 
 from ...compat.errors import CheckpointError, PackError
@@ -60,6 +61,33 @@ def require_counts(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
+class _Building(threading.local):
+    """What becomes of the parameters and modules that this thread registers."""
+
+    count: Callable[[str], None] | None = None
+    empty = False
+
+
+_building = _Building()
+_hooks: list[Any] = []  # of torch, once they are needed
+_hooking = threading.Lock()
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Modules that this thread builds in the block have parameters without memory, on ``meta``; buffers are real.
+
+    accelerate's ``init_empty_weights`` changes ``nn.Module`` itself: a module that another thread builds meanwhile has
+    no weights either, and two such blocks that overlap leave that so for good.
+    """
+    _watch_registrations()
+    before, _building.empty = _building.empty, True
+    try:
+        yield
+    finally:
+        _building.empty = before
+
+
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
     """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
@@ -71,13 +99,11 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
     Raises:
         CheckpointError: the configuration asks for more parameters than the file has, or building it failed.
     """
-    thread, counts, checked = threading.get_ident(), {"parameters": 0, "modules": 0}, time.monotonic()
+    counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
     def counted(kind: str) -> None:
         nonlocal checked
-        if threading.get_ident() != thread:
-            return
         if time.monotonic() - checked > CHECK_SECONDS:
             check()
             checked = time.monotonic()
@@ -89,10 +115,8 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
                 fix="Download config.json and weights from the same place.",
             )
 
-    hooks = (
-        modules.register_module_parameter_registration_hook(lambda *_: counted("parameters")),
-        modules.register_module_module_registration_hook(lambda *_: counted("modules")),
-    )
+    _watch_registrations()
+    before, _building.count = _building.count, counted
     try:
         check()
         yield
@@ -107,8 +131,29 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
             fix="Download config.json and weights from the same place.",
         ) from error
     finally:
-        for hook in hooks:
-            hook.remove()
+        _building.count = before
+
+
+def _watch_registrations() -> None:
+    """Have torch tell of every registration, for good: hooks that come and go break what other threads build."""
+    with _hooking:
+        if not _hooks:
+            told: Any = _parameter_of  # torch's annotation leaves out that a hook may return another parameter
+            _hooks.append(modules.register_module_parameter_registration_hook(told))
+            _hooks.append(modules.register_module_module_registration_hook(_counted_module))
+
+
+def _parameter_of(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if _building.count is not None:
+        _building.count("parameters")
+    if not _building.empty or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:
+    if _building.count is not None:
+        _building.count("modules")
 
 
 def _alike(value: Any, known: Any) -> bool:

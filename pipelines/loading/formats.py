@@ -23,7 +23,7 @@ from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..registry import FAMILIES
-from .configs import MOST_TENSORS, construction
+from .configs import MOST_TENSORS, construction, empty_weights
 from .evidence import names_around
 from .keys import SAME, Layout, Row, is_another_model, renamed
 from .others import other_model, refusal
@@ -267,11 +267,9 @@ def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
     """The shapes of a diffusers model, built without memory, of its configuration as JSON."""
-    from accelerate import init_empty_weights
-
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
-    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), init_empty_weights():
+    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), empty_weights():
         module = cls.from_config(dict(config))
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 

@@ -27,7 +27,7 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Pipeline, Progress
-from .configs import MOST_TENSORS, construction
+from .configs import MOST_TENSORS, construction, empty_weights
 from .keys import listed
 from .lora_keys import Match, matched
 from .lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Pair, Shapes, Share, share_of
@@ -137,15 +137,13 @@ def _shapes_of(leaves: Mapping[str, Any]) -> Shapes:
 
 def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
     """The transformers' layers by name, empty."""
-    from accelerate import init_empty_weights
-
     leaves: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
         _, *classes = pipeline.spec.parts[part]
         named = str(config.get("_class_name"))
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
-        with construction(part, pipeline.source, MOST_TENSORS, lambda: None), init_empty_weights():
+        with construction(part, pipeline.source, MOST_TENSORS, lambda: None), empty_weights():
             module = cls.from_config(dict(config))
         leaves |= {name: leaf for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
     return leaves

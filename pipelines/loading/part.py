@@ -34,7 +34,7 @@ from ...compat.packages import attribute, unusable
 from ..base import Progress, StageText
 from ..family import FamilySpec
 from ..vae.chunked import decode_as_published
-from .configs import construction, require_counts, require_plausible
+from .configs import construction, empty_weights, require_counts, require_plausible
 from .keys import is_another_model, listed
 
 
@@ -186,10 +186,8 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
 
 
 def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
-    from accelerate import init_empty_weights
-
     cls: Any = attribute("diffusers", files.cls)
-    with construction(files.name, files.folder, len(files.entries), progress.check), init_empty_weights():
+    with construction(files.name, files.folder, len(files.entries), progress.check), empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
     files = _fitting(files, module, progress)
     advance = _advance(files, progress)

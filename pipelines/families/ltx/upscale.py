@@ -21,6 +21,7 @@ from ....compat.errors import CheckpointError
 from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer, transfer_for
 from ...base import Latents, Pipeline, Progress, StageText
+from ...loading.configs import construction, empty_weights
 from ...loading.formats import entries_in
 from ...loading.keys import listed
 from ...settings import SECOND_PASS
@@ -93,11 +94,11 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 
 def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.dtype, progress: Progress) -> nn.Module:
     """The upscaler with its weights, on the CPU, outside inference mode."""
-    from accelerate import init_empty_weights
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
     with torch.inference_mode(False), torch.no_grad():
-        with init_empty_weights():
+        file = next(iter(entries.values())).file
+        with construction("latent upscaler", file, len(entries), progress.check), empty_weights():
             network: nn.Module = LTXLatentUpsamplerModel(**config)
         missing = sorted(network.state_dict().keys() - entries.keys())
         if missing:

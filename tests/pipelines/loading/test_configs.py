@@ -15,7 +15,7 @@ from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.loading import part
-from anygpu.pipelines.loading.configs import construction, require_plausible
+from anygpu.pipelines.loading.configs import construction, empty_weights, require_plausible
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 
@@ -135,8 +135,28 @@ def test_building_is_cancelled_in_the_thread_that_builds() -> None:
         other.join()  # which counts for nothing here
         while True:
             torch.nn.Linear(1, 1, device="meta")
-    hooks = torch.nn.modules.module._global_parameter_registration_hooks
-    assert not hooks, "the hooks stay behind"
+
+
+def test_what_other_threads_build_meanwhile_has_its_weights() -> None:
+    """A forecast that builds a model without weights must not take those of the model that is being loaded."""
+    entered, left, seen = threading.Event(), threading.Event(), []
+
+    def overlapping() -> None:
+        with empty_weights():
+            seen.append(torch.nn.Linear(1, 1).weight.is_meta)
+            entered.set()
+            left.wait(10)
+
+    other = threading.Thread(target=overlapping)
+    with empty_weights():
+        other.start()
+        entered.wait(10)
+        seen.append(torch.nn.Linear(1, 1).weight.is_meta)
+    seen.append(torch.nn.Linear(1, 1).weight.is_meta)  # while the other one is at it
+    left.set()
+    other.join()
+    seen.append(torch.nn.Linear(1, 1).weight.is_meta)
+    assert seen == [True, True, False, False]
 
 
 def test_what_nobody_foresaw_is_one_line_with_its_cause(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
