@@ -203,7 +203,7 @@ TABLE: dict[str, str] = {
                 "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
-            *("os._exit", "os.fsencode", "os.getpid", "os.stat_result"),
+            *("os.fsencode", "os.getpid", "os.stat_result"),
             *("os.environ.get", "os.environ.update", "socket.gethostname"),
             *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.group", "Path.owner"),
         ),
