@@ -287,12 +287,12 @@ export async function firstRun(nodes2) {
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
-    await loadWorkflow(page, await source("mochi_text_to_video"), "mochi_text_to_video");
+    await loadWorkflow(page, await source("hunyuan_video_15_text_to_video"), "hunyuan_video_15_text_to_video");
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
     const said = await notice(page);
-    assert.ok(said.Found.startsWith("no model 'mochi-1-preview'"), JSON.stringify(said));
-    assert.ok(/^Download https:..huggingface.co.genmo.mochi-1-preview \(only .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
+    assert.ok(said.Found.startsWith("no model 'HunyuanVideo-1.5-Diffusers-480p_t2v'"), JSON.stringify(said));
+    assert.ok(/^Download https:..huggingface.co.hunyuanvideo-community.HunyuanVideo-1.5-Diffusers-480p_t2v .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();
