@@ -20,9 +20,9 @@ from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, countin
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Pipeline, SampleSettings
+from ..loading.part import decode_as_published
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
-from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
 from ..vae.tiled import decoder_call, pieces_of
 
