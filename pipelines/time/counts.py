@@ -19,7 +19,7 @@ from torch import nn
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counting_on_meta
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Call, Pipeline, SampleSettings
+from ..base import Call, Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
 from ..vae.chunked import decode_as_published
@@ -165,15 +165,28 @@ def _vision_work(pipeline: Pipeline) -> Work:
     return work
 
 
-def text_work(pipeline: Pipeline) -> Work:
-    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention."""
-    tokens, total = pipeline.spec.memory.reference_tokens, Work()
-    for part in pipeline.spec.text_parts:
-        if part in pipeline.configs:
-            config = pipeline.configs[part].get("text_config", pipeline.configs[part])
+def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
+    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention.
+
+    Args:
+        request: the texts; None for those of a usual length.
+    """
+    total = Work()
+    for part, lengths in text_lengths(pipeline, request).items():
+        config = pipeline.configs[part].get("text_config", pipeline.configs[part])
+        for tokens in lengths:
             most = int(config.get("max_position_embeddings") or tokens)  # CLIP takes 77
             total.update(_encoder_work(config, min(tokens, most), pipeline.precision.text.itemsize))
-    return total.times(2)
+    return total
+
+
+def text_lengths(pipeline: Pipeline, request: PromptRequest | None = None) -> dict[str, tuple[int, ...]]:
+    """Tokens of each forward of each text encoder that runs; of a usual prompt and its negative without ``request``."""
+    spec, code = pipeline.spec, pipeline.spec.code
+    lengths: Mapping[str, tuple[int, ...]] = dict.fromkeys(spec.text_parts, (spec.memory.reference_tokens,) * 2)
+    if hasattr(code, "text_lengths"):
+        lengths = code.text_lengths(pipeline, request)
+    return {part: tokens for part, tokens in lengths.items() if tokens and part in pipeline.configs}
 
 
 def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work:

@@ -19,12 +19,21 @@ from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, Pace, pace_of
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, kept_stages
-from ..base import Pipeline, SampleSettings
+from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
-from .counts import IMAGE_ENCODER, batches_of, decoding_work, image_work, sampling_work, sections_of, text_work
+from .counts import (
+    IMAGE_ENCODER,
+    batches_of,
+    decoding_work,
+    image_work,
+    sampling_work,
+    sections_of,
+    text_lengths,
+    text_work,
+)
 
 TEXT, IMAGE, SAMPLING, DECODING = "text", "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
@@ -37,10 +46,11 @@ ROWS = 3  # newest runs that count
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size and its settings, complete."""
+    """What is asked of a run: its size, its settings, complete, and its texts where they are known."""
 
     size: Size
     settings: SampleSettings
+    texts: PromptRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,8 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
 def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
     """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
     if stage == TEXT:
-        parts, calls, work = pipeline.spec.text_parts, 2, text_work(pipeline)
+        lengths = text_lengths(pipeline, run.texts)
+        parts, calls, work = tuple(lengths), max(map(len, lengths.values()), default=0), text_work(pipeline, run.texts)
         beside = 0
     elif stage == IMAGE:
         parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0
