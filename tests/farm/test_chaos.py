@@ -43,8 +43,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rendering() -> list[psutil.Process]:
-    """The processes that render now: Ray names a process after the call that it is in."""
-    return [one for one in psutil.process_iter(["cmdline"]) if "ray::Worker.run" in " ".join(one.info["cmdline"] or ())]
+    """The processes of this test that render now: Ray names a process after the call that it is in."""
+    own = psutil.Process().children(recursive=True)
+    return [one for one in own if "ray::Worker.run" in " ".join(value_or(one.cmdline, []))]
 
 
 def last_step(folder: JobFolder) -> float:
