@@ -31,7 +31,9 @@ KEY, NOW = "{:064x}", "now"
 def ray() -> Iterator[Any]:
     """Ray with room for two workers, as ``anygpu-farm run --local 2`` starts it."""
     before = dict(os.environ)
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:9"  # some other cluster's, which does not matter here
     started = cluster.start_here(2, 0)
+    del os.environ["RAY_ADDRESS"]
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import tests
