@@ -48,7 +48,8 @@ def main() -> None:
     try:
         host = find_host()
     except NoHost as reason:
-        sys.exit(f"skipped: {reason}")
+        print(f"skipped: {reason}")
+        return
     with tempfile.TemporaryDirectory(prefix="anygpu-bytecode-") as folder:
         bytecode = Path(folder)
         start_seconds(False, bytecode)  # ComfyUI's own bytecode, and the page cache
