@@ -6,7 +6,8 @@
 For each demo model: the same prompts and seeds under each switch. Appends rows to ``results/quality.csv`` and writes
 ``docs/quality.md`` of the newest row of each. What needs hardware that is not here is emulated, and says so. Prompts
 are in the words the model knows, so the checker can tell whether a switch still shows what was asked. ``--only GGUF 8``
-measures the switches with one of these in their names; the strips are drawn of all.
+measures the switches with one of these in their names, and ``--models LTX`` the models with one of these in theirs; the
+strips are drawn of all.
 """
 
 from __future__ import annotations
@@ -77,13 +78,18 @@ def rounded_to(kind: str, across: bool, ggml: Path | None, transformer: nn.Modul
             else short rows have the type that llama.cpp's tools write in its place. ggml: what writes K types.
     """
     with torch.no_grad():
-        for name, leaf in transformer.named_modules():
-            if isinstance(leaf, nn.Linear) and "blocks" in name and leaf.in_features % 32 == 0:
-                weight = leaf.weight.float().numpy()
-                rows = weight.reshape(-1, K_BLOCK) if across else weight
-                own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
-                leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
+        for leaf in rounded_linears(transformer):
+            weight = leaf.weight.float().numpy()
+            rows = weight.reshape(-1, K_BLOCK) if across else weight
+            own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
+            leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
     yield
+
+
+def rounded_linears(transformer: nn.Module) -> list[nn.Linear]:
+    """The Linears of the blocks whose rows are whole blocks of 32 values, which is what GGUF's types need."""
+    linears = [(name, leaf) for name, leaf in transformer.named_modules() if isinstance(leaf, nn.Linear)]
+    return [leaf for name, leaf in linears if "blocks" in name and leaf.in_features % 32 == 0]
 
 
 def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
@@ -106,16 +112,23 @@ def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
     return gguf.quants.dequantize(packed, to)
 
 
-def gguf_switches(ggml: Path | None) -> list[Switch]:
-    """A row for each type that can be written; two for a K type: as files of this model have it, and everywhere."""
+def gguf_switches(transformer: nn.Module, ggml: Path | None) -> list[Switch]:
+    """A row for each type that can be written; two for a K type: everywhere, and as files of this model have it.
+
+    Where no row of the model takes a K type, such a file has the other type alone, which has its own row.
+    """
+    widths = {leaf.in_features for leaf in rounded_linears(transformer)}
+    taking = [str(width) for width in sorted(widths) if width % K_BLOCK == 0]
+    others = " and ".join(str(width) for width in sorted(widths) if width % K_BLOCK)
     every = [
         Switch(f"GGUF {kind}", "rounded and back", around=partial(rounded_to, kind, False, ggml)) for kind in GGUF_TYPES
     ]
     if ggml is not None:
         every.append(Switch("GGUF IQ4_NL", "rounded and back", around=partial(rounded_to, "IQ4_NL", False, ggml)))
         for kind, other in K_TYPES.items():
-            mixed, whole = f"rows of 768; {other} in rows of 192", "in all rows, blocks across their ends"
-            every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
+            mixed, whole = f"rows of {' and '.join(taking)}; {other} in rows of {others}", "in all rows, across their ends"
+            if taking:
+                every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
             every.append(Switch(f"GGUF {kind}", whole, around=partial(rounded_to, kind, True, ggml)))
     return every
 
@@ -127,7 +140,7 @@ def switches(pipeline: Any, ggml: Path | None) -> list[Switch]:
     every.append(Switch("precision fp16-safe", "as GPUs have it; on a CPU refused", load={"precision": "fp16-safe"}))
     every += [Switch(f"weights {name}", load={"weights": name}) for name in ("fp8", "int8")]
     every += [Switch(f"text_weights {name}", load={"text_weights": name}) for name in ("fp8", "int8")]
-    every += gguf_switches(ggml)
+    every += gguf_switches(pipeline.parts.read("transformer"), ggml)
     for kind in pipeline.spec.step_caches:
         for preset in PRESETS:
             cached = partial(with_step_cache, preset=preset, asked=StepCacheSettings(kind))
@@ -170,17 +183,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--only", nargs="+", default=[""], help="measure the switches with one of these in their names")
+    parser.add_argument("--models", nargs="+", default=[""], help="measure the models with one of these in their names")
     parser.add_argument("--ggml", type=Path, help="ggml's library, which writes GGUF's K types")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     asked, names, pictures = drawing.chosen_scenes(given.prompts), {}, {}
     for choice, folder in demo_models().items():
-        plain = clips(folder, PLAIN, asked)
+        chosen = any(text in choice for text in given.models)
+        plain = clips(folder, PLAIN, asked if chosen else asked[:STRIP])
         strips = {PLAIN.name: strip(plain)}
-        keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
+        if chosen:
+            keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
         for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
-            whole = any(text in switch.name for text in given.only)
+            whole = chosen and any(text in switch.name for text in given.only)
             shown = clips(folder, switch, asked if whole else asked[:STRIP])
             strips[switch.name] = strip(shown)
             if whole:
