@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from anygpu.compat.device.work import PROBED, Pace, _measured
 from anygpu.compat.memory.statistics import StageCost
+from anygpu.compat.memory.times import corrected
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, latent_shape
 from anygpu.pipelines.time import counts
-from anygpu.pipelines.time.forecast import corrected
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
 

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..compat.device.facts import value_or
+from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, PackError
 from ..pipelines.job_folder import JOBS, JobFolder
 from . import cluster
@@ -164,7 +162,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = arguments.workers or max(gpus, 1)
     else:
-        gpus = value_or(lambda: int(torch.accelerator.device_count()), 0) if arguments.device is None else 0
+        gpus = 0 if arguments.device is not None or default_device().type == "cpu" else device_count()
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some

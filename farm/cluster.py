@@ -54,6 +54,7 @@ def start_here(workers: int, gpus: int) -> Any:
     os.environ.update({**LOOPBACK, **QUIET, **own_token})
     ray = ray_module()
     ray.init(
+        address="local",  # else it connects to a cluster that RAY_ADDRESS names, or that runs on this machine
         num_cpus=max(workers, 1),
         num_gpus=gpus,
         namespace=NAMESPACE,

@@ -141,7 +141,8 @@ class Driver:
         if not self._calls:
             time.sleep(LOOK_SECONDS)
             return
-        ready, _ = self.ray.wait(list(self._calls), num_returns=1, timeout=LOOK_SECONDS)
+        rest = max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
+        ready, _ = self.ray.wait(list(self._calls), num_returns=1, timeout=rest)
         for call in ready:
             self._take(call, self._calls.pop(call))
 

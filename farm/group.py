@@ -33,7 +33,7 @@ BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can s
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
 FORM_SECONDS = 600.0  # that processes have to come up, with a busy or sleeping machine among them
 PATIENCE_SECONDS = 600.0  # that a rank waits for the others: also while one reads its model from a slow disk
-CANCEL_SECONDS = 2.0  # that ranks have to agree on an end, at their next step
+CANCEL_SECONDS = 1.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
@@ -244,7 +244,7 @@ class GroupRenderer:
 
         leader = self._ranks[LEADER]
         with suppress(ray.exceptions.RayError, TimeoutError):  # of a leader that is gone, its call tells
-            state = ray.get(leader.state.remote(), timeout=GRACE_SECONDS)
+            state = _answer(leader.state.remote(), progress, GRACE_SECONDS)
             for note in state["notes"][told:]:
                 progress.notify(note)
             told = len(state["notes"])
@@ -259,12 +259,7 @@ class GroupRenderer:
         Raises:
             TimeoutError: none in time.
         """
-        import ray
-
-        call, deadline = self._ranks[LEADER].preview.remote(), time.monotonic() + PREVIEW_SECONDS
-        while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < deadline:
-            progress.check()  # a step may be long: who ends the job does not wait for the picture
-        pixels = ray.get(call, timeout=LOOK_SECONDS)
+        pixels = _answer(self._ranks[LEADER].preview.remote(), progress, PREVIEW_SECONDS)
         if pixels is None:
             raise TimeoutError
         return torch.tensor(pixels)[None].float() / 255
@@ -282,6 +277,20 @@ class GroupRenderer:
     def _give_up(self) -> None:
         _end(self._ranks)
         self._ranks = []
+
+
+def _answer(call: Any, progress: Progress, seconds: float) -> Any:
+    """What a rank answers within ``seconds``; who ends the job does not wait for it.
+
+    Raises:
+        TimeoutError: no answer in time. ray.exceptions.RayError: the rank is gone.
+    """
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < deadline:
+        progress.check()
+    return ray.get(call, timeout=LOOK_SECONDS)
 
 
 def _end(ranks: list[Any]) -> None:

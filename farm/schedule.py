@@ -37,7 +37,7 @@ class Schedule:
         self._work: dict[str, float] = {}  # of the jobs that wait, by model
         self._loaded: dict[str, str] = {}  # worker to model
         self._holders: dict[str, int] = {}  # workers by model
-        self._lacking: dict[str, set[str]] = {}  # worker to models that its machine cannot load
+        self._missing: dict[str, set[str]] = {}  # worker to models that its machine cannot load
         self.add(tasks)
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class Schedule:
 
     def refuse(self, worker: str, model: str) -> None:
         """Give ``worker`` no further job of ``model``, which its machine cannot load."""
-        self._lacking.setdefault(worker, set()).add(model)
+        self._missing.setdefault(worker, set()).add(model)
 
     def forget(self, worker: str) -> None:
         """Count ``worker`` no longer among those that have a model loaded: its process is gone."""
@@ -86,7 +86,7 @@ class Schedule:
     def without_worker(self, workers: Iterable[str]) -> list[Task]:
         """Take out the jobs that none of ``workers`` can do."""
         everybody = list(workers)
-        stuck = [m for m in self._waiting if all(m in self._lacking.get(worker, ()) for worker in everybody)]
+        stuck = [m for m in self._waiting if all(m in self._missing.get(worker, ()) for worker in everybody)]
         tasks = [task for model in stuck for task in self._waiting.pop(model)]
         for model in stuck:
             del self._work[model]
@@ -104,9 +104,9 @@ class Schedule:
 
     def _choice(self, worker: str) -> str | None:
         """The loaded model while it has jobs; else the one with most work per worker that has it."""
-        lacking = self._lacking.get(worker, ())
+        missing = self._missing.get(worker, ())
         loaded = self._loaded.get(worker)
-        if loaded in self._waiting and loaded not in lacking:
+        if loaded in self._waiting and loaded not in missing:
             return loaded
-        open_models = [model for model in self._waiting if model not in lacking]
+        open_models = [model for model in self._waiting if model not in missing]
         return max(open_models, key=lambda model: self._work[model] / (1 + self._holders.get(model, 0)), default=None)

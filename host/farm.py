@@ -22,7 +22,7 @@ from ..pipelines.job_lists import PICTURES, JobList, write_list
 from ..pipelines.jobs import Job, job_in
 from ..pipelines.movie import read_frames
 from .api import InputImpl
-from .folders import paint_path
+from .folders import AUTO, paint_path, paint_provider_folder
 from .progress import NodeProgress
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
@@ -45,6 +45,15 @@ class Collected:
     files: tuple[Path, ...]
     failed: Mapping[str, str]
     waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaintModels:
+    """What textures meshes, by its names in lists: ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
+
+    model: str
+    delight: str = NONE
+    image_encoder: str = AUTO
 
 
 def folder_choices() -> list[str]:
@@ -96,15 +105,20 @@ def input_folder(name: str) -> Path:
 
 
 def queue_meshes(
-    folder: JobFolder, name: str, model: str, meshes: str, pictures: str, seeds: Sequence[int], steps: int
+    folder: JobFolder, name: str, models: PaintModels, meshes: str, pictures: str, seeds: Sequence[int], steps: int
 ) -> JobList:
-    """Write a job for each mesh of a listed folder, to be textured by a listed paint model."""
+    """Write a job for each mesh of a listed folder, to be textured by listed models."""
     from ..paint.jobs import model_item, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
-    item = model_item(paint_path(model), model)
+    encoder = paint_provider_folder(models.image_encoder)
+    others = {
+        "delight": None if models.delight == NONE else model_item(paint_path(models.delight), models.delight),
+        "image_encoder": None if encoder is None else model_item(encoder, models.image_encoder),
+    }
+    item, painting = model_item(paint_path(models.model), models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
-    return write_list(folder, name, paint_jobs(item, *sources, seeds, PaintSettings(steps=steps), folder.add_input))
+    return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 
 
 def jobs_named(folder: JobFolder, name: str) -> JobList:

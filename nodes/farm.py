@@ -97,6 +97,14 @@ class QueueJobs(io.ComfyNode):
                     "paint_model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL], optional=True, advanced=True,
                     tooltip="With meshes: a Hunyuan3D paint model, as in AnyGPU Load Paint Pipeline.",
                 ),
+                io.Combo.Input(
+                    "delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True,
+                    tooltip="With meshes: hunyuan3d-delight-v2-0, for paint v2-0 and turbo. none: the pictures are used as they are.",
+                ),
+                io.Combo.Input(
+                    "image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True, advanced=True,
+                    tooltip="With meshes and a PBR model: the folder of DINOv2-giant. auto: none, as paint v2-0 and turbo need.",
+                ),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
             is_output_node=True,
@@ -105,6 +113,7 @@ class QueueJobs(io.ComfyNode):
     @classmethod
     def validate_inputs(
         cls, folder: str, model: str, pictures: str = farm.NONE, meshes: str = farm.NONE, paint_model: str = "",
+        delight: str = farm.NONE, image_encoder: str = "auto",
     ) -> bool:
         """Always: a name that is gone gets the error that says what to do."""
         return True
@@ -114,11 +123,13 @@ class QueueJobs(io.ComfyNode):
         cls, folder: str, name: str, model: str, prompts: str, seeds: str, width: int = 0, height: int = 0, frames: int = 0,
         negative: str = "", pictures: str = farm.NONE, steps: int = 0, cfg: float = 0.0, clip_seconds: float = 0.0,
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
+        delight: str = farm.NONE, image_encoder: str = "auto",
     ) -> io.NodeOutput:
         """The jobs, and how many they are."""
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
-            jobs = farm.queue_meshes(target, name.strip(), paint_model, meshes, pictures, seeds_in(seeds), steps)
+            models = farm.PaintModels(paint_model, delight, image_encoder)
+            jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps)
             return cls.queued(jobs, progress)
         path = folders.model_folder(model)
         batch = Batch(

@@ -67,12 +67,14 @@ class HardwareReport(Uncached):
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
-    from ..paint import estimates
+    from ..paint import estimates, times
 
     needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in MODES)
     side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
-    return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs))
+    run = times.planned_run(pipeline, pixels, views, guided=int(guided) or None)
+    known = times.times_of(pipeline, run, MODES, memory_plan.room_of(pipeline))
+    return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs), known)
 
 
 class MemoryPlan(Uncached):

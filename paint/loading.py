@@ -17,6 +17,7 @@ from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.probe_results import probe_results_of
+from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.host_weights import HostWeights
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
@@ -77,6 +78,7 @@ class PaintPipeline(KnownToHost):
         variant: ``v2-0``, ``turbo``, ``v2-1``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
         weights: bytes of each part on the device.
+        probes: what the device answered; None where nothing is kept.
     """
 
     family: str
@@ -91,6 +93,7 @@ class PaintPipeline(KnownToHost):
     compiled: Mapping[str, Blocks] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
+    probes: ProbeStore | None = None
 
     @property
     def patcher(self) -> Any:
@@ -141,12 +144,11 @@ def load_paint(
     configs: dict[str, Mapping[str, Any]] = {"unet": config}
     weights = {part: _bytes_of(module, dtypes) for part, module in made.items()}
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
-    for name, (reader, size) in _encoders(request, kind, place, precision).items():
-        readers[name], weights[name] = reader, size
+    for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
+        readers[name], configs[name], weights[name] = reader, config, size
     compiled = blocks_for(request.compiled, readers)
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
-    sizes = {part: size.total for part, size in weights.items()}
-    offloader, offload = _offloader(request, parts, facts, sizes, make_room=make_room, hosted=hosted)
+    offloader, offload = _offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     return PaintPipeline(
         family=kind,
         variant=_variant(request, kind, stored),
@@ -160,6 +162,7 @@ def load_paint(
         compiled=compiled,
         decisions=(precision.decision, offload, attention.decision, *_remarks(place, stored, dropped)),
         weights=weights,
+        probes=probes,
     )
 
 
@@ -167,7 +170,7 @@ def _offloader(
     request: PaintRequest,
     parts: Parts,
     facts: DeviceFacts,
-    sizes: Mapping[str, int],
+    weights: Mapping[str, PartBytes],
     make_room: Callable[[int, torch.device], None] | None,
     hosted: Callable[..., Offloader] | None,
 ) -> tuple[Offloader, Decision]:
@@ -175,7 +178,7 @@ def _offloader(
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
-    free = free_bytes(facts.device)
+    free, sizes = free_bytes(facts.device), {part: size.total for part, size in weights.items()}
     options = OffloadOptions(state=request.state, host_weights=HostWeights(shared=facts.unified))
     given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}
     if request.compiled is not None:
@@ -346,8 +349,8 @@ def _vae_reader(
 
 def _encoders(
     request: PaintRequest, kind: str, place: Path, precision: Precision
-) -> dict[str, tuple[Reader, PartBytes]]:
-    """Readers of the encoders that this kind uses and that are there, and their bytes."""
+) -> dict[str, tuple[Reader, Mapping[str, Any], PartBytes]]:
+    """Readers of the encoders that this kind uses and that are there, their configurations and their bytes."""
     name = {"paint_pbr": "image_encoder", "delight": "text_encoder"}.get(kind)
     if name is None:
         return {}
@@ -357,4 +360,5 @@ def _encoders(
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     size = paint_bytes(stored.bytes_as(precision.text))
     build = partial(encoder, name, folder, stored, precision.text)
-    return {name: (_reader(name, stored.total_bytes, build), size)}
+    config = read_json(folder / "config.json", f"the configuration of the {name}")
+    return {name: (_reader(name, stored.total_bytes, build), config, size)}

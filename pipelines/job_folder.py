@@ -29,6 +29,7 @@ JOBS = ".jsonl"
 KEY = re.compile(r"[0-9a-f]{16,64}")
 NAME = re.compile(r"[\w][\w .-]{0,99}")
 SUFFIXES = (".mp4", ".png", ".glb")
+SILENT_SECONDS = 60.0  # without a word, after which a driver, which writes every few, has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,14 @@ class JobFolder:
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
-        """Show what each worker of ``driver`` does."""
-        _write(self.root / "workers" / f"{driver}.json", json.dumps(states, indent=1))
+        """Show what each worker of ``driver`` does, and no more what those of drivers did that ended."""
+        path = self.root / "workers" / f"{driver}.json"
+        _write(path, json.dumps(states, indent=1))
+        with suppress(OSError):
+            oldest = path.stat().st_mtime - SILENT_SECONDS  # by the clock of the disk: machines have others
+            for other in path.parent.glob("*.json"):
+                if other.stat().st_mtime < oldest:
+                    other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
         """What each worker did when it was last written down; nothing where nobody works."""

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..compat import precision
 from ..compat.device.execution import HOST
-from ..compat.device.facts import default_device, value_or
+from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
 from .loading.folder import AUTO, LoadRequest
@@ -50,7 +48,7 @@ def _device_named(name: str) -> str:
     if not name.startswith("gpu:"):
         return name
     kind, index = default_device().type, int(name.removeprefix("gpu:"))
-    count = 0 if kind == HOST.type else value_or(lambda: int(torch.accelerator.device_count()), 1)
+    count = 0 if kind == HOST.type else device_count()
     if index >= count:
         raise UnsupportedError(
             f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",

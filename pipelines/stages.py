@@ -81,7 +81,11 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
     usual = family.defaults
-    run = partial(planned_run, pipeline, Size(usual.width, usual.height, usual.frames))  # a text takes as long for any
+
+    def run() -> Run:
+        size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
+        return replace(planned_run(pipeline, size), texts=completed)
+
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:

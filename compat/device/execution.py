@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .facts import default_device, value_or
+from .facts import default_device, device_count, value_or
 
 HOST = torch.device("cpu")
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
@@ -40,7 +40,7 @@ def current(device: torch.device) -> Iterator[None]:
 
     ComfyUI does so around its own samplers, and has the *current* device wait for weights that it streams.
     """
-    several = device.index is not None and value_or(lambda: torch.accelerator.device_count() > 1, False)
+    several = device.index is not None and device_count() > 1
     with ExitStack() as stack:
         if several and default_device().type == device.type:
             value_or(lambda: stack.enter_context(torch.accelerator.device_index(device.index)), None)

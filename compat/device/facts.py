@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 GIBIBYTE = 1024**3
 PLENTY = 1 << 62  # bytes of host memory where nobody tells how much there is: nothing is refused for it
 MOST_BYTES = 1 << 50  # that a device is believed to have
+MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
@@ -98,12 +99,17 @@ def default_device() -> torch.device:
     return value_or(accelerator, torch.device("cpu"))
 
 
+def device_count() -> int:
+    """How many accelerators torch sees: 1 where it does not say, or says more than its own index of a device can."""
+    count = value_or(lambda: int(torch.accelerator.device_count()), 1)
+    return count if 0 <= count <= MOST_DEVICES else 1
+
+
 def accelerators(device: torch.device) -> tuple[torch.device, ...]:
     """``device`` and the others of its type that torch sees, ``device`` first; a CPU is alone."""
     if device.type == "cpu" or device.index is None:
         return (device,)
-    count = value_or(lambda: int(torch.accelerator.device_count()), 1)
-    others = (torch.device(device.type, index) for index in range(count) if index != device.index)
+    others = (torch.device(device.type, index) for index in range(device_count()) if index != device.index)
     return (device, *others) if default_device().type == device.type else (device,)
 
 

@@ -1,4 +1,4 @@
-"""How fast devices are on paper, and what an operation or a copy takes at those rates.
+"""How fast devices are on paper, and what a copy takes at those rates.
 
 Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
 called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
@@ -62,10 +62,6 @@ class Rates:
     def flops(self, dtype: torch.dtype) -> float:
         """FLOPs per second of products of ``dtype``."""
         return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
-
-    def operation_seconds(self, flops: float, byte_count: float, dtype: torch.dtype) -> float:
-        """An operation of ``flops`` that moves ``byte_count`` bytes: the larger of the two, and the launch."""
-        return max(flops / self.flops(dtype), byte_count / self.memory) + self.launch
 
     def copy_seconds(self, byte_count: float, to_device: bool = True) -> float:
         """A copy of ``byte_count`` bytes over the link."""

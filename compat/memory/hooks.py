@@ -92,7 +92,8 @@ class GroupHooks:
         copies: to the device beside its computation; None where every copy is waited for.
         progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
 
-    ``ahead_bytes`` is what the groups that come ahead may take on the device.
+    ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
+    in use may take together, None where nobody tells: an embedding may be larger than the blocks that follow it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class GroupHooks:
         self.part, self.progress, self.copies = part, progress or Silent(), copies
         self.groups: list[WeightGroup] = []
         self.ahead_bytes = 0
+        self.room_bytes: int | None = None
         self._inner: list[WeightGroup] = []  # those inside lists of blocks
         self._ahead: dict[WeightGroup, tuple[torch.Tensor, torch.Event]] = {}
         self._next: dict[WeightGroup, WeightGroup] = {}
@@ -171,7 +173,10 @@ class GroupHooks:
 
     def _bring_ahead(self, copies: CopyStream) -> None:
         """Copy the groups that come next, as many as there is room for; those in use are there already."""
-        room = self.ahead_bytes - sum(group.total_bytes for group in self._ahead)
+        room = self.ahead_bytes
+        if self.room_bytes is not None and self._last is not None:
+            room = min(room, self.room_bytes - self._last.total_bytes)
+        room -= sum(group.total_bytes for group in self._ahead)
         group = self._next.get(self._last) if self._last is not None else None
         for _ in self.groups:
             if group is None or group is self._last:

@@ -329,7 +329,7 @@ class StandaloneOffloader:
                 self._move(part, module, HOST, progress)
                 hooks = self._hook(part, module, progress)
             hooks.progress = progress or Silent()
-            hooks.ahead_bytes = self._room_ahead(hooks, activation_bytes)
+            self._share_room(hooks, activation_bytes)
             try:
                 yield
             finally:
@@ -371,12 +371,12 @@ class StandaloneOffloader:
             progress=progress,
         )
 
-    def _room_ahead(self, hooks: GroupHooks, activation_bytes: int) -> int:
-        """Bytes for groups that come ahead: one of the largest, or what is left beside it and a forward."""
+    def _share_room(self, hooks: GroupHooks, activation_bytes: int) -> None:
+        """Tell the hooks what groups may take: ahead one of the largest, or what is left beside it and a forward."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
-        if hooks.copies is None or free is None:
-            return 0 if hooks.copies is None else largest
-        return max(0, min(largest, free - self.options.keep_free_bytes - activation_bytes - largest))
+        hooks.room_bytes = None if free is None else free - self.options.keep_free_bytes - activation_bytes
+        left = largest if hooks.room_bytes is None else hooks.room_bytes - largest
+        hooks.ahead_bytes = 0 if hooks.copies is None else max(0, min(largest, left))
 
     def _by_block(self, part: str) -> bool:
         """Whether the blocks of ``part`` move whole; else each layer moves by itself."""

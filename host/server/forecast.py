@@ -11,6 +11,8 @@ from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
+from ...compat.memory.times import TimeForecast
+from ...paint import times as painting
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline, SampleSettings
@@ -21,7 +23,7 @@ from ...pipelines.memory.forecast import forecast
 from ...pipelines.placement import load_placed
 from ...pipelines.settings import of_checkpoint, snap
 from ...pipelines.time.choice import times_of
-from ...pipelines.time.forecast import TimeForecast, planned_run
+from ...pipelines.time.forecast import planned_run
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said
@@ -211,7 +213,12 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
         guided = 2  # rows beside the first
     size = int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
-    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode), lambda *_: None
+
+    def times(mode: str, room: int | None) -> TimeForecast | None:
+        run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
+        return painting.times_of(pipeline, run, (mode,), room).get(mode)
+
+    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode), times
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,27 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
     return module  # type: ignore[no-any-return]
 
 
-def dino_states(pipeline: Any, picture: Tensor, progress: Any) -> Tensor:
-    """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
-    return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress)
+def encoder_without_weights(part: str, config: Mapping[str, Any]) -> nn.Module:
+    """An encoder of this ``config.json``, made on the device that torch makes tensors on."""
+    cls: Any = attribute("transformers", CLASSES[part])
+    return cls(cls.config_class.from_dict(dict(config))).eval()  # type: ignore[no-any-return]
 
 
-def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any) -> Tensor:
+def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[str, float] | None = None) -> Tensor:
+    """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU.
+
+    Args:
+        times: of the stage, as ``stage_cost`` takes them.
+    """
+    return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress, times)
+
+
+def _states(
+    pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, float] | None
+) -> Tensor:
     """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
     device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
-    with stage_cost(pipeline, stage, progress), hold as module, checked_leaves(module, progress.check):
+    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_leaves(module, progress.check):
         given = given.to(device, module.dtype if given.is_floating_point() else None)
         states: Tensor = module(given).last_hidden_state.cpu().float()
     pipeline.offloader.release(part)
@@ -76,8 +88,12 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def encoded_prompt(pipeline: Any, prompt: str, progress: Any) -> Tensor:
-    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU."""
+def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, float] | None = None) -> Tensor:
+    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU.
+
+    Args:
+        times: of the stage, as ``stage_cost`` takes them.
+    """
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
@@ -87,7 +103,7 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any) -> Tensor:
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     words = _words(pipeline.source, prompt) if prompt else [FIRST_TOKEN, LAST_TOKEN]
     tokens[0, : len(words)] = torch.tensor(words)
-    return _states(pipeline, "text_encoder", "text", tokens, progress)
+    return _states(pipeline, "text_encoder", "text", tokens, progress, times)
 
 
 def _words(source: Path, prompt: str) -> list[int]:

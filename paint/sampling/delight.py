@@ -21,8 +21,9 @@ from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import WHITE, checked_pictures, over, recentred, resized
 from ..shortage import explained
+from ..times import PaintRun, expected
 from .painting import preview_of, tell_sampled
-from .solvers import schedule_for, solver_for
+from .solvers import DELIGHT_STEPS, schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
 SOLID = 0.5  # alpha above which a pixel counts as the object
@@ -47,7 +48,7 @@ class DelightSettings:
     """
 
     size: int = 512
-    steps: int = 50
+    steps: int = DELIGHT_STEPS
     image_guidance: float = 1.0
     seed: int = 42
     scheduler: str = "euler_ancestral"
@@ -87,17 +88,28 @@ def delight_image(
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
         (given,) = checked_pictures(picture, "picture to delight")[:1]
         given = resized(given[None], settings.size, settings.size)[0]
-        text = encoded_prompt(pipeline, "", progress) if settings.text is None else settings.text
+        run = _run(settings)
+        text = settings.text
+        if text is None:
+            text = encoded_prompt(pipeline, "", progress, expected(pipeline, "text", run))
         if settings.text_guidance != 1 and settings.negative is None and settings.negative_prompt:
             settings = replace(settings, negative=encoded_prompt(pipeline, settings.negative_prompt, progress))
         device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
         need = asked(vae_bytes(ENCODED, settings.size, dtype))
-        with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+        times = expected(pipeline, "encoding", run)
+        with (
+            stage_cost(pipeline, "encoding", progress, **times),
+            pipeline.offloader.hold("vae", need, progress) as module,
+        ):
             condition = vae.encoded(module, network_picture(given)[None], None, device, progress)
         latents = denoised(pipeline, condition, text, settings, progress)
         tell_sampled(pipeline, latents, settings.seed, progress)
         need = asked(vae_bytes(DECODED, settings.size, dtype))
-        with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+        times = expected(pipeline, "decoding", run)
+        with (
+            stage_cost(pipeline, "decoding", progress, **times),
+            pipeline.offloader.hold("vae", need, progress) as module,
+        ):
             evened = vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
         return corrected(evened, given) if settings.correct else evened
 
@@ -149,7 +161,8 @@ def denoised(
     rows, text = rows.to(device), text.to(device)
     need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with stage_cost(pipeline, "delighting", progress), hold as unet, checked_leaves(unet, progress.check):
+    times = expected(pipeline, "delighting", _run(settings))
+    with stage_cost(pipeline, "delighting", progress, **times), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)
@@ -165,6 +178,11 @@ def denoised(
             progress.check()
     require_finite(x, "delit latents")
     return x
+
+
+def _run(settings: DelightSettings) -> PaintRun:
+    rows = 1 + (2 if settings.text_guidance != 1 and settings.negative is not None else settings.image_guidance != 1)
+    return PaintRun(settings.steps, rows, settings.size, views=1)
 
 
 def _rows(condition: Tensor, text: Tensor, settings: DelightSettings) -> tuple[Tensor, Tensor]:

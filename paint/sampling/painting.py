@@ -22,9 +22,10 @@ from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import Run
 from ..networks.pbr import MATERIALS, rotary_by_tokens
-from ..pictures import GREY, WHITE, checked_pictures, over, resized, squared
+from ..pictures import WHITE, checked_pictures, over, resized, squared
 from ..shortage import explained
-from .solvers import Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
+from ..times import PaintRun, expected
+from .solvers import PUBLISHED, Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)
 PREVIEW = (  # Stable Diffusion's latents as colours, roughly
@@ -34,25 +35,6 @@ PREVIEW = (  # Stable Diffusion's latents as colours, roughly
     (-0.2120, -0.2616, -0.7177),
 )
 LATENT_KEY = "anygpu"
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """The published sampler of a variant."""
-
-    scheduler: str
-    spacing: str
-    steps: int
-    guidance: float
-    background: float
-    said: str
-
-
-PUBLISHED: dict[str, Published] = {
-    "v2-0": Published("euler_ancestral", "trailing", 30, 2.0, GREY, "Hunyuan3D paint v2-0"),
-    "turbo": Published("lcm", "trailing", 10, 1.0, GREY, "Hunyuan3D paint turbo"),
-    "v2-1": Published("unipc", "trailing", 15, 3.0, WHITE, "Hunyuan3D paint PBR v2-1"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +221,8 @@ def sampled(
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
     need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
     hold = pipeline.offloader.hold("unet", need, progress)
-    with stage_cost(pipeline, "painting", progress), hold as unet, checked_leaves(unet, progress.check):
+    times = expected(pipeline, "painting", _run(settings, views, references_in(conditions)))
+    with stage_cost(pipeline, "painting", progress, **times), hold as unet, checked_leaves(unet, progress.check):
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
@@ -291,6 +274,11 @@ def preview_of(latents: Tensor) -> Tensor:
     return (torch.einsum("bchw,cr->bhwr", latents, torch.tensor(PREVIEW)) * 0.5 + 0.5).clamp(0, 1)
 
 
+def _run(settings: PaintSettings, views: int, references: int) -> PaintRun:
+    """What is asked by completed settings."""
+    return PaintRun(len(plan_of(settings)), 2 if settings.guidance != 1 else 1, settings.size, views, references)
+
+
 def _checked(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
@@ -333,22 +321,25 @@ def _conditions(
     references, normals, positions, ids = given
     device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
-    need = asked(vae_bytes(ENCODED, size, pipeline.precision.vae))
-    with stage_cost(pipeline, "encoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    need, run = asked(vae_bytes(ENCODED, size, pipeline.precision.vae)), _run(settings, len(ids), len(references))
+    times = expected(pipeline, "encoding", run)
+    with stage_cost(pipeline, "encoding", progress, **times), pipeline.offloader.hold("vae", need, progress) as module:
         encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             encodings.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
     if pipeline.family == "paint_pbr":
-        dino = _dino(pipeline, inputs, references[0], progress).to(device)
+        times = expected(pipeline, "image", run)
+        dino = _dino(pipeline, inputs, references[0], progress, times).to(device)
         pairs = zip(pipeline.shape.widths, pipeline.shape.heads, strict=True)
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
     need = asked(looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1])))
     hold = pipeline.offloader.hold("reference", need, progress)
-    with stage_cost(pipeline, "reference", progress), hold as stream, checked_leaves(stream, progress.check):
+    times = expected(pipeline, "reference", run)
+    with stage_cost(pipeline, "reference", progress, **times), hold as stream, checked_leaves(stream, progress.check):
         reference = stream(encodings[0][None].to(device))
     maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
     return Conditions(
@@ -356,7 +347,9 @@ def _conditions(
     )
 
 
-def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any) -> Tensor:
+def _dino(
+    pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, times: Mapping[str, float]
+) -> Tensor:
     if inputs.dino is not None:
         states = inputs.dino.detach().cpu().float()
         if states.ndim != 3 or states.shape[-1] != 1536:
@@ -372,13 +365,14 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
             expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
             fix="Choose facebook/dinov2-giant on the load node, connect CLIP Vision Encode, or add --image-encoder.",
         )
-    return dino_states(pipeline, reference, progress)
+    return dino_states(pipeline, reference, progress, times)
 
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
     need = asked(vae_bytes(DECODED, settings.size, pipeline.precision.vae))
-    with stage_cost(pipeline, "decoding", progress), pipeline.offloader.hold("vae", need, progress) as module:
+    times = expected(pipeline, "decoding", _run(settings, views, 1))
+    with stage_cost(pipeline, "decoding", progress, **times), pipeline.offloader.hold("vae", need, progress) as module:
         pictures = vae.decoded(module, plain, device, progress, "decoding")
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 

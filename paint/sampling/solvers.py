@@ -18,6 +18,7 @@ from ...compat.errors import InputError
 from ...compat.packages import attribute
 from ..choices import SCHEDULERS as SCHEDULERS
 from ..choices import SPACINGS as SPACINGS
+from ..pictures import GREY, WHITE
 
 TRAIN_STEPS = 1000
 BETAS = (0.00085, 0.012)
@@ -27,6 +28,26 @@ KARRAS = (0.0292, 14.6146, 7.0)  # the usual range of Stable Diffusion; a ramp f
 LCM_GRID = 30  # timesteps the distillation used
 DATA_SIGMA, TIME_SCALE = 0.5, 10.0
 Noise = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The published sampler of a variant."""
+
+    scheduler: str
+    spacing: str
+    steps: int
+    guidance: float
+    background: float
+    said: str
+
+
+PUBLISHED: dict[str, Published] = {
+    "v2-0": Published("euler_ancestral", "trailing", 30, 2.0, GREY, "Hunyuan3D paint v2-0"),
+    "turbo": Published("lcm", "trailing", 10, 1.0, GREY, "Hunyuan3D paint turbo"),
+    "v2-1": Published("unipc", "trailing", 15, 3.0, WHITE, "Hunyuan3D paint PBR v2-1"),
+}
+DELIGHT_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)

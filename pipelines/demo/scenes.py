@@ -103,11 +103,6 @@ def at_night(colours: torch.Tensor) -> torch.Tensor:
     return colours * torch.tensor([0.35, 0.4, 0.55]) + torch.tensor([0.0, 4.0, 30.0])
 
 
-def by_day(colours: torch.Tensor) -> torch.Tensor:
-    """What :func:`at_night` made these ``colours`` of."""
-    return (colours - torch.tensor([0.0, 4.0, 30.0])) / torch.tensor([0.35, 0.4, 0.55])
-
-
 def scene_in(prompt: str) -> Scene | None:
     """The scene that a prompt asks for; None if it is not in the words of :attr:`Scene.caption`."""
     motions = {phrase: name for name, phrase in MOTIONS.items()}

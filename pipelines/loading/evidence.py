@@ -1,4 +1,4 @@
-"""What tells which variant a checkpoint is: what its file says of itself first, then the names around it."""
+"""What tells which model a checkpoint is: what its file says, the names around it, and the published configurations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..family import FamilySpec
 from ..registry import FAMILIES
 from .part import PartFiles
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 MOST_NAMES = 6
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
 CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
@@ -54,6 +56,14 @@ class Evidence:
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):  # another program's words
             return None
         return value
+
+
+@lru_cache(maxsize=32)
+def published(kind: str) -> tuple[dict[str, Any], ...]:
+    """The configurations that a model was published with; none for a family that is read from folders alone."""
+    family, _, part = kind.rpartition("/")
+    path = (FAMILIES[family].folder if family else CONFIGS) / f"{part}.json"
+    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:

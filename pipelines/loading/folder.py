@@ -49,8 +49,7 @@ from ..settings import recipe_decision
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
-from .evidence import evidence_of, variant_of
-from .formats import published
+from .evidence import evidence_of, published, variant_of
 from .keys import TRANSFORMER
 from .others import other_class
 from .part import PartFiles, part_files, reader_of, tool_reader, without_text

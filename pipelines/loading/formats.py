@@ -24,12 +24,11 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..registry import FAMILIES
 from .configs import MOST_TENSORS, construction, empty_weights
-from .evidence import names_around
+from .evidence import names_around, published
 from .keys import SAME, Layout, Row, is_another_model, renamed
 from .others import other_model, refusal
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
-CONFIGS = Path(__file__).parents[1] / "configs"
 NAMED = 3
 SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")
 
@@ -230,14 +229,6 @@ def _under(
         for name, entry in entries.items()
         if name.startswith(prefix) and not (inner and name.startswith(inner))
     }
-
-
-@lru_cache(maxsize=32)
-def published(kind: str) -> tuple[dict[str, Any], ...]:
-    """The configurations that a model was published with; none for a family that is read from folders alone."""
-    family, _, part = kind.rpartition("/")
-    path = (FAMILIES[family].folder if family else CONFIGS) / f"{part}.json"
-    return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[str, ...]]:

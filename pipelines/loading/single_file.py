@@ -20,9 +20,8 @@ from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
-from .evidence import evidence_of
+from .evidence import CONFIGS, evidence_of
 from .formats import (
-    CONFIGS,
     ENDINGS,
     Configured,
     Content,

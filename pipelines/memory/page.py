@@ -49,7 +49,7 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
     """
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
-    room = _room(pipeline)
+    room = room_of(pipeline)
     needs = forecasts(pipeline, size, room)
     times = times_of(pipeline, planned_run(pipeline, size, settings), [each.mode for each in needs], room)
     return shown(pipeline, title, more, needs, times)
@@ -65,12 +65,12 @@ def shown(
             the words. needs: the forecast of each mode, the fastest first. times: how long each mode takes, where
             that is known.
     """
-    room, times = _room(pipeline), times or {}
+    room, times = room_of(pipeline), times or {}
     text = _text(pipeline, title + more, needs, times, room)
     return text, _drawn(pipeline, title, needs, times, room)
 
 
-def _room(pipeline: Any) -> int | None:
+def room_of(pipeline: Any) -> int | None:
     """Bytes of the device that a run may take now; None where nobody tells."""
     free = free_bytes(pipeline.offloader.device)
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)

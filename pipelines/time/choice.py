@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from ...compat.device.execution import HOST
 from ...compat.device.facts import free_bytes, value_or
 from ...compat.memory.statistics import amount_of, duration
+from ...compat.memory.times import TimeForecast
 from ..base import Pipeline
 from ..memory.estimates import SPARE
 from ..memory.forecast import Forecast, Rooms
-from .forecast import Run, TimeForecast, time_forecast
+from .forecast import Run, time_forecast
 
 Times = Mapping[str, TimeForecast]
 WORTH = 0.9  # of the time, below which another mode is worth it

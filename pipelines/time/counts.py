@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,22 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counting_on_meta
+from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Call, Pipeline, SampleSettings
+from ..base import Call, Pipeline, PromptRequest, SampleSettings
+from ..loading.part import decode_as_published
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
-from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
 from ..vae.tiled import decoder_call, pieces_of
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
 IMAGE_ENCODER = "image_encoder"
-KEPT = 64  # counts, the newest
 Cells = tuple[int, int, int]  # latent frames, rows, columns
-_counts: dict[Any, Any] = {}
 
 
 def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
@@ -91,7 +89,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
             work.update(first.times(max(0, depth[name] - ALIKE)))
         return work
 
-    return _kept((*key, None if call.vision is None else call.vision.shape, str(dtype), form, epilogue), count)
+    return counted_once((*key, None if call.vision is None else call.vision.shape, str(dtype), form, epilogue), count)
 
 
 def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:
@@ -125,8 +123,8 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
         return pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
-        for piece, count in _kept((*key, cells, attempt), partial(cut, cells)).items():
-            total.update(_kept((*key, piece), partial(decoded, piece)).times(count * times))
+        for piece, count in counted_once((*key, cells, attempt), partial(cut, cells)).items():
+            total.update(counted_once((*key, piece), partial(decoded, piece)).times(count * times))
     return total
 
 
@@ -144,10 +142,12 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
         return work
 
     total = Work(
-        _kept((VAE, "encode", pipeline.family, _text(config), size.height, size.width, str(dtype), form), by_vae)
+        counted_once((VAE, "encode", pipeline.family, _text(config), size.height, size.width, str(dtype), form), by_vae)
     )
     if IMAGE_ENCODER in pipeline.configs:
-        total.update(_kept((IMAGE_ENCODER, _text(pipeline.configs[IMAGE_ENCODER])), partial(_vision_work, pipeline)))
+        total.update(
+            counted_once((IMAGE_ENCODER, _text(pipeline.configs[IMAGE_ENCODER])), partial(_vision_work, pipeline))
+        )
     return total
 
 
@@ -165,15 +165,28 @@ def _vision_work(pipeline: Pipeline) -> Work:
     return work
 
 
-def text_work(pipeline: Pipeline) -> Work:
-    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention."""
-    tokens, total = pipeline.spec.memory.reference_tokens, Work()
-    for part in pipeline.spec.text_parts:
-        if part in pipeline.configs:
-            config = pipeline.configs[part].get("text_config", pipeline.configs[part])
+def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
+    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention.
+
+    Args:
+        request: the texts; None for those of a usual length.
+    """
+    total = Work()
+    for part, lengths in text_lengths(pipeline, request).items():
+        config = pipeline.configs[part].get("text_config", pipeline.configs[part])
+        for tokens in lengths:
             most = int(config.get("max_position_embeddings") or tokens)  # CLIP takes 77
             total.update(_encoder_work(config, min(tokens, most), pipeline.precision.text.itemsize))
-    return total.times(2)
+    return total
+
+
+def text_lengths(pipeline: Pipeline, request: PromptRequest | None = None) -> dict[str, tuple[int, ...]]:
+    """Tokens of each forward of each text encoder that runs; of a usual prompt and its negative without ``request``."""
+    spec, code = pipeline.spec, pipeline.spec.code
+    lengths: Mapping[str, tuple[int, ...]] = dict.fromkeys(spec.text_parts, (spec.memory.reference_tokens,) * 2)
+    if hasattr(code, "text_lengths"):
+        lengths = code.text_lengths(pipeline, request)
+    return {part: tokens for part, tokens in lengths.items() if tokens and part in pipeline.configs}
 
 
 def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work:
@@ -297,13 +310,3 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def _text(config: Mapping[str, Any]) -> str:
     return json.dumps(config, sort_keys=True, default=str)
-
-
-def _kept(key: Any, count: Callable[[], Any]) -> Any:
-    """What ``count`` counts, from memory where it was asked for before."""
-    if key not in _counts:
-        counted = count()
-        while len(_counts) >= KEPT:
-            _counts.pop(next(iter(_counts)), None)
-        _counts[key] = counted
-    return _counts[key]

@@ -3,85 +3,43 @@ runs of the same kind showed."""
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
-from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, facts_for, free_bytes, indexed, value_or
+from ...compat.device.facts import DeviceFacts, facts_for, free_bytes, value_or
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.rates import published_rates
-from ...compat.device.work import PUBLISHED, Pace, pace_of
-from ...compat.memory.offloader import HOSTED
-from ...compat.memory.statistics import StageCost, duration, kept_stages
-from ..base import Pipeline, SampleSettings
+from ...compat.device.work import Pace, pace_of
+from ...compat.memory.times import TEXT, StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
+from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import planned_decode
-from .counts import IMAGE_ENCODER, batches_of, decoding_work, image_work, sampling_work, sections_of, text_work
+from .counts import (
+    IMAGE_ENCODER,
+    batches_of,
+    decoding_work,
+    image_work,
+    sampling_work,
+    sections_of,
+    text_lengths,
+    text_work,
+)
 
-TEXT, IMAGE, SAMPLING, DECODING = "text", "image", "sampling", "decoding"
+IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
-PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
-PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
-NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
-SAME = 1.05  # by which two runs may differ in their work to be of one size
-ROWS = 3  # newest runs that count
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size and its settings, complete."""
+    """What is asked of a run: its size, its settings, complete, and its texts where they are known."""
 
     size: Size
     settings: SampleSettings
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """One stage of a run in seconds: as forecast, between which bounds, and before earlier runs corrected it."""
-
-    name: str
-    seconds: float
-    low: float
-    high: float
-    modelled: float
-
-    def __str__(self) -> str:
-        return f"{self.name} {span(self.low, self.high)}"
-
-
-@dataclass(frozen=True, slots=True)
-class TimeForecast:
-    """The stages of a run under one mode, in seconds."""
-
-    mode: str
-    stages: tuple[StageTime, ...]
-
-    @property
-    def seconds(self) -> float:
-        """All stages."""
-        return sum(stage.seconds for stage in self.stages)
-
-    def of_clips(self, count: int) -> TimeForecast:
-        """The same for ``count`` clips, one after the other: the text is encoded once."""
-
-        def times(stage: StageTime) -> StageTime:
-            terms = {name: count * getattr(stage, name) for name in ("seconds", "low", "high", "modelled")}
-            return stage if stage.name == TEXT else replace(stage, **terms)
-
-        return TimeForecast(self.mode, tuple(map(times, self.stages)))
-
-    def __str__(self) -> str:
-        """About how long, such as ``about 14 min (11 to 18 min)``."""
-        low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
-        return f"about {duration(self.seconds)} ({span(low, high)})"
+    texts: PromptRequest | None = None
 
 
 def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
@@ -141,11 +99,10 @@ def stage_time(
     pace = pace_of(facts, probes, dtype)
     if pace is None:
         return None
-    state = pipeline.offloader.options.state
-    rows = [] if state is None else kept_stages(state)
-    link = 0.0 if stays else _link(facts, rows)
+    rows = kept_by(pipeline)
+    link = 0.0 if stays else link_of(facts, rows)
     modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
-    return corrected(stage, modelled, pace.source, _alike(rows, pipeline, stage, mode, device))
+    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
@@ -157,38 +114,11 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
     return facts, None if state is None else probe_results_of(facts, state, quiet)
 
 
-def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
-    """``modelled`` seconds of a stage as earlier runs of it were longer or shorter.
-
-    Args:
-        source: of the rates.
-        rows: of such runs, the newest last.
-    """
-    low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
-    if not rows:
-        return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
-
-    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
-
-    def apart(row: StageCost) -> float:
-        return abs(math.log(row.modelled_seconds / modelled))
-
-    same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
-    nearest = same or [min(reversed(rows), key=apart)]
-
-    def ratio(row: StageCost) -> float:
-        longer = row.own_seconds / row.modelled_seconds
-        return min(longer, high) if row.first else longer
-
-    seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
-    off = NEAR if same else FAR
-    return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
-
-
 def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
     """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
     if stage == TEXT:
-        parts, calls, work = pipeline.spec.text_parts, 2, text_work(pipeline)
+        lengths = text_lengths(pipeline, run.texts)
+        parts, calls, work = tuple(lengths), max(map(len, lengths.values()), default=0), text_work(pipeline, run.texts)
         beside = 0
     elif stage == IMAGE:
         parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0
@@ -201,48 +131,8 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
         attempt, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
         parts, calls, work, beside = (VAE,), 1, decoding_work(pipeline, run.size, attempt), 0
     computing = pace.seconds(work)
-    if not link:
-        return computing
     total = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
-    if mode == HOSTED:
-        streamed = 0 if room is None else min(total, max(0, total + beside - room))
-        return max(computing, calls * streamed / link) + (total - streamed) / link
-    if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
-        copying = calls * total / link
-        return computing + copying if pipeline.facts.unified else max(computing, copying)
-    return computing + total / link
-
-
-def _link(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
-    """Bytes per second to a device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
-    device = indexed(facts.device)
-    if device.type == HOST.type:
-        return 0.0
-    rates = [
-        row.moved_bytes / row.moving_seconds
-        for row in rows
-        if row.device == str(device)
-        and row.moved_bytes
-        and row.moving_seconds > 0
-        and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
-    ]
-    published = published_rates(facts.name)
-    return median(rates) if rates else 0.0 if published is None else published.to_device
-
-
-def _alike(
-    rows: Sequence[StageCost], pipeline: Pipeline, stage: str, mode: str, device: torch.device
-) -> list[StageCost]:
-    """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
-    title, precision = f"{pipeline.family} {pipeline.variant}", str(pipeline.precision)
-    usable = [
-        row
-        for row in rows
-        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, str(device), precision)
-        and 0 < row.modelled_seconds < math.inf
-        and 0 < row.own_seconds < math.inf
-    ]
-    return [row for row in usable if row.mode == mode] or usable
+    return copied_seconds(pipeline, computing, total, link, mode=mode, room=room, calls=calls, beside=beside)
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
@@ -254,12 +144,3 @@ def _room(pipeline: Pipeline, stage: str) -> int | None:
     """Bytes of its device that a stage may take now; None where nobody tells."""
     free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
-
-
-def span(low: float, high: float) -> str:
-    """Two durations as one, such as ``11 to 18 min``."""
-    first, second = duration(low), duration(high)
-    if first == second:
-        return first
-    number, _, unit = first.partition(" ")
-    return f"{number if second.endswith(f' {unit}') else first} to {second}"

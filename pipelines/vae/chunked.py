@@ -29,7 +29,6 @@ MOCHI, MOCHI_UP = f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}moc
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
-SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +142,6 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
                 layer.forward = forward
 
 
-def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
-    """
-    if full_name(vae) == MOCHI:
-        vae.drop_last_temporal_frames = False
-        for block in vae.decoder.up_blocks:
-            block.forward = types.MethodType(_mochi_up_from_the_start, block)
-    if SPATIAL_PADDING in vars(vae):
-        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
-            conv.padding_mode = vae.spatial_padding_mode
-
-
 def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:
     def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
         reach = layer.conv.kernel_size[0] - 1
@@ -193,12 +177,12 @@ def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
     """The first frame of a video becomes one frame, each later one as many as the block makes."""
 
     def forward(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-        return (type(block).forward if past.frames else _mochi_up_from_the_start)(block, x, conv_cache)
+        return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
 
     return forward
 
 
-def _mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
+def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
     """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
 
     Genmo's decoder drops those frames in each block, before the next one sees them. Diffusers drops as many, but at the

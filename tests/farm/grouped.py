@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from anygpu.farm.render import reached_in, task_of
 from anygpu.pipelines.job_folder import JobFolder
 
 HANG, LOOK = "hang", "preview.npy"
+ENDLESS_STEPS = 500  # of the job in whose third step all ranks compute for ever
+CANCEL_SECONDS = group.CANCEL_SECONDS  # as shipped
 
 
 class Stuck:
@@ -31,20 +34,37 @@ class Stuck:
         self.inner.step(done, total, stage, preview)
 
 
+class Endless(Stuck):
+    """A progress that comes to no end, and writes the file ``hang`` when it is there."""
+
+    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        if stage == "sampling" and done > 2:
+            self.hang.touch()
+            time.sleep(3600)
+        self.inner.step(done, total, stage, preview)
+
+
 class HangsOnce(chaos.Steady):
-    """Its last rank computes for ever where the folder has a file ``hang``."""
+    """Its last rank computes for ever where the folder has a file ``hang``, and all ranks do in an endless job."""
 
     def render(self, line: str, progress: Any) -> dict[str, Any]:
+        if is_endless(line) and self.group is not None:
+            return super().render(line, Endless(progress, self.folder / f"endless{self.group.world.rank}"))
         last = self.group is not None and self.group.world.rank == self.group.world.size - 1
         return super().render(line, Stuck(progress, self.folder / HANG) if last else progress)
 
 
 class Unhurried(GroupRenderer):
-    """Has ranks that are to end as long for their step as it takes on a busy machine."""
+    """Waits for a step of the ranks that are to end as long as it takes on a busy machine; not in an endless job."""
 
     def render(self, line: str, progress: Any) -> dict[str, Any]:
-        group.CANCEL_SECONDS = 60.0
+        group.CANCEL_SECONDS = CANCEL_SECONDS if is_endless(line) else 60.0
         return super().render(line, progress)
+
+
+def is_endless(line: str) -> bool:
+    """Whether this is the job that comes to no end."""
+    return bool(json.loads(line)["settings"].get("steps") == ENDLESS_STEPS)
 
 
 def look(driver: Driver, path: Path) -> None:

@@ -30,8 +30,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for name, value in {**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": "6" * 64}.items():
         monkeypatch.setenv(name, value)
+    from ray._private.authentication_test_utils import reset_auth_token_state
     from ray.cluster_utils import Cluster
 
+    reset_auth_token_state()  # a process keeps the token of the first cluster that it speaks to
     # A node counts as dead after seconds, not after the minute that suits a network; one that is only busy does not.
     system = {"health_check_period_ms": 500, "health_check_timeout_ms": 10_000, "health_check_failure_threshold": 6}
     started = Cluster(
@@ -40,11 +42,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
     nodes = [started.add_node(num_cpus=1, object_store_memory=80_000_000) for _ in range(2)]
     yield started, nodes
     started.shutdown()
+    reset_auth_token_state()
 
 
 def rendering() -> list[psutil.Process]:
-    """The processes that render now: Ray names a process after the call that it is in."""
-    return [one for one in psutil.process_iter(["cmdline"]) if "ray::Worker.run" in " ".join(one.info["cmdline"] or ())]
+    """The processes of this test that render now: Ray names a process after the call that it is in."""
+    own = psutil.Process().children(recursive=True)
+    return [one for one in own if "ray::Worker.run" in " ".join(value_or(one.cmdline, []))]
 
 
 def last_step(folder: JobFolder) -> float:

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.farm
 SIZE = {"width": 96, "height": 96, "frames": 17, "steps": 30, "cfg": 3.0}
 SECONDS = 900
 PATIENCE_SECONDS = 30  # that ranks wait for one another
-HANG, LOOK = "hang", "preview.npy"
+HANG, LOOK, ENDLESS_STEPS = "hang", "preview.npy", 500  # as ``grouped.py`` has them
+CANCEL_SECONDS = 2.0
 HERE = Path(__file__).parent
 
 
@@ -49,10 +50,10 @@ def farm(jobs: JobList, models: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ranks() -> list[psutil.Process]:
-    """The processes of ranks, which Ray names after their class and the call that they are in."""
-    named = psutil.process_iter(["cmdline"])
-    return [process for process in named if " ".join(process.info["cmdline"] or ()).startswith("ray::Rank")]
+def ranks(farm: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of the farm's ranks, which Ray names after their class and the call that they are in."""
+    own = value_or(lambda: psutil.Process(farm.pid).children(recursive=True), [])
+    return [one for one in own if " ".join(value_or(one.cmdline, [])).startswith("ray::Rank")]
 
 
 def last_step(folder: JobFolder) -> float:
@@ -97,15 +98,15 @@ def test_a_group_renders_what_one_process_does_and_goes_on_when_a_rank_hangs_or_
     process = farm(jobs, tiny_folder)
     try:
         wait(process, lambda: not hang.exists())
-        hung, since = {rank.pid for rank in ranks()}, time.time()
+        hung, since = {rank.pid for rank in ranks(process)}, time.time()
         assert len(hung) == 2
-        wait(process, lambda: len(ranks()) == 2 and hung.isdisjoint(rank.pid for rank in ranks()))
+        wait(process, lambda: len(ranks(process)) == 2 and hung.isdisjoint(rank.pid for rank in ranks(process)))
         wait(process, lambda: last_step(jobs.folder) > since)
         addresses = {
-            at.laddr.ip for rank in ranks() for at in rank.net_connections() if at.status == psutil.CONN_LISTEN
+            at.laddr.ip for rank in ranks(process) for at in rank.net_connections() if at.status == psutil.CONN_LISTEN
         }
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
-        os.kill(ranks()[-1].pid, signal.SIGKILL)
+        os.kill(ranks(process)[-1].pid, signal.SIGKILL)
         output = finished(process)
     finally:
         process.kill()
@@ -120,23 +121,33 @@ def test_a_group_renders_what_one_process_does_and_goes_on_when_a_rank_hangs_or_
 
 
 def test_a_group_that_is_cancelled_or_refuses_a_job_does_the_next_one(tiny_folder: Path, tmp_path: Path) -> None:
-    """The first shows a picture and is cancelled as it samples, the second asks for a step cache, the third is done."""
+    """One shows a picture and is cancelled as it samples, one in a step without end, one asks for a step cache."""
     root = tmp_path / "farm"
     long = queued(tiny_folder, root, [1], {"steps": 1000})
-    refused = queued(tiny_folder, root, [2], {}, Caching("balanced"))
-    good = queued(tiny_folder, root, [3], {})
+    endless = queued(tiny_folder, root, [2], {"steps": ENDLESS_STEPS})
+    refused = queued(tiny_folder, root, [3], {}, Caching("balanced"))
+    good = queued(tiny_folder, root, [4], {})
     process = farm(good, tiny_folder)
     try:
         picture = long.folder.root / LOOK
         wait(process, picture.exists)
-        before = {rank.pid for rank in ranks()}
+        before = {rank.pid for rank in ranks(process)}
         long.folder.cancel(long.keys)
         wait(process, lambda: long.folder.failure(long.keys[0]))
-        assert {rank.pid for rank in ranks()} == before, "they agreed to end, and go on with the next job"
+        assert {rank.pid for rank in ranks(process)} == before, "they agreed to end, and go on with the next job"
+        wait(process, lambda: all((root / f"endless{rank}").exists() for rank in range(2)))
+        stuck = ranks(process)
+        began = time.monotonic()
+        endless.folder.cancel(endless.keys)
+        wait(process, lambda: endless.folder.failure(endless.keys[0]))
+        seconds = time.monotonic() - began
+        _, alive = psutil.wait_procs(stuck, timeout=CANCEL_SECONDS)
         output, _ = process.communicate(timeout=SECONDS)
     finally:
         process.kill()
-    assert "1 done, 2 failed, 0 workers died" in output, output[-3000:]
+    assert "1 done, 3 failed, 0 workers died" in output, output[-3000:]
+    print(f"a cancel in a step without end: {seconds:.2f} s")
+    assert {rank.pid for rank in stuck} == before and not alive and seconds <= CANCEL_SECONDS
     pixels = np.load(picture)
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3 and np.ptp(pixels) > 100, "stretched latents, not black"
     assert "step cache 'first_block' on 2 devices" in refused.folder.failure(refused.keys[0])

@@ -18,20 +18,22 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.farm import cluster
-from anygpu.farm.driver import Driver
+from anygpu.farm.driver import Driver, WorkerHandle
 from anygpu.farm.gateway import open_gateway
 from anygpu.farm.schedule import Task
 from anygpu.pipelines.job_folder import JobFolder
 
 pytestmark = pytest.mark.farm
-KEY = "{:064x}"
+KEY, NOW = "{:064x}", "now"
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     """Ray with room for two workers, as ``anygpu-farm run --local 2`` starts it."""
     before = dict(os.environ)
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:9"  # some other cluster's, which does not matter here
     started = cluster.start_here(2, 0)
+    del os.environ["RAY_ADDRESS"]
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import tests
@@ -46,9 +48,17 @@ class Play:
     """Does what a line says in place of rendering: ``ok``, ``lack``, ``full``, ``die``, ``bad`` or ``long``.
 
     ``lack`` and ``full`` are said by the first process that gets such a line, and by no other.
+
+    Args:
+        root: with a file that names the folder of the jobs, another one for each test.
     """
 
-    folder: Path
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        """Of the jobs."""
+        return Path((self.root / NOW).read_text(encoding="utf-8"))
 
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """What the line says."""
@@ -86,14 +96,27 @@ def task_of(line: str) -> Task:
     return Task(KEY.format(int(number)), what, 1.0, line)
 
 
-@pytest.fixture
-def driver(ray: Any, tmp_path: Path) -> Iterator[Driver]:
-    """A driver with two workers over an empty folder."""
-    made = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
-    made.start_workers(2, Play(tmp_path), {"num_cpus": 1})
-    yield made
-    for worker in made.workers:
+@pytest.fixture(scope="module")
+def pair(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[WorkerHandle]]]:
+    """Two workers, whose processes take seconds to start, and where to name the folder of their jobs."""
+    root = tmp_path_factory.mktemp("pair")
+    first = Driver(ray, JobFolder(root), task_of, lambda _task: 0.0, lambda _text: None)
+    first.start_workers(2, Play(root), {"num_cpus": 1})
+    yield root, first.workers
+    for worker in first.workers:
         ray.kill(worker.actor)
+
+
+@pytest.fixture
+def driver(ray: Any, pair: tuple[Path, list[WorkerHandle]], tmp_path: Path) -> Driver:
+    """A driver with two workers over an empty folder, which knows nothing of what they did before."""
+    root, workers = pair
+    (root / NOW).write_text(str(tmp_path), encoding="utf-8")
+    made = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
+    made.workers = [WorkerHandle(worker.name, worker.actor) for worker in workers]
+    for worker in made.workers:
+        made._wait_for(worker)
+    return made
 
 
 def test_nothing_listens_beyond_loopback(ray: Any, driver: Driver) -> None:
@@ -114,11 +137,13 @@ def test_who_has_no_token_is_not_let_in(ray: Any) -> None:
     address = ray.get_runtime_context().gcs_address
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     program = f"import ray; ray.init({address!r}); print('in')"
-    for mode in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment | mode, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode != 0 and "in" not in done.stdout.split(), done.stdout
+    strangers = [  # each waits 20 s for an answer
+        subprocess.Popen([sys.executable, "-c", program], env=environment | mode, stdout=subprocess.PIPE, text=True)
+        for mode in ({}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+    ]
+    for stranger in strangers:
+        said, _ = stranger.communicate(timeout=200)
+        assert stranger.returncode != 0 and "in" not in said.split(), said
 
 
 class Torn(Play):
@@ -133,7 +158,7 @@ class Torn(Play):
 
 def test_a_process_that_cannot_begin_is_given_up_and_named(ray: Any, tmp_path: Path) -> None:
     broken = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
-    broken.start_workers(1, Torn(tmp_path), {"num_cpus": 1})
+    broken.start_workers(1, Torn(tmp_path), {"num_cpus": 0})
     broken.add(["ok 1"], again=True)
     tally = broken.run()
     assert (tally.done, tally.deaths) == (0, 0)
@@ -265,7 +290,7 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     queue_jobs(here, "foxes", model, Batch(["a fox", "a hare"], [1, 2], [tmp_path / "red.png"]))
     driver = Driver(ray, there, render.task_of, lambda _task: 0.0, lambda _text: None)
-    driver.start_workers(2, Copier(there.root), {"num_cpus": 1})
+    driver.start_workers(2, Copier(there.root), {"num_cpus": 0})
     gateway = open_gateway(driver)
     driver.watching = True
     words = [sys.executable, "-c", CLIENT, str(here.root), ray.get_runtime_context().gcs_address]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
-from anygpu.farm.render import Renderer, task_of
+from anygpu.compat.checkpoints.identity import content_of
+from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
+from anygpu.paint.jobs import Item
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.job_folder import JobFolder, lines_of
+from PIL import Image
 
+from host import paint_models
 from host.client import Client
 from host.prompts import SAVE, Graph
 from host.server import Server
@@ -41,6 +46,30 @@ def test_jobs_leave_by_a_folder_and_their_videos_come_back(server: Server, clien
     assert [sum(name.endswith(end) for name in names) for end in (".mp4", ".png")] == [3, 3]
     shown = run.texts_of(back)[-1]
     assert shown.startswith("3 of 4 done") and f"{tasks[3].key[:12]}: no 'fox' in /models" in shown
+
+
+def test_meshes_leave_with_every_model_that_textures_them(server: Server, client: Client) -> None:
+    paint_models.install(server)
+    meshes = server.base / "input" / "toruses"
+    meshes.mkdir()
+    shutil.copyfile(server.base / "input" / paint_models.MESH, meshes / "torus.glb")
+    Image.new("RGB", (64, 64), "red").save(meshes / "torus.png")
+    models = {name: paint_models.built(server.tiny_folder) / name for name in (*paint_models.NAMES, paint_models.DINO)}
+    plain, pbr, delight = "hunyuan3d-paint-v2-0", "hunyuan3d-paintpbr-v2-1", "hunyuan3d-delight-v2-0"
+    wanted = {"lit": (plain, {"delight": delight}), "pbr": (pbr, {"image_encoder": paint_models.DINO})}
+    for name, (model, others) in wanted.items():
+        graph = Graph()
+        asked = {"folder": "output/farm", "name": name, "model": next(iter(demo_models())), "prompts": "", "seeds": "0"}
+        asked |= {"meshes": "toruses", "paint_model": model, **others}
+        graph.add("AnyGPUQueueJobs", **asked, width=0, height=0, frames=0, steps=1)
+        run = client.run(graph.prompt)
+        assert run.ending == "execution_success", run.message
+        (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
+        job = job_of(line)
+        assert job.model == Item(model, content_of(models[model]))
+        for other in ("delight", "image_encoder"):
+            given = others.get(other)
+            assert getattr(job, other) == (Item(given, content_of(models[given])) if given else None)
 
 
 def test_without_ray_the_farm_node_says_what_to_do(client: Client) -> None:

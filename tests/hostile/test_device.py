@@ -106,6 +106,14 @@ def test_a_device_that_tells_nothing_has_unknown_memory(monkeypatch: pytest.Monk
     assert facts.free_bytes(XPU) is None
 
 
+@pytest.mark.parametrize("lie", [-1, 129, 1 << 20, "two", None])
+def test_a_number_of_devices_that_cannot_be_is_one(monkeypatch: pytest.MonkeyPatch, lie: Any) -> None:
+    """A list of 2^62 devices takes the memory of the machine before anything fails."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: lie)
+    monkeypatch.setattr(facts, "default_device", lambda: XPU)
+    assert facts.accelerators(XPU) == (XPU,)
+
+
 def test_statistics_that_raise_are_unknown(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     names = ("max_memory_allocated", "reset_peak_memory_stats", "empty_cache")
     monkeypatch.setattr(torch, "xpu", SimpleNamespace(**dict.fromkeys(names, raising(error))))

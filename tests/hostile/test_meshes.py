@@ -123,3 +123,18 @@ def test_a_picture_far_larger_than_its_file_is_not_decoded(tmp_path: Path, monke
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: decoded.append(self.size) or load(self))
     found, _ = load_mesh(tmp_path / "a.glb")
     assert len(found.faces) == 2 and found.uvs is not None and not decoded
+
+
+def test_texture_coordinates_of_one_number_are_none(tmp_path: Path) -> None:
+    """Wavefront allows ``vt u``."""
+    corners = "v 0 0 0\nv 1 0 0\nv 0 1 0\nvt 0.1\nvt 0.2\nvt 0.3\nf 1/1 2/2 3/3\n"
+    (tmp_path / "flat.obj").write_text(corners, encoding="utf-8")
+    found, said = load_mesh(tmp_path / "flat.obj")
+    assert found.uvs is None and said[0] == "1 faces, 3 vertices, no UVs"
+
+
+@pytest.mark.parametrize("corners", ["v 0\nv 1\nv 2\n", "v 0 0\nv 1 0\nv 0 1\n"])
+def test_vertices_without_all_three_coordinates_are_no_mesh(tmp_path: Path, corners: str) -> None:
+    (tmp_path / "flat.obj").write_text(f"{corners}f 1 2 3\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"-dimensional vertices in .flat\.obj.; expected x, y and z of each"):
+        load_mesh(tmp_path / "flat.obj")

@@ -191,4 +191,6 @@ def test_the_lora_of_a_demo_model_draws_the_same_at_night():
     adapted = with_lora(pipeline, file, 1.0, "", "separate", Silent())
     frames = drawing.drawn(adapted, prompt)
     assert scenes.scene_of(frames).colour == "blue", "white is bluish at night"
-    assert scenes.scene_of((scenes.by_day(frames * 255) / 255).clamp(0, 1)).caption == prompt
+    darkened, black = scenes.at_night(torch.ones(3)), scenes.at_night(torch.zeros(3))
+    day = (frames * 255 - black) / (darkened - black)
+    assert scenes.scene_of((day / 255).clamp(0, 1)).caption == prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ def test_the_workers_of_several_drivers_are_shown_together_and_damage_is_passed_
     folder.write_workers("two", [{"worker": "two-0"}, {"worker": "two-1"}])
     (folder.root / "workers" / "three.json").write_text("{", encoding="utf-8")
     assert [state["worker"] for state in folder.workers()] == ["one-0", "two-0", "two-1"]
+
+
+def test_a_driver_that_is_silent_for_a_minute_is_shown_no_more(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    for driver in ("ended", "late"):
+        folder.write_workers(driver, [{"worker": driver}])
+    now = (folder.root / "workers" / "late.json").stat().st_mtime
+    os.utime(folder.root / "workers" / "ended.json", (now - 70, now - 70))
+    os.utime(folder.root / "workers" / "late.json", (now - 30, now - 30))
+    folder.write_workers("new", [{"worker": "new"}])
+    assert [state["worker"] for state in folder.workers()] == ["late", "new"]
 
 
 def test_a_job_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:

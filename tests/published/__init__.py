@@ -22,7 +22,7 @@ from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.compat.packages import attribute
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.formats import CONFIGS
+from anygpu.pipelines.loading.evidence import CONFIGS
 from anygpu.pipelines.loading.single_file import CLASSES, Files
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae import plan as decode_plan

@@ -109,8 +109,9 @@ class Clock(TorchDispatchMode):
         return result
 
     def spend_work(self, flops: float, count: int, dtype: torch.dtype) -> None:
-        """An operation on the current stream, with so many FLOPs and bytes."""
-        self.computing += self._spend(self.rates.operation_seconds(flops, count, dtype))
+        """An operation on the current stream: the larger of its arithmetic and its bytes, and the launch."""
+        rates = self.rates
+        self.computing += self._spend(max(flops / rates.flops(dtype), count / rates.memory) + rates.launch)
 
     def _crosses(self, name: str, args: Any, kwargs: Any) -> bool:
         target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or args[0].device)

@@ -38,7 +38,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import Schedule, even_levels, schedule_for
-from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core
+from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core, qwen_lengths
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
@@ -85,6 +85,11 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 prompt_from_core = qwen_from_core
+
+
+def text_lengths(pipeline: Pipeline, request: PromptRequest | None) -> dict[str, tuple[int, ...]]:
+    """Tokens of each forward of each text encoder that runs for ``request``."""
+    return qwen_lengths(pipeline, request, SPEC.memory.reference_tokens)
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:

@@ -13,24 +13,28 @@ Steps, guidance and schedule of each variant are those of Lightricks' own config
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.errors import CheckpointError
+from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.hooks import own_tensors
+from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
 from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
-from ...family import Defaults, Recipe
+from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
+from ...loading.part import SPATIAL_PADDING
 from ...memory.estimates import beside_transformer
-from ...sampling.guidance import by_halves
 from ...sampling.loop import (
     NoiseMask,
     Predict,
@@ -44,7 +48,6 @@ from ...sampling.loop import (
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
-from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
 from .conditions import (
@@ -61,9 +64,7 @@ from .conditions import (
     is_first_frame,
     plain_start,
 )
-from .guidance import LtxGuidance, within, without_attention
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
-from .upscale import upscale
 
 __all__ = [
     "call_transformer",
@@ -81,6 +82,7 @@ __all__ = [
     "vae_settings_in",
 ]
 
+NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
 PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the other side of the picture in each tile
 PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
@@ -273,6 +275,97 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples, prepare=prepare))
+
+
+@dataclass(frozen=True, slots=True)
+class LtxGuidance:
+    """What ``settings`` ask of each step of a schedule with these noise ``levels``.
+
+    By the prompt, and away from a prediction in which some blocks do not attend (STG).
+
+    Source: Lightricks/LTX-Video, ``LTXVideoPipeline.__call__``; Hyung et al., Spatiotemporal Skip Guidance for Enhanced
+    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection.
+    """
+
+    settings: SampleSettings
+    levels: Sequence[float]
+    star: bool
+
+    def at(self, index: int) -> GuidanceStep:
+        """The guidance of step ``index``; without cfg outside of ``cfg_start`` to ``cfg_end``."""
+        rows, level, share = self.settings.guidance_steps, self.levels[index], index / (len(self.levels) - 1)
+        row = next((row for row in rows if row.level <= level), rows[-1])
+        acts = self.settings.cfg_start <= share < self.settings.cfg_end
+        return row if acts else GuidanceStep(row.level, 1.0, row.stg, row.rescale, row.blocks)
+
+    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+        """The guided prediction (1, N, 128), fp32.
+
+        Args:
+            forward: from the rows of a batch of two, without the prompt and with it, and the blocks that do not attend,
+                to the predictions (1 or 2, N, 128).
+        """
+        from diffusers.guiders.guider_utils import rescale_noise_cfg
+
+        step = self.at(index)
+        output = forward(BOTH if step.cfg > 1.0 else PROMPTED, ())
+        prompted = guided = output[-1:]
+        if step.cfg > 1.0:
+            plain = output[:1]
+            if self.star:
+                plain = plain * ((prompted * plain).sum() / (plain.square().sum() + NOTHING))
+            guided = classifier_free_guidance(prompted, plain, step.cfg)
+        if step.stg > 0.0:
+            guided = guided + step.stg * (prompted - forward(PROMPTED, step.blocks))
+        if step.rescale > 0.0 and guided is not prompted:
+            guided = rescale_noise_cfg(guided, prompted, step.rescale)
+        return guided
+
+
+def within(recipe: Recipe, count: int) -> Recipe:
+    """``recipe`` for a transformer of ``count`` blocks: steps of which it has no block are without STG."""
+
+    def kept(step: GuidanceStep) -> GuidanceStep:
+        blocks = tuple(block for block in step.blocks if block < count)
+        return replace(step, blocks=blocks) if blocks else replace(step, blocks=(), stg=0.0, rescale=0.0)
+
+    second = None if recipe.second is None else within(recipe.second, count)
+    return replace(recipe, guidance=tuple(map(kept, recipe.guidance)), second=second)
+
+
+@contextmanager
+def without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
+    """``transformer`` whose ``blocks`` take each video token's own value in place of attention.
+
+    What is compiled runs as it is written meanwhile: its graphs hold the attention.
+    """
+    if not blocks:
+        yield
+        return
+    layers: Any = transformer.transformer_blocks
+    undo = Undo()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            for index in blocks:
+                undo.patch(layers[index].attn1, _values)
+            yield
+    finally:
+        undo.restore()
+
+
+def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """What attention gives where each token sees itself alone."""
+    values: torch.Tensor = attention.to_v(hidden_states)
+    for layer in attention.to_out:
+        values = layer(values)
+    return values
+
+
+def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
+    """``latents`` at twice the width and height, marked for the second pass."""
+    from .upscaler import upscaled
+
+    return upscaled(pipeline, latents, path, progress)
 
 
 def _predictor(

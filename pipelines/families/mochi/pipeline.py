@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import TIME
-from ...sampling.guidance import BOTH, PROMPTED, Guidance, by_halves
+from ...sampling.guidance import Guidance
 from ...sampling.loop import (
     denoise,
     latent_shape,

@@ -35,10 +35,9 @@ def test_every_row_names_its_source_and_no_rate_is_missing():
         assert rates.fp16 >= rates.fp32 >= 1e12 and rates.memory > rates.to_device
 
 
-def test_an_operation_takes_the_larger_of_arithmetic_and_memory():
+def test_rates_are_in_flops_and_bytes_per_second():
     rates = RATES["RTX 4090"]
-    assert rates.operation_seconds(165.2e12, 1, torch.bfloat16) == pytest.approx(1 + LAUNCH_SECONDS)
-    assert rates.operation_seconds(1, 1008e9, torch.bfloat16) == pytest.approx(1 + LAUNCH_SECONDS)
+    assert rates.flops(torch.bfloat16) == pytest.approx(165.2e12) and rates.memory == pytest.approx(1008e9)
     assert rates.copy_seconds(31.508e9) == pytest.approx(1 + LAUNCH_SECONDS)
 
 

@@ -12,7 +12,7 @@ from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.guidance import without_attention
+from anygpu.pipelines.families.ltx.pipeline import without_attention
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.latents.convert import from_core, to_core

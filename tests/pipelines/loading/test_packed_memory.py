@@ -17,7 +17,7 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.checkpoints.gguf_file import decoded_rows, gguf_header
 from anygpu.compat.checkpoints.headers import TensorEntry
 from anygpu.compat.checkpoints.weights import read_tensors
-from anygpu.pipelines.loading.formats import CONFIGS
+from anygpu.pipelines.loading.evidence import CONFIGS
 from anygpu.pipelines.loading.keys import renamed
 from anygpu.pipelines.loading.part import PartFiles
 from anygpu.pipelines.registry import FAMILIES

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import resumed
 import torch
+from anygpu.compat.memory.times import StageTime
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import speed, stages
 from anygpu.pipelines.base import PromptRequest, Silent
@@ -19,7 +20,6 @@ from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, KeptSteps
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import Resuming, StepState, resume_key
-from anygpu.pipelines.time.forecast import StageTime
 from resumed import SOLVERS, STEPS, Told, opened, sampled
 
 KEY = "ab" * 32

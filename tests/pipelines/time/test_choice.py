@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from anygpu import cli
 from anygpu.compat.memory.statistics import StageNeed, time_left
+from anygpu.compat.memory.times import StageTime, TimeForecast
 from anygpu.pipelines.memory.forecast import Forecast
 from anygpu.pipelines.time import choice
-from anygpu.pipelines.time.forecast import StageTime, TimeForecast
 from anygpu.pipelines.tiny import build
 
 GB = 10**9

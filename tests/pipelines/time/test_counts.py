@@ -59,12 +59,13 @@ def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
     assert close(counts.image_work(pipeline, size).flops, ran.flops)
 
 
-@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "mochi"])  # 1.5 encodes as many tokens as a prompt has
-def test_a_prompt_is_counted_within_two_percent(tiny_folder, name):
-    pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "mochi", "hunyuan_video_15"])
+@pytest.mark.parametrize("text", ["a red fox", 'a red fox beside a sign that says "Beware of the fox"'])
+def test_a_prompt_is_counted_within_two_percent(tiny_folder, name, text):
+    pipeline, request = loaded_for(CASES[name], tiny_folder, "cpu"), PromptRequest(text, "blurry")
     with counting() as ran:
-        stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
-    assert close(counts.text_work(pipeline).flops, ran.flops)
+        stages.encode_prompt(pipeline, request, Silent())
+    assert close(counts.text_work(pipeline, request).flops, ran.flops)
 
 
 def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):

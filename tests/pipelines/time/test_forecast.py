@@ -9,12 +9,13 @@ import pytest
 import torch
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.device.work import PROBED, PUBLISHED, Pace, Work, pace_of
-from anygpu.compat.memory.statistics import StageCost, kept_stages
+from anygpu.compat.memory import times
+from anygpu.compat.memory.statistics import StageCost, duration, kept_stages
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.time import forecast as times
+from anygpu.pipelines.time import forecast
 from anygpu.pipelines.tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
@@ -55,7 +56,7 @@ def test_what_imported_corrects_no_further_than_the_rates_may_be_off():
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.2, "1 s"), (59.6, "60 s"), (840, "14 min"), (9000, "2.5 h")])
 def test_durations_in_words(seconds, words):
-    assert times.duration(seconds) == words
+    assert duration(seconds) == words
 
 
 def test_spans_name_a_unit_once():
@@ -73,12 +74,12 @@ def test_a_device_that_nobody_timed_goes_by_its_data_sheet(tiny_folder):
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
     pipeline = load(LoadRequest(build("ltx", tiny_folder), precision="fp32", device="cpu", state=tmp_path))
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
     settings = SampleSettings(64, 64, 9, steps=2, seed=3, cfg=1.0)
-    run = times.planned_run(pipeline, stages.size_of(settings, prompt), settings)
-    before = times.expected(pipeline, "sampling", run)
+    run = forecast.planned_run(pipeline, stages.size_of(settings, prompt), settings)
+    before = forecast.expected(pipeline, "sampling", run)
     stages.sample(pipeline, prompt, None, settings, Silent())
     cost = kept_stages(tmp_path)[-1]
     assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
@@ -86,17 +87,17 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
     )
     assert [row.first for row in kept_stages(tmp_path)] == [True, False], "the text imported the libraries"
     assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
-    after = times.expected(pipeline, "sampling", run)
+    after = forecast.expected(pipeline, "sampling", run)
     assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled
     assert cost.beside_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
 
 
 def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
-    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
-    monkeypatch.setattr(times, "_link", lambda *_: 1e6)
+    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr(forecast, "link_of", lambda *_: 1e6)
     pipeline = load(LoadRequest(build("hunyuan_video", tiny_folder), device="cpu"))
-    run = times.planned_run(pipeline, Size(64, 64, 5))
+    run = forecast.planned_run(pipeline, Size(64, 64, 5))
     none, model, group, sequential = (
-        times.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
+        forecast.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
     )
     assert none <= model < group <= sequential

@@ -1,0 +1,163 @@
+"""How long a stage takes: its work at the rates of the device, its copies over the link, and what earlier runs took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..device.execution import HOST
+from ..device.facts import DeviceFacts, indexed
+from ..device.rates import published_rates
+from ..device.work import PUBLISHED
+from .offloader import HOSTED
+from .statistics import StageCost, duration, kept_stages
+
+TEXT = "text"
+PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
+PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
+NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
+SAME = 1.05  # by which two runs may differ in their work to be of one size
+ROWS = 3  # newest runs that count
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of a run in seconds: as forecast, between which bounds, and before earlier runs corrected it."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    modelled: float
+
+    def __str__(self) -> str:
+        return f"{self.name} {span(self.low, self.high)}"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeForecast:
+    """The stages of a run under one mode, in seconds."""
+
+    mode: str
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def of_clips(self, count: int) -> TimeForecast:
+        """The same for ``count`` clips, one after the other: the text is encoded once."""
+
+        def times(stage: StageTime) -> StageTime:
+            terms = {name: count * getattr(stage, name) for name in ("seconds", "low", "high", "modelled")}
+            return stage if stage.name == TEXT else replace(stage, **terms)
+
+        return TimeForecast(self.mode, tuple(map(times, self.stages)))
+
+    def __str__(self) -> str:
+        """About how long, such as ``about 14 min (11 to 18 min)``."""
+        low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
+        return f"about {duration(self.seconds)} ({span(low, high)})"
+
+
+def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
+    """``modelled`` seconds of a stage as earlier runs of it were longer or shorter.
+
+    Args:
+        source: of the rates.
+        rows: of such runs, the newest last.
+    """
+    low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
+    if not rows:
+        return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
+
+    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
+
+    def apart(row: StageCost) -> float:
+        return abs(math.log(row.modelled_seconds / modelled))
+
+    same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
+    nearest = same or [min(reversed(rows), key=apart)]
+
+    def ratio(row: StageCost) -> float:
+        longer = row.own_seconds / row.modelled_seconds
+        return min(longer, high) if row.first else longer
+
+    seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
+    off = NEAR if same else FAR
+    return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
+
+
+def copied_seconds(
+    pipeline: Any, computing: float, weights: int, link: float, *, mode: str, room: int | None, calls: int, beside: int
+) -> float:
+    """Seconds of a stage with the copies of its weights that nothing hides.
+
+    Args:
+        pipeline: of any kind.
+        computing: seconds of its work alone. weights: their bytes.
+        link: bytes per second to the device, as :func:`link_of` has them; 0 where nothing is copied.
+        mode: of the offload. room: bytes of the device that the stage may take; None for all that it needs.
+        calls: forwards, each of which brings streamed weights anew.
+        beside: bytes of activations.
+    """
+    if not link:
+        return computing
+    if mode == HOSTED:
+        streamed = 0 if room is None else min(weights, max(0, weights + beside - room))
+        return max(computing, calls * streamed / link) + (weights - streamed) / link
+    if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
+        copying = calls * weights / link
+        return computing + copying if pipeline.facts.unified else max(computing, copying)
+    return computing + weights / link
+
+
+def kept_by(pipeline: Any) -> list[StageCost]:
+    """The last stages that pipelines with the state folder of this one ran; none where nothing is kept."""
+    state = pipeline.offloader.options.state
+    return [] if state is None else kept_stages(state)
+
+
+def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
+    """Bytes per second to a device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
+    device = indexed(facts.device)
+    if device.type == HOST.type:
+        return 0.0
+    rates = [
+        row.moved_bytes / row.moving_seconds
+        for row in rows
+        if row.device == str(device)
+        and row.moved_bytes
+        and row.moving_seconds > 0
+        and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
+    ]
+    published = published_rates(facts.name)
+    return median(rates) if rates else 0.0 if published is None else published.to_device
+
+
+def alike(rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device) -> list[StageCost]:
+    """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
+    title, precision = f"{pipeline.family} {pipeline.variant}", str(pipeline.precision)
+    usable = [
+        row
+        for row in rows
+        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, str(device), precision)
+        and 0 < row.modelled_seconds < math.inf
+        and 0 < row.own_seconds < math.inf
+    ]
+    return [row for row in usable if row.mode == mode] or usable
+
+
+def span(low: float, high: float) -> str:
+    """Two durations as one, such as ``11 to 18 min``."""
+    first, second = duration(low), duration(high)
+    if first == second:
+        return first
+    number, _, unit = first.partition(" ")
+    return f"{number if second.endswith(f' {unit}') else first} to {second}"

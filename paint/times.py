@@ -1,0 +1,216 @@
+"""How long each stage of painting and delighting takes, as :mod:`compat.memory.times` tells it of any pipeline.
+
+The work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..compat.device.execution import HOST
+from ..compat.device.facts import free_bytes, value_or
+from ..compat.device.work import META, Work, counted_once, counting_on_meta, pace_of
+from ..compat.memory.times import StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
+from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
+from .loading import PaintPipeline
+from .networks import vae
+from .networks.encoders import CROPPED, TOKENS, encoder_without_weights
+from .networks.layers import Dtypes
+from .networks.multiview import LATENT_CHANNELS, Run
+from .networks.pbr import MATERIALS
+from .networks.published import DELIGHT_CHANNELS, networks_for, stored_dtype
+from .networks.unet import set_attention
+from .sampling.solvers import DELIGHT_STEPS, PUBLISHED
+
+STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
+PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "reference"}  # others: the UNet or the VAE
+
+
+@dataclass(frozen=True, slots=True)
+class PaintRun:
+    """What is asked of a painting or a delighting; zeros take what the model was taught.
+
+    Args:
+        size: of a view or the picture, pixels. views: cameras.
+        steps: of the sampler.
+        rows: of guidance in a step, beside one another.
+        references: pictures of the object.
+    """
+
+    steps: int
+    rows: int
+    size: int = TAUGHT_SIZE
+    views: int = TAUGHT_VIEWS
+    references: int = 1
+
+
+def planned_run(
+    pipeline: PaintPipeline, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None
+) -> PaintRun:
+    """What zeros take as the model was taught, and None as its publisher samples.
+
+    Args:
+        guided: rows of a step beside the first.
+    """
+    delight = pipeline.family == "delight"
+    own = None if delight else PUBLISHED[pipeline.variant]
+    if guided is None:
+        guided = int(own is not None and own.guidance != 1)
+    usual = DELIGHT_STEPS if own is None else own.steps
+    return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
+
+
+def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast | None:
+    """How long each stage takes under ``mode``, by default the pipeline's own; None where nobody knows the rates.
+
+    Args:
+        room: bytes of the device that the run may take; None for all that it needs.
+    """
+    mode = mode or pipeline.offloader.mode
+    names = [need.name for need in paint_needs(pipeline, run.size, run.views, run.rows - 1, mode, run.references)]
+    stages = [stage_time(pipeline, name, run, mode, room) for name in names]
+    known = tuple(stage for stage in stages if stage is not None)
+    return TimeForecast(mode, known) if len(known) == len(names) else None
+
+
+def times_of(
+    pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None
+) -> dict[str, TimeForecast]:
+    """The same for each mode that can be; empty where nobody knows, and where counting fails: it stops no page."""
+    usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
+    known = {mode: value_or(partial(paint_times, pipeline, run, mode, room), None) for mode in usable}
+    return {mode: each for mode, each in known.items() if each is not None}
+
+
+def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, float]:
+    """What ``stage_cost`` takes of a stage that begins now: as modelled and as forecast; nothing where nobody knows."""
+    free = free_bytes(pipeline.offloader.device)
+    time = value_or(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free), None)
+    return {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+
+
+def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime | None:
+    """How long one stage takes; None where nobody knows the rates of the device."""
+    part = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae")
+    dtypes = {"text_encoder": pipeline.precision.text, "image_encoder": pipeline.precision.text}
+    dtype = dtypes.get(part, pipeline.precision.vae if part == "vae" else pipeline.precision.transformer)
+    device = pipeline.offloader.device
+    pace = pace_of(pipeline.facts, pipeline.probes, pipeline.precision.compute or dtype if part == "unet" else dtype)
+    if pace is None:
+        return None
+    rows = kept_by(pipeline)
+    modelled = copied_seconds(
+        pipeline,
+        pace.seconds(stage_work(pipeline, stage, run)),
+        pipeline.weights[part].total,
+        link_of(pipeline.facts, rows),
+        mode=mode,
+        room=room,
+        calls=run.steps if part == "unet" else 1,
+        beside=0,
+    )
+    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
+
+
+def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
+    """The work of one stage."""
+    delight, materials = pipeline.family == "delight", MATERIALS if pipeline.family == "paint_pbr" else 1
+    views = 1 if delight else run.views * materials
+    if stage in PARTS and stage != "reference":
+        config = pipeline.configs[PARTS[stage]]
+        return counted_once((stage, _text(config)), partial(_encoder_work, pipeline, PARTS[stage]))
+    if stage == "encoding":
+        return _vae_work(pipeline, run.size, "encode").times(1 if delight else run.references + 2 * run.views)
+    if stage == "decoding":
+        return _vae_work(pipeline, run.size, "decode").times(views)
+    key = (pipeline.family, _text(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
+    reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
+    return reference if stage == "reference" else step.times(run.steps)
+
+
+def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
+    """The work of one picture to latents, or back."""
+    config, dtype = pipeline.configs["vae"], pipeline.precision.vae
+    side = size // vae.REDUCTION
+
+    def count() -> Work:
+        with META:
+            module = vae.autoencoder(config).to(dtype)
+        vae.set_vae_attention(module, _attend)
+        with counting_on_meta() as work:
+            if direction == "encode":
+                posterior = module.encode(_empty(1, 3, size, size, dtype=dtype)).latent_dist
+                posterior.mean, posterior.std  # noqa: B018 - made when they are asked for
+            else:
+                module.decode(_empty(1, LATENT_CHANNELS, side, side, dtype=dtype))
+        return work
+
+    return counted_once(("paint", direction, _text(config), size, str(dtype)), count)
+
+
+def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
+    """The work of looking at the reference, and of one step."""
+    family, side = pipeline.family, run.size // vae.REDUCTION
+    dtypes = Dtypes(pipeline.precision.compute, pipeline.precision.residual)
+    with META:
+        made = networks_for(family, pipeline.configs["unet"], dtypes)
+    for network in made.values():
+        for name, weight in network.named_parameters():
+            weight.data = weight.data.to(stored_dtype(name, dtypes))
+        set_attention(network, _attend)
+    looked, step = Work(), _empty(1)
+    if family == "delight":
+        text = _empty(run.rows, TOKENS, pipeline.shape.text_width)
+        given: tuple[Any, ...] = (_empty(run.rows, DELIGHT_CHANNELS, side, side), step, text)
+    else:
+        with counting_on_meta() as looked:
+            kept = made["reference"](_empty(1, run.references, LATENT_CHANNELS, side, side))
+        materials = MATERIALS if family == "paint_pbr" else 1
+        shared = Run(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
+        sample, maps = (run.views, LATENT_CHANNELS, side, side), _empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
+        if family == "paint_pbr":
+            given = (
+                _empty(run.rows, materials, *sample),
+                step,
+                maps,
+                _empty(run.rows, STATES, STATE_WIDTH),
+                shared,
+            )
+        else:
+            cameras = torch.zeros(run.views, dtype=torch.long, device=META)
+            given = (_empty(run.rows, *sample), step, maps, cameras, shared)
+    with counting_on_meta() as work:
+        made["unet"](*given)
+    return looked, work
+
+
+def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
+    dtype = pipeline.precision.text
+    with META:
+        module: nn.Module = encoder_without_weights(part, pipeline.configs[part]).to(dtype)
+    if part == "image_encoder":
+        given = _empty(1, 3, CROPPED, CROPPED, dtype=dtype)
+    else:
+        given = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    with counting_on_meta() as work:
+        module(given)
+    return work
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def _text(config: Any) -> str:
+    return json.dumps(config, sort_keys=True, default=str)
