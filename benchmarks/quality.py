@@ -126,7 +126,10 @@ def gguf_switches(transformer: nn.Module, ggml: Path | None) -> list[Switch]:
     if ggml is not None:
         every.append(Switch("GGUF IQ4_NL", "rounded and back", around=partial(rounded_to, "IQ4_NL", False, ggml)))
         for kind, other in K_TYPES.items():
-            mixed, whole = f"rows of {' and '.join(taking)}; {other} in rows of {others}", "in all rows, across their ends"
+            mixed, whole = (
+                f"rows of {' and '.join(taking)}; {other} in rows of {others}",
+                "in all rows, across their ends",
+            )
             if taking:
                 every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
             every.append(Switch(f"GGUF {kind}", whole, around=partial(rounded_to, kind, True, ggml)))
@@ -239,25 +242,29 @@ SSIM compare each clip with that of fp32 from the same seed; they fall where a c
 The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models, the
 figures may not: rounding errors grow with depth and shrink with width.
 
-- **K types.** They share scales among 256 values, and the demo model's rows have 192 or 768. llama.cpp's tools write
-  another type into rows that are no multiple of 256: the rows *file* are what such a file is. In the rows without that
-  word a block goes on in the next row, so that every Linear has the type. Published models have rows of 2048 and more
-  and need neither. Written by ggml's own encoder, read back by the package gguf.
+- **K types.** They share scales among 256 values, and the demo models' rows have 64 to 768. llama.cpp's tools write
+  another type into rows that are no multiple of 256: the rows *file* are what such a file is; Mochi's would have the
+  other type alone. In the rows without that word a block goes on in the next row, so that every Linear has the type.
+  Published models have rows of 2048 and more and need neither. Written by ggml's own encoder, read back by the package
+  gguf.
 - **fp16-safe** is computed in fp16 on a CPU, which refuses it otherwise, around the fp32 residual that GPUs get.
-- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and the demo VAE, which was
+- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and LTX's small VAE, which was
   trained at that size, is worse on larger pictures whole than in tiles (6 clips at 128 x 128: 16 dB whole, 22 dB in
   tiles). [Memory](memory.md) compares the ways to decode.
 
 Defaults and presets beside the table:
 
 - `precision` auto is bf16 where a GPU has it fast, else fp16-safe, never plain fp16. fp16 and fp16-safe are closer to
-  fp32 than bf16 here; bf16 stays first, since its range needs no care where activations are large, as they are in
-  published models and not in this one.
+  fp32 than bf16 in every model here; bf16 stays first, since its range needs no care where activations are large, as
+  they are in published models and not in these.
 - `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
-- The step cache is off unless asked for. Each preset costs more than the one before, in every kind; at the same preset
-  taylor costs less than pyramid. All stay right.
-- Of GGUF's types each bit less doubles the error; at 4 bits it is about that of pyramid's `fast`.
-- `steps` 0 is the model's own 20. With 4 it still draws what was asked, with 2 not always.
+- The step cache is off unless asked for. At each preset first_block costs least. It and pyramid cost more with each
+  preset, in every model; taylor does so in LTX-Video alone: with `balanced` HunyuanVideo's and Mochi's, with `quality`
+  FramePack's clips are further from fp32 than with the preset after it.
+- Of GGUF's types each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
+  does.
+- `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4; Mochi loses
+  some with 8 already, and not in order.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",
