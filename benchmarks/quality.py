@@ -6,7 +6,8 @@
 For each demo model: the same prompts and seeds under each switch. Appends rows to ``results/quality.csv`` and writes
 ``docs/quality.md`` of the newest row of each. What needs hardware that is not here is emulated, and says so. Prompts
 are in the words the model knows, so the checker can tell whether a switch still shows what was asked. ``--only GGUF 8``
-measures the switches with one of these in their names; the strips are drawn of all.
+measures the switches with one of these in their names, and ``--models LTX`` the models with one of these in theirs; the
+strips are drawn of all.
 """
 
 from __future__ import annotations
@@ -77,13 +78,18 @@ def rounded_to(kind: str, across: bool, ggml: Path | None, transformer: nn.Modul
             else short rows have the type that llama.cpp's tools write in its place. ggml: what writes K types.
     """
     with torch.no_grad():
-        for name, leaf in transformer.named_modules():
-            if isinstance(leaf, nn.Linear) and "blocks" in name and leaf.in_features % 32 == 0:
-                weight = leaf.weight.float().numpy()
-                rows = weight.reshape(-1, K_BLOCK) if across else weight
-                own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
-                leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
+        for leaf in rounded_linears(transformer):
+            weight = leaf.weight.float().numpy()
+            rows = weight.reshape(-1, K_BLOCK) if across else weight
+            own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
+            leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
     yield
+
+
+def rounded_linears(transformer: nn.Module) -> list[nn.Linear]:
+    """The Linears of the blocks whose rows are whole blocks of 32 values, which is what GGUF's types need."""
+    linears = [(name, leaf) for name, leaf in transformer.named_modules() if isinstance(leaf, nn.Linear)]
+    return [leaf for name, leaf in linears if "blocks" in name and leaf.in_features % 32 == 0]
 
 
 def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
@@ -106,16 +112,26 @@ def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
     return gguf.quants.dequantize(packed, to)
 
 
-def gguf_switches(ggml: Path | None) -> list[Switch]:
-    """A row for each type that can be written; two for a K type: as files of this model have it, and everywhere."""
+def gguf_switches(transformer: nn.Module, ggml: Path | None) -> list[Switch]:
+    """A row for each type that can be written; two for a K type: everywhere, and as files of this model have it.
+
+    Where no row of the model takes a K type, such a file has the other type alone, which has its own row.
+    """
+    widths = {leaf.in_features for leaf in rounded_linears(transformer)}
+    taking = [str(width) for width in sorted(widths) if width % K_BLOCK == 0]
+    others = " and ".join(str(width) for width in sorted(widths) if width % K_BLOCK)
     every = [
         Switch(f"GGUF {kind}", "rounded and back", around=partial(rounded_to, kind, False, ggml)) for kind in GGUF_TYPES
     ]
     if ggml is not None:
         every.append(Switch("GGUF IQ4_NL", "rounded and back", around=partial(rounded_to, "IQ4_NL", False, ggml)))
         for kind, other in K_TYPES.items():
-            mixed, whole = f"rows of 768; {other} in rows of 192", "in all rows, blocks across their ends"
-            every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
+            mixed, whole = (
+                f"rows of {' and '.join(taking)}; {other} in rows of {others}",
+                "in all rows, across their ends",
+            )
+            if taking:
+                every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
             every.append(Switch(f"GGUF {kind}", whole, around=partial(rounded_to, kind, True, ggml)))
     return every
 
@@ -127,7 +143,7 @@ def switches(pipeline: Any, ggml: Path | None) -> list[Switch]:
     every.append(Switch("precision fp16-safe", "as GPUs have it; on a CPU refused", load={"precision": "fp16-safe"}))
     every += [Switch(f"weights {name}", load={"weights": name}) for name in ("fp8", "int8")]
     every += [Switch(f"text_weights {name}", load={"text_weights": name}) for name in ("fp8", "int8")]
-    every += gguf_switches(ggml)
+    every += gguf_switches(pipeline.parts.read("transformer"), ggml)
     for kind in pipeline.spec.step_caches:
         for preset in PRESETS:
             cached = partial(with_step_cache, preset=preset, asked=StepCacheSettings(kind))
@@ -170,17 +186,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--only", nargs="+", default=[""], help="measure the switches with one of these in their names")
+    parser.add_argument("--models", nargs="+", default=[""], help="measure the models with one of these in their names")
     parser.add_argument("--ggml", type=Path, help="ggml's library, which writes GGUF's K types")
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
     asked, names, pictures = drawing.chosen_scenes(given.prompts), {}, {}
     for choice, folder in demo_models().items():
-        plain = clips(folder, PLAIN, asked)
+        chosen = any(text in choice for text in given.models)
+        plain = clips(folder, PLAIN, asked if chosen else asked[:STRIP])
         strips = {PLAIN.name: strip(plain)}
-        keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
+        if chosen:
+            keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
         for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
-            whole = any(text in switch.name for text in given.only)
+            whole = chosen and any(text in switch.name for text in given.only)
             shown = clips(folder, switch, asked if whole else asked[:STRIP])
             strips[switch.name] = strip(shown)
             if whole:
@@ -223,25 +242,29 @@ SSIM compare each clip with that of fp32 from the same seed; they fall where a c
 The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models, the
 figures may not: rounding errors grow with depth and shrink with width.
 
-- **K types.** They share scales among 256 values, and the demo model's rows have 192 or 768. llama.cpp's tools write
-  another type into rows that are no multiple of 256: the rows *file* are what such a file is. In the rows without that
-  word a block goes on in the next row, so that every Linear has the type. Published models have rows of 2048 and more
-  and need neither. Written by ggml's own encoder, read back by the package gguf.
+- **K types.** They share scales among 256 values, and the demo models' rows have 64 to 768. llama.cpp's tools write
+  another type into rows that are no multiple of 256: the rows *file* are what such a file is; Mochi's would have the
+  other type alone. In the rows without that word a block goes on in the next row, so that every Linear has the type.
+  Published models have rows of 2048 and more and need neither. Written by ggml's own encoder, read back by the package
+  gguf.
 - **fp16-safe** is computed in fp16 on a CPU, which refuses it otherwise, around the fp32 residual that GPUs get.
-- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and the demo VAE, which was
+- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and LTX's small VAE, which was
   trained at that size, is worse on larger pictures whole than in tiles (6 clips at 128 x 128: 16 dB whole, 22 dB in
   tiles). [Memory](memory.md) compares the ways to decode.
 
 Defaults and presets beside the table:
 
 - `precision` auto is bf16 where a GPU has it fast, else fp16-safe, never plain fp16. fp16 and fp16-safe are closer to
-  fp32 than bf16 here; bf16 stays first, since its range needs no care where activations are large, as they are in
-  published models and not in this one.
+  fp32 than bf16 in every model here; bf16 stays first, since its range needs no care where activations are large, as
+  they are in published models and not in these.
 - `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
-- The step cache is off unless asked for. Each preset costs more than the one before, in every kind; at the same preset
-  taylor costs less than pyramid. All stay right.
-- Of GGUF's types each bit less doubles the error; at 4 bits it is about that of pyramid's `fast`.
-- `steps` 0 is the model's own 20. With 4 it still draws what was asked, with 2 not always.
+- The step cache is off unless asked for. At each preset first_block costs least. It and pyramid cost more with each
+  preset, in every model; taylor does so in LTX-Video alone: with `balanced` HunyuanVideo's and Mochi's, with `quality`
+  FramePack's clips are further from fp32 than with the preset after it.
+- Of GGUF's types each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
+  does.
+- `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4; Mochi loses
+  some with 8 already, and not in order.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",

@@ -315,12 +315,6 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         ) from error
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    if scene.vertices.shape[1:] != (3,):
-        raise CheckpointError(
-            f"{scene.vertices.shape[-1]}-dimensional vertices in {path.name!r}",
-            expected="x, y and z of each",
-            fix="Export or download it again.",
-        )
     uvs = getattr(scene.visual, "uv", None)
     uvs = None if uvs is None else torch.tensor(uvs, dtype=torch.float32)
     if uvs is not None and (uvs.ndim != 2 or len(uvs) != len(scene.vertices) or uvs.shape[1] < 2):
@@ -328,6 +322,12 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     if uvs is not None:
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
     vertices = torch.tensor(scene.vertices, dtype=torch.float64)
+    if vertices.shape[1:] != (3,):
+        raise CheckpointError(
+            f"{vertices.shape[-1]}-dimensional vertices in {path.name!r}",
+            expected="x, y and z of each",
+            fix="Export or download it again.",
+        )
     faces = torch.tensor(scene.faces, dtype=torch.int64)
     if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
         own = numbered(vertices + 0.0)  # no negative zeros

@@ -14,7 +14,6 @@ from anygpu.paint.networks.pbr import MATERIALS
 from anygpu.paint.networks.published import networks_for
 from anygpu.paint.networks.unet import set_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 GIBIBYTE = 1024**3
 HALF = Dtypes(torch.float16, torch.float16)
@@ -42,7 +41,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.sizes:
                 storage = tensor.untyped_storage()
                 self.sizes[storage._cdata] = storage.nbytes()
