@@ -71,7 +71,7 @@ test-floors:
 test-farm: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[farm] --no-build-isolation
 	$(PY) -m pip install --quiet --disable-pip-version-check kubernetes-validate check-jsonschema  # schemas of recipes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m farm tests/farm
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m farm tests/farm
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
