@@ -27,20 +27,20 @@ STARTS, ALLOWED_SECONDS = 3, 0.3
 IMPORT_TIME = re.compile(r"([\d.]+) seconds.*anygpu")
 
 
-def start_seconds(attach: bool, bytecode: Path) -> tuple[float, float]:
+def start_seconds(attach: bool, folder: Path) -> tuple[float, float]:
     """Seconds until ComfyUI answered, and those that it gives for importing the pack.
 
     Args:
-        bytecode: folder of compiled modules, filled by the first start.
+        folder: the base directory and the compiled modules. Every start takes the same one: bytecode is found again
+            by the path of its source, and the pack's is inside.
     """
-    with tempfile.TemporaryDirectory(prefix="anygpu-start-") as folder:
-        server = Server(find_host(), Path(folder), tiny_home(), attach=attach, bytecode=bytecode)
-        try:
-            server.start()
-            found = IMPORT_TIME.search(server.log)
-            return server.start_seconds, float(found.group(1)) if found else 0.0
-        finally:
-            server.stop()
+    server = Server(find_host(), folder / "base", tiny_home(), attach=attach, bytecode=folder / "bytecode")
+    try:
+        server.start()
+        found = IMPORT_TIME.search(server.log)
+        return server.start_seconds, float(found.group(1)) if found else 0.0
+    finally:
+        server.stop()
 
 
 def main() -> None:
@@ -50,11 +50,11 @@ def main() -> None:
     except NoHost as reason:
         print(f"skipped: {reason}")
         return
-    with tempfile.TemporaryDirectory(prefix="anygpu-bytecode-") as folder:
-        bytecode = Path(folder)
-        start_seconds(False, bytecode)  # ComfyUI's own bytecode, and the page cache
-        _, first = start_seconds(True, bytecode)
-        pairs = [(start_seconds(True, bytecode), start_seconds(False, bytecode)[0]) for _ in range(STARTS)]
+    with tempfile.TemporaryDirectory(prefix="anygpu-start-") as made:
+        folder = Path(made)
+        start_seconds(False, folder)  # ComfyUI's own bytecode, and the page cache
+        _, first = start_seconds(True, folder)
+        pairs = [(start_seconds(True, folder), start_seconds(False, folder)[0]) for _ in range(STARTS)]
     row = {
         "date": datetime.date.today().isoformat(),
         "comfyui": (host.root / "comfyui_version.py").read_text().split('"')[-2],
