@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 from anygpu.compat import precision
-from anygpu.compat.transforms.attention_processors import replace_attention_processors
+from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -62,7 +62,7 @@ PLAIN = Switch("fp32")
 
 @contextmanager
 def attention_in_int8(transformer: nn.Module) -> Iterator[None]:
-    back = replace_attention_processors(transformer, int8_attention)
+    back = replace_attention(transformer, int8_attention)
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
-from ...compat.transforms.attention_vae import replace_vae_attention
+from ...compat.transforms.order import replace_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
 from ..memory.estimates import SPARE
 from ..pictures import signed
@@ -443,7 +443,7 @@ def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
-    replace_vae_attention(module, _attend)
+    replace_attention(module, _attend)
     return module
 
 

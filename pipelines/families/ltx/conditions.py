@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ....compat.errors import InputError
-from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
@@ -177,11 +176,8 @@ def encoded_moments(
 
     def run(vae: Any, transfer: Transfer) -> torch.Tensor:
         moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
-        with own_tensors(vae):
-            statistics[MEAN], statistics[STD] = (
-                transfer.to_host_fp32(vae.latents_mean),
-                transfer.to_host_fp32(vae.latents_std),
-            )
+        statistics[MEAN] = transfer.to_host_fp32(vae.latents_mean)
+        statistics[STD] = transfer.to_host_fp32(vae.latents_std)
         return moments
 
     with encoding(pipeline, frames, progress) as passes:

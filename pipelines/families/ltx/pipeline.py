@@ -26,7 +26,6 @@ from torch import nn
 from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
-from ....compat.memory.hooks import own_tensors
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
@@ -268,8 +267,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
         samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
 
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with own_tensors(vae):
-            mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
+        mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         time = transfer.to_device(torch.tensor([timestep])) if removes else None
         return LTXPipeline._denormalize_latents(samples, mean, std, _scaling(pipeline)), time
 
