@@ -57,7 +57,9 @@ def measured(faces: int, view_size: int, texture_size: int) -> list[dict[str, An
             return found
 
         surface = timed("check the mesh", lambda: Surface.of(mesh, device))
-        maps = timed("render six views", lambda: texturing.maps_of(mesh, None, "paint", "auto", view_size, device)[0])
+        maps = timed(
+            "render six views", lambda: texturing.maps_of(mesh, None, "paint", "auto", view_size, device=device)[0]
+        )
         pictures = maps.position[:, ::4, ::4]
         settings = BakeSettings(texture_size=texture_size, view_size=view_size)
         baked = timed("bake six views", lambda: bake(surface, DEFAULT_VIEWS, pictures, settings))

@@ -6,6 +6,7 @@ Counting runs the model's own code on tensors without data, so that a step of an
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -24,11 +25,14 @@ from .probe_store import ProbeStore
 from .rates import LAUNCH_SECONDS, published_rates, work_of
 
 PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
+FILTERS = "filters"  # the weights of a convolution, which some libraries copy into another layout at each call
 META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
-LEAST_SECONDS = 0.005  # of a timed call: shorter ones measure the launch
+LEAST_SECONDS = 0.02  # of a timed call: shorter ones measure the launch
 MOST_BYTES = 1 << 28  # of the operands of a timed call
+CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
+FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
 
 aten = torch.ops.aten
 
@@ -44,7 +48,7 @@ class Work(Counter[tuple[str, int, int]]):
     @property
     def bytes(self) -> int:
         """Bytes that all operations read and write."""
-        return sum(moved * times for (_, _, moved), times in self.items())
+        return sum(moved * times for (kind, _, moved), times in self.items() if kind != FILTERS)
 
     def times(self, count: int) -> Work:
         """The same work ``count`` times."""
@@ -66,6 +70,7 @@ class Pace:
         memory: bytes per second of operations that only read and write.
         launch: seconds of an operation that does nothing.
         source: ``probed`` or ``published``.
+        filters: bytes per second of a convolution's weights, which take this time beside its FLOPs.
     """
 
     product: float
@@ -74,14 +79,18 @@ class Pace:
     memory: float
     launch: float
     source: str = PROBED
+    filters: float = math.inf
 
     def seconds(self, work: Work) -> float:
         """How long ``work`` takes: of each operation the larger of computing and moving bytes, and its launch."""
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
-        return sum(
-            times * (max(flops / rates.get(kind, self.product), moved / self.memory) + self.launch)
-            for (kind, flops, moved), times in work.items()
-        )
+
+        def once(kind: str, flops: int, moved: int) -> float:
+            if kind == FILTERS:
+                return moved / self.filters
+            return max(flops / rates.get(kind, self.product), moved / self.memory) + self.launch
+
+        return sum(times * once(*operation) for operation, times in work.items())
 
 
 class _Counted(TorchDispatchMode):
@@ -107,8 +116,11 @@ class _Counted(TorchDispatchMode):
             flops, moved = work_of(function, args, kwargs, result)
             if not flops and "scaled_dot_product" in function.__name__:  # torch counts it for CUDA alone
                 flops = _attention_flops(*args[:3])
+            kind = _kind(function, flops)
             if moved:
-                self.work[_kind(function, flops), int(flops), moved] += 1
+                self.work[kind, int(flops), moved] += 1
+            if kind == CONVOLUTION:
+                self.work[FILTERS, 0, args[1].nbytes] += 1
         return result
 
     def _without_data(self, function: Any, args: Any) -> tuple[bool, Any]:
@@ -227,13 +239,13 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
 
     None where nobody knows.
     """
-    name = f"pace.{str(dtype).removeprefix('torch.')}"
+    name = f"rates.{str(dtype).removeprefix('torch.')}"
     kept = None
     if store is not None and facts.device.type in TIMED:
         kept = value_or(lambda: store.remember(name, lambda: asdict(_measured(facts.device, dtype))), None)
     pace = value_or(lambda: Pace(**kept), None) if isinstance(kept, Mapping) else None
     if pace is not None and value_or(
-        lambda: min(pace.product, pace.convolution, pace.attention, pace.memory) > 0, False
+        lambda: min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0, False
     ):
         return pace
     rates = published_rates(facts.name)
@@ -244,7 +256,7 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
 
 
 def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:
-    """The pace of ``device``, from one product, convolution, attention, copy and launch: well below a second."""
+    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
 
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -254,7 +266,7 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
         return lambda: a @ b
 
     def convolution(side: int) -> Callable[[], Any]:
-        x, weight = tensor(1, 128, 6, side // 8, side // 8), tensor(128, 128, 3, 3, 3)
+        x, weight = tensor(*CONVOLVED, side // 8), tensor(128, 128, 3, 3, 3)
         return lambda: F.conv3d(x, weight, padding=(0, 1, 1))
 
     def attention(side: int) -> Callable[[], Any]:
@@ -265,15 +277,22 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
         x = tensor(8, side, side)
         return lambda: x + 1
 
-    small = tensor(1)
+    def weighed() -> Any:
+        return F.conv3d(few, wide, padding=(0, 1, 1))
+
+    small, few, wide = tensor(1), tensor(*FEW), tensor(*WIDE)
     with torch.inference_mode(False), torch.no_grad():
-        launch = _seconds(lambda: [small + 1 for _ in range(100)], device, clock) / 100
+        rate = _rate(convolution, device, clock)
+        with counting() as work:
+            weighed()
+        filters = _least(weighed, device, clock) - work.flops / rate
         return Pace(
             product=_rate(product, device, clock),
-            convolution=_rate(convolution, device, clock),
+            convolution=rate,
             attention=_rate(attention, device, clock),
             memory=_rate(copied, device, clock),
-            launch=launch,
+            launch=_least(lambda: [small + 1 for _ in range(100)], device, clock) / 100,
+            filters=wide.nbytes / max(filters, 1e-9),
         )
 
 
@@ -285,10 +304,15 @@ def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock:
         call = make(side)
         with counting() as work:
             call()
-        seconds = min(_seconds(call, device, clock) for _ in range(2))  # the first call also loads and tunes
+        seconds = _least(call, device, clock)
         if seconds >= LEAST_SECONDS or side >= 8192 or 4 * work.bytes > MOST_BYTES:
             return (work.flops or work.bytes) / max(seconds, 1e-9)
         side *= 2
+
+
+def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
+    """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
+    return min(_seconds(call, device, clock) for _ in range(3))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:

@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat.device.rates import RATES
-from anygpu.compat.device.work import PROBED, PUBLISHED, Pace, Work, pace_of
+from anygpu.compat.device.work import (
+    CONVOLUTION,
+    CONVOLVED,
+    FEW,
+    FILTERS,
+    PROBED,
+    PUBLISHED,
+    WIDE,
+    Pace,
+    Work,
+    counting,
+    pace_of,
+)
 from anygpu.compat.memory import times
 from anygpu.compat.memory.statistics import StageCost, duration, kept_stages
 from anygpu.pipelines import stages
@@ -29,6 +41,25 @@ def test_an_operation_takes_the_larger_of_computing_and_moving():
     work = Work({("product", 2_000_000_000, 8): 3, ("other", 0, 500_000_000): 2})
     assert PACE.seconds(work) == 3 * 2.0 + 2 * 0.5
     assert replace(PACE, launch=1.0).seconds(work) == 7.0 + 5
+
+
+def test_the_weights_of_a_convolution_cost_beside_its_flops():
+    x, weight = torch.zeros(1, 4, 2, 8, 8), torch.zeros(6, 4, 1, 3, 3)
+    with counting() as work:
+        torch.nn.functional.conv3d(x, weight)
+    (moved,) = (moved for (kind, _, moved) in work if kind == CONVOLUTION)
+    assert work[FILTERS, 0, weight.nbytes] == 1
+    assert work.bytes == moved, "they are counted once"
+    assert replace(PACE, filters=1.0).seconds(work) == pytest.approx(PACE.seconds(work) + weight.nbytes)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+@pytest.mark.parametrize(("voxels", "weights"), [((*CONVOLVED, 4), (128, 128, 3, 3, 3)), (FEW, WIDE)])
+def test_convolutions_are_probed_on_the_path_that_models_take(voxels, weights):
+    """On a CPU torch has another one for small inputs, which takes three times as long."""
+    x, weight = torch.empty(voxels), torch.empty(weights)
+    path = torch._C._select_conv_backend(x, weight, None, (1, 1, 1), (0, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    assert path == torch._C._ConvBackend.Mkldnn
 
 
 def test_without_runs_the_range_is_wide_and_on_paper_only_longer():
