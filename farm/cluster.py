@@ -12,6 +12,7 @@ from typing import Any
 
 from ..compat.device.facts import first_line
 from ..compat.errors import InputError, MissingPackageError
+from ..compat.ray_clusters import refusal
 
 NAMESPACE = "anygpu"
 GATEWAY = "gateway"  # the actor that AnyGPU Farm asks for
@@ -78,14 +79,18 @@ def connect(address: str) -> Any:
         )
     os.environ.update(QUIET)
     ray = ray_module()
+    reason = refusal(address, lambda: None)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        if not reason:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        reason = first_line(error.__cause__ or error)
+    if reason:
         raise InputError(
-            f"no Ray at {address!r} ({first_line(error)})",
+            f"no Ray at {address!r} ({reason})",
             expected="a cluster of the same Ray and Python version that takes this machine's token",
             fix=TOKEN_FIX,
-        ) from error
+        )
     return ray
 
 

@@ -27,6 +27,7 @@ def folder_input() -> Any:
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     """The outputs that Collect and Farm share."""
+    farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
     progress.lines.clear()
     progress.finish(report)
