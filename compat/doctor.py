@@ -22,7 +22,7 @@ from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
-EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer is named, and nothing is tried
+EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried
 CHOICES = (OFFER, KEEP, FORGET)
 NAN, INFINITE = "NaN", "infinite values"
 SHOWN = 3  # places on the way that are named

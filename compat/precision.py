@@ -34,7 +34,7 @@ class Precision:
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.
         latents: between the steps of the sampler.
-        automatic: whether nobody chose it, so that a part may be run in another dtype when it fails.
+        automatic: whether the user left it open, so that a part may be run in another dtype when it fails.
     """
 
     transformer: torch.dtype

@@ -1,6 +1,6 @@
 """Processes with a device each that compute one video together, over ``torch.distributed``: gloo on CPUs, NCCL on CUDA.
 
-Whoever starts the processes also forms their group (``farm/group.py``): nothing here opens a connection.
+Their group is formed where the processes are started (``farm/group.py``): nothing here opens a connection.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def wrong(subject: str, given: Any, expected: str) -> InputError:
 
 
 def shown(value: Any) -> str:
-    """A value that somebody else wrote, short enough for an error."""
+    """A value from outside, short enough for an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -46,7 +46,7 @@ def watch(arguments: argparse.Namespace) -> int:
     folder = JobFolder(Path(arguments.folder))
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
-    gateway = open_gateway(driver)  # an actor lives as long as somebody holds it
+    gateway = open_gateway(driver)  # an actor lives as long as it is referenced
     driver.watch()
     return 0 if gateway else 1
 

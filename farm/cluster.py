@@ -1,7 +1,7 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
 
-Whoever reaches a port of Ray without a token runs code on the machine, and Ray 2.60 listens on every interface without
-one unless it is told otherwise (docs/scale.md).
+Anyone who reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
+without one unless it is told otherwise (docs/scale.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hands the jobs of a folder to workers, takes back what became of them, and writes down what nobody can do.
+"""Hands the jobs of a folder to workers, takes back what became of them, and writes down which ones failed.
 
 The driver remembers nothing that the folder does not have: another one goes on where it was killed.
 """
@@ -129,7 +129,7 @@ class Driver:
         return self.tally
 
     def turn(self) -> None:
-        """Give work to whoever is free, then wait a moment for whatever happens first."""
+        """Give work to free workers, then wait a moment for the first event."""
         for worker in self.workers:
             if worker.up and worker.task is None and not worker.broken:
                 self._give(worker)

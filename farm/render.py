@@ -88,7 +88,7 @@ class Renderer:
 
     def _video(self, job: Job, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
         """Name of the video's file, and its frames."""
-        kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
+        kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
         places = Places((*self.models, DEMOS), (self.folder,))
         machine = Machine(places, self.state, self.device, unfinished=kept)
         if self._pipeline is None:

@@ -2,7 +2,7 @@
 
 It is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
 of CONDITIONING are core's. In the network's place stands a :class:`DiffusionModel` over the diffusers transformer. The
-MODEL's patcher is the pipeline's own, so the weights are on the device once whoever samples.
+MODEL's patcher is the pipeline's own, so the weights are on the device once, whichever sampler runs.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
             _bring(ray, gateway, jobs, keys, progress)
         except BaseException:
             with suppress(Exception):
-                gateway.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI hears of its own cancel at once
+                gateway.cancel.remote(keys)  # without waiting for the answer: ComfyUI hears of its own cancel at once
             raise
     return collect(jobs, False, progress)
 
@@ -247,7 +247,7 @@ def _inputs_of(lines: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class _Window:
-    """The picture of a job that runs: asked for where somebody looks, and shown once it has come."""
+    """The picture of a job that runs: requested while the node is shown, and displayed once it has arrived."""
 
     ray: Any
     gateway: Any

@@ -51,7 +51,7 @@ def told_bytes(ask: Callable[[], Any], unknown: float) -> float:
 
 
 def free_on(device: torch.device) -> float:
-    """Bytes free on ``device`` as ComfyUI tells them, else as the device does; everything where nobody knows."""
+    """Bytes free on ``device`` as ComfyUI tells them, else as the device does; everything if unknown."""
     known = free_bytes(device)
     return told_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
 
@@ -110,7 +110,7 @@ class PartHolder:
     def put(self, module: nn.Module | None) -> None:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
-        When nobody uses the holder any more the device is free at once, although a part whose layers refer to one
+        When the holder is no longer used the device is free at once, although a part whose layers refer to one
         another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
         over one part would each take it for theirs.
         """
@@ -479,7 +479,7 @@ def _leave(holder: Any, taker: Any) -> None:
 
 
 def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:
-    """Tells ``progress`` of bytes that have arrived; None where nobody listens or nothing has to move."""
+    """Tells ``progress`` of bytes that have arrived; None where there is no listener or nothing has to move."""
     if progress is None or total <= 0:
         return None
     done = 0

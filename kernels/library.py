@@ -177,7 +177,7 @@ _strict = False
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """The block in which a failed launch raises, so that whoever tests a kernel does not test its reference."""
+    """The block in which a failed launch raises, so that a test of a kernel does not test its reference."""
     global _strict
     before, _strict = _strict, True
     try:

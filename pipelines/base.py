@@ -34,7 +34,7 @@ class Progress(Protocol):
 
         Args:
             preview: returns the clean estimate, (B, C, T, H, W) in the transformer's space, or frames (F, H, W, 3)
-                in 0..1; called only when somebody watches.
+                in 0..1; called only when previews are shown.
         """
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Pipeline(KnownToHost):
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
-    watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
+    watches its samplings, if one was asked for. ``stands_in_for`` is the published model in whose place a demo
     model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
     by. ``group`` are the processes that render one video together; None for this one alone.
     """
@@ -182,7 +182,7 @@ class ImageCondition:
     """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
 
     ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
-    pictures that it was encoded from, in order; empty where somebody else encoded them.
+    pictures that it was encoded from, in order; empty if another node encoded them.
     """
 
     family: str

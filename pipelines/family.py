@@ -268,7 +268,7 @@ T5_XXL = (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A model somebody may start with.
+    """A model to start with.
 
     Args:
         downloads: its repositories.

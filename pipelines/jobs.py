@@ -52,7 +52,7 @@ class Places:
     Args:
         models: folders in which models and LoRAs are searched.
         files: folders with pictures and videos.
-        known: paths that somebody chose, by content.
+        known: paths that were chosen, by content.
         differences: what stands in for a content that is not here, by name; None to refuse that.
     """
 

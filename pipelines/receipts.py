@@ -195,7 +195,7 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
-    """The pack's own version; empty where nobody tells."""
+    """The pack's own version; empty where unknown."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]

@@ -24,7 +24,7 @@ class LoadInput(NamedTuple):
     """One input that the nodes which load a video pipeline share.
 
     Args:
-        default: its value where nobody chose one, of the input's type.
+        default: its value if none was chosen, of the input's type.
         target: what takes the value as an argument; None for a switch that this module reads itself.
         argument: name of that argument, where it is not the input's own.
     """

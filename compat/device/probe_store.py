@@ -280,7 +280,7 @@ def _runs(process: int, started: float) -> bool:
 
 
 def _started(process: int) -> float:
-    """When a process started, in seconds; 0 where there is none, or nobody tells."""
+    """When a process started, in seconds; 0 where there is none, or it is unknown."""
 
     def told() -> float:
         import psutil

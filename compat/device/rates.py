@@ -2,7 +2,7 @@
 
 Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
 called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
-that nobody has timed.
+that were never timed.
 """
 
 from __future__ import annotations

@@ -50,12 +50,6 @@ class Work(Counter[tuple[str, int, int]]):
         """The same work ``count`` times."""
         return Work({operation: times * count for operation, times in self.items()})
 
-    def plus(self, other: Work) -> Work:
-        """Both works."""
-        total = Work(self)
-        total.update(other)
-        return total
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -225,7 +219,7 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
     """How fast the device is in ``dtype``: as a short probe showed, which a quiet store never runs; else on paper.
 
-    None where nobody knows.
+    None if unknown.
     """
     name = f"pace.{str(dtype).removeprefix('torch.')}"
     kept = None

@@ -93,7 +93,7 @@ class GroupHooks:
         progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
 
     ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
-    in use may take together, None where nobody tells: an embedding may be larger than the blocks that follow it.
+    in use may take together, None where unknown: an embedding may be larger than the blocks that follow it.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
     and its own tensors.
 
     Raises:
-        UnsupportedError: nobody brings the weight to the device of ``like``.
+        UnsupportedError: nothing brings the weight to the device of ``like``.
     """
     provider = getattr(leaf, "weights_on", None)
     if provider is not None:

@@ -339,7 +339,7 @@ class StandaloneOffloader:
             finally:
                 hooks.offload()
                 if hooks.copies is not None:
-                    empty_cache(device)  # what torch keeps for the stream of copies serves nobody else
+                    empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
             return
         remove_hooks(module)
         stays = mode == "none"

@@ -1,7 +1,7 @@
 """The parts of a pipeline: modules by name, each read from disk on first use; the adapters on them; their bytes.
 
 Adapters, such as LoRAs, belong to a pipeline, and several pipelines share a part. An offloader gives out a part with
-the adapters of its own pipeline and nobody else's. Another structure is put on at its place in the one order of
+the adapters of its own pipeline and no others. Another structure is put on at its place in the one order of
 operations: the offload comes off, every rewrite is taken back, the adapters go on, the rewrites follow, and the offload
 comes back. Strengths change in place.
 """
@@ -242,7 +242,7 @@ class PartBytes:
         total: all tensors.
         block: the largest block.
         layer: the largest layer.
-        inner: the largest layer inside a block; 0 where nobody counted them apart.
+        inner: the largest layer inside a block; 0 if they were not counted separately.
         outer: the largest layer outside the blocks, such as an embedding.
         single: the largest single-stream block, in which the activations are most; 0 where a model has none.
         dense: what making the largest packed weight dense takes while it is used; 0 where none is packed.

@@ -60,7 +60,7 @@ class StageCost:
         reading_seconds: of them, for weights that were read from disk.
         precision: of the pipeline.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
-            both without reading; 0 where nobody knew.
+            both without reading; 0 if unknown.
         first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
     """
 
@@ -120,7 +120,9 @@ class MemoryStats:
     moved_bytes: int = 0
     moving_seconds: float = 0.0
     stages: list[StageCost] = field(default_factory=list)
-    behind: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)  # around copies nobody waited for
+    behind: deque[tuple[torch.Event, torch.Event]] = field(
+        default_factory=deque
+    )  # around copies that were not waited for
 
     def add(self, count: int, seconds: float) -> None:
         """``count`` bytes went to the device or back."""

@@ -79,7 +79,7 @@ def by_rows(
 def _by_open_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
 ) -> torch.Tensor:
-    """:func:`by_rows` for a graph that is to hold for any padding; padded queries, which nobody reads, are not zeroed.
+    """:func:`by_rows` for a graph that is to hold for any padding; padded queries are never read, so not zeroed.
 
     Nothing here compares one length with another, which would bind the graph to the lengths it was made with.
     """

@@ -24,7 +24,7 @@ BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights 
 LIMIT = torch.finfo(torch.float16).max
 Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a module becomes
 
-_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as anybody uses the copy
+_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
 
 
 def damage_to_bf16(network: nn.Module, machine: Machine) -> str:

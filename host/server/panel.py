@@ -43,7 +43,7 @@ def first_run() -> str:
 
 
 def memory_now() -> dict[str, Any]:
-    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where nobody tells."""
+    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where unknown."""
     here, host = facts(), _facts_of("cpu")
     return {
         "device": {"name": here.name, "free": free_bytes(here.device), "total": here.total_bytes},

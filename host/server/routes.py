@@ -80,7 +80,7 @@ async def probes(request: web.Request) -> Any:
 
 
 async def share(request: web.Request) -> Any:
-    """This machine as the file that its owner may share, to look at: the page saves it, and nobody sends it.
+    """This machine as the file that its owner may share, to look at: the page saves it, and it is not sent anywhere.
 
     Refused while a run is on, since probes that were not asked yet are.
     """

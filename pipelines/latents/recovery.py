@@ -40,7 +40,7 @@ class Kept:
     """One kept sampling.
 
     ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
-    for a whole one. What nobody knows is 0: the sizes and fps of latents that core sampled for another pack's model.
+    for a whole one. What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model.
     ``family`` is then that model's class, and ``latent_format`` core's class for its latents.
     """
 

@@ -45,7 +45,7 @@ NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMA
 
 
 class Cancelled(Exception):
-    """Ends a download that nobody waits for any more."""
+    """Ends a download that was cancelled."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Fetched:
 
 
 def offers() -> dict[str, Offer]:
-    """Title of each family that somebody may start with to what to download, the smallest first."""
+    """Title of each family that one may start with to what to download, the smallest first."""
     each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
@@ -113,7 +113,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
+    """In which form the transformer of an offer stays whole on a card; empty if the card is unknown.
 
     Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
     for Q4_K_M.
@@ -198,7 +198,7 @@ def fetched(
     """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
 
     Args:
-        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing.
+        choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
         roots: the folders of model folders.
         endpoint: another Hub, for mirrors and tests.
         card_bytes: of the device, for advice; 0 for none.

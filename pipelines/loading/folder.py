@@ -82,7 +82,7 @@ class LoadRequest:
         keep_free_gb: memory of the device that offload ``auto`` leaves to others.
         stands_in_for: the published model in whose place this demo model runs; empty otherwise.
         cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
-            to, with the bytes that a run may take there, None where nobody tells; empty for ``device`` alone.
+            to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
     """
 
     model: Path
@@ -199,7 +199,7 @@ def _sources(
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
     """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
 
-    Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
+    Rewritten blocks refer to themselves, so a pipeline that is no longer used stays until such cycles are collected.
     """
     room = free()
     if room >= wanted:

@@ -17,12 +17,12 @@ ELSEWHERE = (
 
 
 def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
-    """The model that is known by name although nothing here runs it; None for one that nobody here knows."""
+    """The model that is known by name although nothing here runs it; None for an unknown one."""
     return next((row for row in _rows() if _fits(row, entries)), None)
 
 
 def other_class(name: str) -> OtherModel | None:
-    """The model of a diffusers class that nothing here runs; None for one that nobody here knows."""
+    """The model of a diffusers class that nothing here runs; None for an unknown one."""
     return next((row for row in _rows() if row.classes and name.startswith(row.classes)), None)
 
 

@@ -73,7 +73,7 @@ def shown(
 
 
 def room_of(pipeline: Any) -> int | None:
-    """Bytes of the device that a run may take now; None where nobody tells."""
+    """Bytes of the device that a run may take now; None where unknown."""
     free = free_bytes(pipeline.offloader.device)
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 

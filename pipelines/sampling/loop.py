@@ -98,7 +98,7 @@ class Watch:
 
     Args:
         networks: the transformers by their parts' names.
-        doctor: of the pipeline, who looks at every step; None where nobody asked for one: then the first and the last
+        doctor: of the pipeline, who looks at every step; None if none was asked for: then the first and the last
             are looked at, where a transformer that overflows shows.
         tell: takes one line that the user should read.
     """
@@ -133,7 +133,7 @@ class Watch:
             return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
-        """Say what is wrong with finite latents, or that nothing is, where somebody asked for a doctor."""
+        """Say what is wrong with finite latents, or that nothing is, if a doctor was asked for."""
         if self.doctor is not None:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
@@ -164,7 +164,7 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
 
 
 def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """None where nobody asked for a doctor and precision ``auto`` has another one to go on with.
+    """None if no doctor was asked for and precision ``auto`` has another one to go on with.
 
     Also None on several devices: each would stop its search at the first layer that is wrong for its own tokens, while
     the others wait there.

@@ -54,7 +54,7 @@ class InMemorySections:
     """Keeps finished sections during one sampling, so that none is lost if it has to start again.
 
     Args:
-        beyond: who keeps them for longer; None for nobody.
+        beyond: who keeps them for longer; None for none.
     """
 
     def __init__(self, beyond: SectionStore | None = None) -> None:

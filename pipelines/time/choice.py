@@ -20,7 +20,7 @@ WORTH = 0.9  # of the time, below which another mode is worth it
 def times_of(
     pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
 ) -> dict[str, TimeForecast]:
-    """How long a run takes under each mode that can be; empty where nobody knows the device's rates.
+    """How long a run takes under each mode that can be; empty if the device's rates are unknown.
 
     A forecast that fails costs the figure, never the page that shows it.
     """

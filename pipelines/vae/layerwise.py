@@ -38,7 +38,7 @@ class Activation:
     """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it.
 
     Args:
-        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None where nobody asked for them.
+        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None if they were not asked for.
     """
 
     plane: Tensor
@@ -147,7 +147,7 @@ class Stream:
         return place.core(run(*tiles)).contiguous()
 
     def _summed(self, piece: Tensor) -> Moments | None:
-        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None where nobody needs them."""
+        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None if they are not needed."""
         if not self.groups or piece.shape[1] % self.groups:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w

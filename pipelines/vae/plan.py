@@ -227,7 +227,7 @@ class Plan:
         return next((each.stream for each in self.forms if 0 < each.stream < side), 0)
 
     def needed_bytes(self, attempt: Attempt) -> int:
-        """Bytes beside the weights that an attempt is forecast to take; 0 where nobody knows."""
+        """Bytes beside the weights that an attempt is forecast to take; 0 if unknown."""
         if not self.decodes or not self.pipeline.weights:
             return 0
         planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0

@@ -88,7 +88,7 @@ PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the l
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe of the variant, and of this size where its sizes differ.
 
-    A transformer that lacks the blocks it names, of a size that nobody published, runs without STG.
+    A transformer that lacks the blocks it names, of an unpublished size, runs without STG.
     """
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
