@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 from anygpu.compat import precision
-from anygpu.compat.transforms.attention_processors import replace_attention_processors
+from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -40,7 +40,7 @@ from torch import nn
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # those that the package gguf can write
 K_TYPES = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL"}  # and what takes their place in short rows
-K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is no multiple of it
+K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is not a multiple of it
 STRIP = 2  # clips in a strip
 EQUAL = 99.0  # dB, of clips without a difference
 
@@ -62,7 +62,7 @@ PLAIN = Switch("fp32")
 
 @contextmanager
 def attention_in_int8(transformer: nn.Module) -> Iterator[None]:
-    back = replace_attention_processors(transformer, int8_attention)
+    back = replace_attention(transformer, int8_attention)
     try:
         yield
     finally:

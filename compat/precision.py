@@ -73,7 +73,7 @@ class Precision:
 
 
 def _safe(text: torch.dtype, why: str) -> Precision:
-    return Precision(FP16, text, FP32, why, FP16, FP32)
+    return Precision(transformer=FP16, text=text, vae=FP32, why=why, compute=FP16, residual=FP32)
 
 
 _OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"

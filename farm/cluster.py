@@ -48,7 +48,8 @@ def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
     Args:
-        workers: processes to make room for. gpus: devices that Ray deals out to them; 0 for a machine without.
+        workers: processes to make room for.
+        gpus: devices that Ray deals out to them; 0 for a machine without.
     """
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})

@@ -32,7 +32,10 @@ class WorkerHandle:
     """A worker as the driver sees it.
 
     Args:
-        actor: Ray's handle. task: what it renders. up: whether its process has answered. broken: why it gets no jobs.
+        actor: Ray's handle.
+        task: what it renders.
+        up: whether its process has answered.
+        broken: why it gets no jobs.
     """
 
     name: str
@@ -61,7 +64,9 @@ class Driver:
     """One driver over one folder.
 
     Args:
-        ray: the package, connected. task_of: a line to its task. reached: grows with the steps of a job that are kept.
+        ray: the package, connected.
+        task_of: a line to its task.
+        reached: grows with the steps of a job that are kept.
         say: takes a line about each thing that happens.
     """
 
@@ -96,7 +101,7 @@ class Driver:
             try:
                 task = self.task_of(line)
             except PackError as error:
-                self.say(f"a line is no job: {error}")
+                self.say(f"a line is not a job: {error}")
                 self.tally.failed[line[:60]] = str(error)
                 continue
             if task.key in self._open:

@@ -56,8 +56,10 @@ class Renderer:
     """Renders jobs of one folder in one process, and keeps the last model that it loaded.
 
     Args:
-        folder: whose results it writes, seen by all machines under this path. models: folders that are searched.
-        state: of this machine, for probe results. device: None for the default device.
+        folder: whose results it writes, seen by all machines under this path.
+        models: folders that are searched.
+        state: of this machine, for probe results.
+        device: None for the default device.
         group: processes that render each video together; None for this one alone.
     """
 

@@ -56,7 +56,7 @@ def with_an_end(node: Any) -> Any:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise InputError(f"{name} {value}", expected="a finite number", fix=f"Set {name} to a number.")
             return run(cls, *arguments, **inputs)
-        except BaseException as error:  # a cancel is no Exception
+        except BaseException as error:  # a cancel is not an Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
             entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
             if entry is not None:
@@ -71,7 +71,8 @@ class NodeProgress:
     """One node's progress for one run.
 
     Args:
-        node_id: the node that runs. family: whose latent format previews use; None where there are no latents.
+        node_id: the node that runs.
+        family: whose latent format previews use; None where there are no latents.
     """
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:

@@ -58,7 +58,8 @@ def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> 
     Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
 
     Args:
-        family: what the list calls it; the class of its model where it is empty. fps: of its videos; 0 where unknown.
+        family: what the list calls it; the class of its model where it is empty.
+        fps: of its videos; 0 where unknown.
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:

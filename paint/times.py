@@ -38,7 +38,8 @@ class PaintRun:
     """What is asked of a painting or a delighting; zeros take what the model was taught.
 
     Args:
-        size: of a view or the picture, pixels. views: cameras.
+        size: of a view or the picture, pixels.
+        views: cameras.
         steps: of the sampler.
         rows: of guidance in a step, beside one another.
         references: pictures of the object.

@@ -169,7 +169,7 @@ def lines_of(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error})",
-            expected="a text file with one job to a line",
+            expected="a text file with one job per line",
             fix="Write it again with AnyGPU Queue Jobs.",
         ) from error
     return [line for line in text.splitlines() if line.strip()]

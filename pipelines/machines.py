@@ -54,7 +54,8 @@ class Machine:
     """A machine.
 
     Args:
-        device, backend, arch, driver: as :class:`DeviceFacts` has them. versions: of the pack and its packages.
+        device, backend, arch, driver: as :class:`DeviceFacts` has them.
+        versions: of the pack and its packages.
         precision: title of a family to what ``auto`` decides for it here.
     """
 
@@ -89,7 +90,8 @@ def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path |
     """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
 
     Args:
-        probes: answers by name. state: folder with the last runs; None for none.
+        probes: answers by name.
+        state: folder with the last runs; None for none.
     """
     runs = [
         Run(
@@ -131,7 +133,9 @@ def machine_in(text: str | bytes) -> Machine:
         )
     record = json_in(text, "the machine")
     if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(f"no machine but {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+        raise InputError(
+            f"{shown(record)} instead of a machine", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX
+        )
     if record[HEAD] > VERSION:
         raise InputError(
             f"a machine of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
@@ -139,7 +143,7 @@ def machine_in(text: str | bytes) -> Machine:
     plainly = {name: value for name, value in record.items() if name != HEAD}
     if _short(plainly) != plainly:
         raise InputError(
-            "a machine with longer texts or lists than AnyGPU writes", expected="a file as it was written", fix=FIX
+            "a machine with longer texts or lists than AnyGPU writes", expected="a file that was not edited", fix=FIX
         )
     return parse(Machine, plainly, "the machine")
 

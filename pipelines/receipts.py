@@ -80,7 +80,9 @@ def with_receipt(
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
-    source = PictureSource(content, fit, request.frame, request.strength, request.seed, seen)
+    source = PictureSource(
+        content=content, fit=fit, frame=request.frame, strength=request.strength, seed=request.seed, vision=seen
+    )
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 

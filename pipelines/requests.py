@@ -109,7 +109,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
     Args:
         values: input name to value; other names are passed over.
         trace: file for the profile; None for no profile.
-        folders: the arguments of :class:`LoadRequest` that are no such input: model, other folders, device, state.
+        folders: the arguments of :class:`LoadRequest` that are not such inputs: model, other folders, device, state.
 
     Raises:
         InputError: a value out of range.

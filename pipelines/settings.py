@@ -96,7 +96,9 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
     def said(row: GuidanceStep) -> GuidanceStep:
         stg = row.stg if given.stg < 0 else given.stg
         rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
-        return GuidanceStep(row.level, given.cfg or row.cfg, stg, rescale, row.blocks or usual)
+        return GuidanceStep(
+            level=row.level, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=row.blocks or usual
+        )
 
     return tuple(map(said, rows))
 
@@ -131,7 +133,8 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
 
     Args:
-        width, height: pixels; 0 means the family's default. frames: pixel frames; 0 means the default.
+        width, height: pixels; 0 means the family's default.
+        frames: pixel frames; 0 means the default.
 
     Raises:
         InputError: a side or the frame count is out of range, with the nearest valid values.

@@ -225,7 +225,14 @@ def speed_for(
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
     epilogue = form in (fused.AUTO, fused.TRITON) and probes is not None and _ends_in_gelu(probes, dtype)
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats, epilogue)
+    return Speed(
+        request=request,
+        forms={TRANSFORMER: form, VAE: other},
+        kernels=kernels,
+        attention=attention,
+        formats=formats,
+        epilogue=epilogue,
+    )
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:

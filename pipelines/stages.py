@@ -344,7 +344,14 @@ def with_decode_noise(
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
     """The size of a run, for forecasts."""
     guided = settings.cfg > 1.0
-    return Size(settings.width, settings.height, settings.frames, guided, window, tokens_in(prompt))
+    return Size(
+        width=settings.width,
+        height=settings.height,
+        frames=settings.frames,
+        guided=guided,
+        window=window,
+        text=tokens_in(prompt),
+    )
 
 
 def tokens_in(prompt: Prompt) -> int:

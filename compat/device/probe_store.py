@@ -242,7 +242,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
     """What answers are kept apart by: the device, its driver, the build of torch, torch's flags and the probes."""
-    # The system's own kernel is left out: it changes every week, and what depends on it is no probe.
+    # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     parts = (
         facts.backend,

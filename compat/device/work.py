@@ -240,7 +240,9 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
     if rates is None:
         return None
     flops = rates.flops(dtype)
-    return Pace(flops, flops, flops, rates.memory, LAUNCH_SECONDS, PUBLISHED)
+    return Pace(
+        product=flops, convolution=flops, attention=flops, memory=rates.memory, launch=LAUNCH_SECONDS, source=PUBLISHED
+    )
 
 
 def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:

@@ -149,7 +149,7 @@ class GroupHooks:
         missed = group not in self._ahead
         if missed:
             if self._missed:
-                self._ahead.clear()  # another order than the last time; one group out of turn is no other order
+                self._ahead.clear()  # another order than the last time; one group out of turn is not another order
             self._ahead[group] = self._copy(group, group.layout, self.copies)
         self._missed = missed and not starts
         memory, arrived = self._ahead.pop(group)

@@ -319,9 +319,13 @@ class StandaloneOffloader:
 
     @contextmanager
     def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """The part on its device for the block: by groups, as a whole, or from now on."""
+        """The part on its device for the block: by groups, as a whole, or from now on; on the host it is already."""
         device, mode = self.device_of(part), self.mode
-        if mode in ("group", "sequential") and part != WHOLE and device.type != HOST.type:
+        if device.type == HOST.type:
+            self._ask_for_room(activation_bytes, device)
+            yield
+            return
+        if mode in ("group", "sequential") and part != WHOLE:
             self._ask_for_room(activation_bytes, device)
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
@@ -338,7 +342,7 @@ class StandaloneOffloader:
                     empty_cache(device)  # what torch keeps for the stream of copies serves nobody else
             return
         remove_hooks(module)
-        stays = mode == "none" or device.type == HOST.type
+        stays = mode == "none"
         if not stays:
             self._move(part, module, HOST, progress)  # where another mode left it on the device
         away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)

@@ -54,7 +54,9 @@ class StageCost:
 
     Args:
         peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
-        moved_bytes: to the device and back. moving_seconds: that the stage waited for them. seconds: of all of it.
+        moved_bytes: to the device and back.
+        moving_seconds: that the stage waited for them.
+        seconds: of all of it.
         reading_seconds: of them, for weights that were read from disk.
         precision: of the pipeline.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,

@@ -36,7 +36,7 @@ def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 class FusedProcessor(Processor):
-    """What the fused processors share; attention and padding are set by ``replace_attention_processors``.
+    """What the fused processors share; attention and padding are set by ``replace_attention``.
 
     Args:
         form: one of ``kernels.library.FORMS``.

@@ -191,7 +191,9 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
         frames = int(plain["clip_seconds"] * plain.get("fps", family.defaults.fps))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
-    asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
+    asked = Size(
+        width=size.width, height=size.height, frames=size.frames, guided=guided, window=int(plain.get("window", 9))
+    )
     run = f"{size.width}x{size.height}, {size.frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))

@@ -166,7 +166,9 @@ def gathered(
     cosines = surface.face_normals @ towards
     sure = trusted(view, exact)
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
-    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, shows, cosines)
+    sight = _Sight(
+        view=view, depth=view.image(view.depth, background=-math.inf), sure=sure, pure=shows, cosines=cosines
+    )
     picture = picture if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))

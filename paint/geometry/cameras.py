@@ -82,7 +82,7 @@ def camera_table(
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
 
     Raises:
-        InputError: a value is no number or out of range, or the lists differ in length.
+        InputError: a value is not a number or out of range, or the lists differ in length.
     """
     lists = {
         name: _numbers(values, name)

@@ -28,7 +28,9 @@ class Cut:
     """How a video becomes FramePack's sections.
 
     Args:
-        image: its encoded first frame. window: latent frames per section. order: one of :data:`SECTION_ORDERS`.
+        image: its encoded first frame.
+        window: latent frames per section.
+        order: one of :data:`SECTION_ORDERS`.
     """
 
     image: ImageCondition

@@ -65,7 +65,8 @@ class Sampled:
 
     Args:
         samples: of any shape, on any device; more than one where they are nested, such as video and audio.
-        family: of our pipeline, or the class of the model. latent_format: name of core's class for its latents.
+        family: of our pipeline, or the class of the model.
+        latent_format: name of core's class for its latents.
         frames, width, height: in pixels; 0 where they are unknown.
         unfinished: how far the sampling came, such as ``step 3 of 20``; empty for a whole one.
     """
@@ -142,7 +143,7 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
             raise CheckpointError(
                 f"no saved latents of {family!r}",
                 expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
-                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
+                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list.",
             )
         name = fitting[0]
     if name not in ids:
@@ -271,4 +272,18 @@ def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
     sizes = [f"{width}x{height}", f"{frames} frame{'s' if frames > 1 else ''}"] if width else []
     title = ", ".join(filter(None, (date.replace("T", " "), family, *sizes, f"seed {seed}", unfinished)))
     rough = str(record.get("latent_format", ""))
-    return Kept(name, title, family, size, date, seed, frames, width, height, fps, prompt, unfinished, rough)
+    return Kept(
+        id=name,
+        name=title,
+        family=family,
+        total_bytes=size,
+        date=date,
+        seed=seed,
+        frames=frames,
+        width=width,
+        height=height,
+        fps=fps,
+        prompt=prompt,
+        unfinished=unfinished,
+        latent_format=rough,
+    )

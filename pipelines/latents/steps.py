@@ -33,8 +33,11 @@ class KeptSteps:
     """Unfinished samplings in a folder, which several machines may share.
 
     Args:
-        folder: of their files. notify: told once where the disk fails. share: of the time that keeping may take.
-        cost: seconds that the last state took. spent: that all of them took since ``begun``.
+        folder: of their files.
+        notify: told once where the disk fails.
+        share: of the time that keeping may take.
+        cost: seconds that the last state took.
+        spent: that all of them took since ``begun``.
     """
 
     folder: Path
@@ -120,4 +123,4 @@ def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: 
         raise ValueError("values that no sampling has")
     state = bytes.fromhex(record["generator_state"])
     generator_for(0, state)  # raises where this is none
-    return StepState(done, section, tensors[LATENTS], solver, state)
+    return StepState(done=done, section=section, latents=tensors[LATENTS], solver=solver, generator_state=state)

@@ -37,9 +37,7 @@ ROOM_BYTES = 2**30  # left free on the disk
 STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
 BESIDE_GIB = 2.0  # of activations and the driver
 WAIT_SECONDS = 0.1  # between two looks at a cancel
-SILENT_SECONDS = (
-    120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and waits for a list for ever
-)
+SILENT_SECONDS = 120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and may wait for ever
 HASHED_BYTES = 2**20  # between two looks at a cancel, too
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a note that was edited
@@ -55,7 +53,9 @@ class Fetched:
     """How far one repository is; written by the thread that fetches.
 
     Args:
-        done, total: bytes. stage: what is done now. heard: when the Hub last sent something.
+        done, total: bytes.
+        stage: what is done now.
+        heard: when the Hub last sent something.
     """
 
     done: int = 0
@@ -152,8 +152,10 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
     """What to do while there is no model: the smallest model that fits, its pages and folders, and where was searched.
 
     Args:
-        searched: the model folders; the first is where the model goes. machine: the machine in words.
-        memory_bytes: of the computer that holds the weights. card_bytes: of the device; 0 where it is the computer.
+        searched: the model folders; the first is where the model goes.
+        machine: the machine in words.
+        memory_bytes: of the computer that holds the weights.
+        card_bytes: of the device; 0 where it is the computer.
     """
     title, offer = smallest_for(memory_bytes)
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
@@ -196,8 +198,10 @@ def fetched(
     """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
 
     Args:
-        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. roots: the folders of model folders.
-        endpoint: another Hub, for mirrors and tests. card_bytes: of the device, for advice; 0 for none.
+        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing.
+        roots: the folders of model folders.
+        endpoint: another Hub, for mirrors and tests.
+        card_bytes: of the device, for advice; 0 for none.
 
     Raises:
         InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
@@ -239,7 +243,8 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder.
 
     Args:
-        files: path to bytes. only: files and folders at its top; all where empty.
+        files: path to bytes.
+        only: files and folders at its top; all where empty.
     """
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}

@@ -98,7 +98,8 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     """The variant of a model, and what is said of it: a guess names what tells it, unless it is what one expects.
 
     Args:
-        asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
+        asked: what the user chose; ``auto`` to guess.
+        model: the folder that was chosen.
 
     Raises:
         InputError: a variant of another family.

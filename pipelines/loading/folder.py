@@ -68,18 +68,19 @@ class LoadRequest:
         model: folder of a diffusers pipeline, or of a transformer alone.
         base: folder of the pipeline that lends the parts a lone transformer lacks; ``auto`` searches.
         image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides. device: None for the default device; facts that were
-            gathered before stand for the device they are of.
-        search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
-            runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
-            by what is kept there, so that the device is neither asked nor timed.
+        variant, precision, offload: choices; ``auto`` decides.
+        device: None for the default device; facts that were gathered before stand for the device they are of.
+        search: folders in which ``auto`` looks for other models.
+        attention: which kernel the transformer's attention runs, for this pipeline alone.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        quiet: goes by what is kept there, so that the device is neither asked nor timed.
         files: single files to compose the pipeline of; ``model`` is then the transformer's.
-        weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
+        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
         speed: fused kernels, compile, profile.
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
-            published model in whose place this demo model runs; empty otherwise.
+            ``device``.
+        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
         cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
             to, with the bytes that a run may take there, None where nobody tells; empty for ``device`` alone.
     """

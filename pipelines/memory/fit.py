@@ -140,8 +140,9 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
-        stage: ``text`` or ``sampling``. size: of the run; None where it is not known yet. run: what times are for,
-            where the modes that fit are compared by them; None to take them in their order.
+        stage: ``text`` or ``sampling``.
+        size: of the run; None where it is not known yet.
+        run: what times are for, where the modes that fit are compared by them; None to take them in their order.
 
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.

@@ -81,7 +81,8 @@ def _needs(
     """Each stage beside what stays on its device from before.
 
     Args:
-        places: where each stage computes. decoding_room: bytes that the decode may take.
+        places: where each stage computes.
+        decoding_room: bytes that the decode may take.
     """
 
     def beside(first: str, second: str, count: int) -> int:

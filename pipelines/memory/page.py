@@ -61,9 +61,11 @@ def shown(
     """What each mode needs, in words and as bars.
 
     Args:
-        pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
-            the words. needs: the forecast of each mode, the fastest first. times: how long each mode takes, where
-            that is known.
+        pipeline: a pipeline of any kind, with its offloader, facts and weights.
+        title: what runs.
+        more: beside it, in the words.
+        needs: the forecast of each mode, the fastest first.
+        times: how long each mode takes, where that is known.
     """
     room, times = room_of(pipeline), times or {}
     text = _text(pipeline, title + more, needs, times, room)

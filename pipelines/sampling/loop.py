@@ -97,8 +97,9 @@ class Watch:
     """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was kept.
 
     Args:
-        networks: the transformers by their parts' names. doctor: of the pipeline, who looks at every step; None where
-            nobody asked for one: then the first and the last are looked at, where a transformer that overflows shows.
+        networks: the transformers by their parts' names.
+        doctor: of the pipeline, who looks at every step; None where nobody asked for one: then the first and the last
+            are looked at, where a transformer that overflows shows.
         tell: takes one line that the user should read.
     """
 
@@ -142,7 +143,8 @@ class Safeguards(NamedTuple):
 
     Args:
         again: told of an error in a step; returns whether to try this step again, from the latents it began with.
-        watch: over the transformer that is called. steps: keeps them, and knows of those done before.
+        watch: over the transformer that is called.
+        steps: keeps them, and knows of those done before.
     """
 
     again: Again | None = None
@@ -154,7 +156,8 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
     """The safeguards of one run of the loop that holds the transformers of ``pipeline``.
 
     Args:
-        generator: whose state is kept with the steps. section: of the video, for a family that samples it in several.
+        generator: whose state is kept with the steps.
+        section: of the video, for a family that samples it in several.
     """
     steps = None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
     return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)

@@ -31,7 +31,8 @@ class SectionState:
 
     Args:
         latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
-        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
+        lengths: latent frames there were after each section.
+        generator_state: for the noise of the next one.
     """
 
     latents: torch.Tensor
@@ -76,7 +77,9 @@ class StepState:
     """The state of a sampling between two steps.
 
     Args:
-        done: steps. section: of a sampling in sections, else 0. latents: as the loop has them.
+        done: steps.
+        section: of a sampling in sections, else 0.
+        latents: as the loop has them.
         solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
         generator_state: for noise that later steps draw.
     """
@@ -151,7 +154,9 @@ class Resuming:
     """What keeps the steps of one sampling; :class:`Pipeline` hands it on to the loop.
 
     Args:
-        store: where. key: of the sampling. progress: told where it goes on.
+        store: where.
+        key: of the sampling.
+        progress: told where it goes on.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
         skipped: steps that an earlier run had done.
     """
@@ -173,7 +178,8 @@ class Steps:
     """The steps of one run of the loop, kept by ``resuming``, which may go on after the last that was kept.
 
     Args:
-        generator: draws the noise of later steps. section: of a sampling in sections.
+        generator: draws the noise of later steps.
+        section: of a sampling in sections.
     """
 
     resuming: Resuming
@@ -205,10 +211,12 @@ class Steps:
         changed = {name: value for name, value in vars(schedule.solver).items() if self._differs(name, value)}
         odd = [name for name, value in changed.items() if not _storable(value)]
         if odd:
-            log.warning("AnyGPU: steps are not kept: the solver's %s is no plain value", odd[0])
+            log.warning("AnyGPU: steps are not kept: the solver's %s is not a plain value", odd[0])
             self.resuming.broken = True
             return
-        state = StepState(done, self.section, latents, changed, state_of(self.generator))
+        state = StepState(
+            done=done, section=self.section, latents=latents, solver=changed, generator_state=state_of(self.generator)
+        )
         self.resuming.store.keep(self.resuming.key, state)
 
     def finish(self) -> None:

@@ -25,7 +25,8 @@ class LlavaInput:
 
     Args:
         positive, negative: PIL pictures beside the prompt and beside the negative prompt.
-        processor: the pipeline's image processor. interleave: every so many of the 576 picture states are kept.
+        processor: the pipeline's image processor.
+        interleave: every so many of the 576 picture states are kept.
     """
 
     positive: Any
@@ -86,8 +87,9 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     """Core's CONDITIONING of a HunyuanVideo text encoder under the names of :func:`llama_embeds`, on the CPU.
 
     Args:
-        embeds: (1, N, 4096), the template cropped already. extra: ``pooled_output`` (1, 768) and, where there is
-            padding, ``attention_mask``, whose last N entries are for these states.
+        embeds: (1, N, 4096), the template cropped already.
+        extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries are for
+            these states.
 
     Raises:
         InputError: no pooled CLIP vector.

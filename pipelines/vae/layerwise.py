@@ -184,7 +184,7 @@ def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition
     """``region`` of a plane with ``halo`` cells around it, as far as there are any."""
     top, bottom, left, right = region
     around = min(halo, top), min(halo, height - bottom), min(halo, left), min(halo, width - right)
-    return TilePosition((top, bottom), (left, right), around, height, width)
+    return TilePosition(rows=(top, bottom), columns=(left, right), halo=around, height=height, width=width)
 
 
 def parted(region: Region, side: int) -> list[Region]:
@@ -203,7 +203,8 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
     """Frame-causal attention of a tile's queries over keys and values in host memory, a block of them at a time.
 
     Args:
-        query: (1, C, T, h, w) on the device. planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
+        query: (1, C, T, h, w) on the device.
+        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
 
     Returns:
         (1, C, T, h, w) in the dtype of ``query``. Scores are fp32; beside operands live one block and its scores.

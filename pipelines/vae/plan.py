@@ -335,7 +335,14 @@ class Plan:
 def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, int]:
     """The form in which a decode of ``size`` begins with ``room`` bytes beside the weights, and the bytes it needs."""
     spec, cells = pipeline.spec, latent_shape(pipeline, size)
-    plan = Plan(pipeline, "decoder", decoder_size(pipeline, cells), Form(), spec.tile_for(cells), room)
+    plan = Plan(
+        pipeline=pipeline,
+        coder="decoder",
+        size=decoder_size(pipeline, cells),
+        form=Form(),
+        advised=spec.tile_for(cells),
+        room=room,
+    )
     return plan.attempt, plan.needed_bytes(plan.attempt)
 
 

@@ -52,7 +52,9 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
-    return ImageCondition("framepack", known, request.width, request.height, anchors)
+    return ImageCondition(
+        family="framepack", tensors=known, width=request.width, height=request.height, anchors=anchors
+    )
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
