@@ -164,7 +164,7 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     assert found["limits"]["offload"].keys() == {"model", "group", "sequential"}
     assert str(pack.home / "models") in found["first_run"]
     assert "https://huggingface.co/Lightricks" in found["first_run"]
-    assert "'demo: LTX-Video (9 MB)' draws in the model's place" in found["first_run"]
+    assert "'demo: LTX-Video (8 MB)' draws in the model's place" in found["first_run"]
     assert pack.files() == {}, "reading wrote something"
 
 

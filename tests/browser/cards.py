@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, TALL = 640, 360
 INK, SOFT = (255, 255, 255), (255, 255, 255, 150)
-DRAWN_BY = {"ltx": "drawn by the 9 MB demo model", "paint": "the demo's mesh, from synthetic pictures"}
+DRAWN_BY = {"ltx": "drawn by the 8 MB demo model", "paint": "the demo's mesh, from synthetic pictures"}
 COLOURS = {  # first letters of a workflow's name -> corners of its background
     "ltx": ((16, 82, 90), (57, 166, 132)),
     "hunyuan_video_15": ((76, 29, 89), (203, 78, 122)),
