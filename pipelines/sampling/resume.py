@@ -44,7 +44,7 @@ class SectionStore(Protocol):
     """Saves finished sections, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> SectionState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
@@ -62,7 +62,7 @@ class InMemorySections:
         self.standing: SectionState | None = None
 
     def found(self, key: str) -> SectionState | None:
-        """Where this sampling stands, else where an earlier one does."""
+        """How far this sampling is, else how far an earlier one is."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -95,7 +95,7 @@ class StepStore(Protocol):
     """Saves unfinished steps, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> StepState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def due(self) -> bool:
         """Whether enough time has passed that keeping a state costs next to nothing."""
@@ -115,7 +115,7 @@ class LeaderSteps:
     store: StepStore
 
     def found(self, key: str) -> StepState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
@@ -140,7 +140,7 @@ class LeaderSections:
     store: SectionStore
 
     def found(self, key: str) -> SectionState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -156,7 +156,7 @@ class Resuming:
     Args:
         store: where.
         key: of the sampling.
-        progress: told where it goes on.
+        progress: informed where it goes on.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
         skipped: steps that an earlier run had done.
     """
@@ -168,7 +168,7 @@ class Resuming:
     skipped: int = 0
 
     def abandon(self) -> None:
-        """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
+        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
         self.broken = True
         self.store.drop(self.key)
 
@@ -236,7 +236,7 @@ def with_steps(
     """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
 
     Args:
-        stage: what begins anew where steps cannot be kept, for the user.
+        stage: what starts again if steps cannot be kept, for the user.
         prompt, request: all that decides the latents.
     """
     if pipeline.step_cache is not None:
