@@ -156,7 +156,7 @@ def test_what_is_downloaded_is_told_as_it_is_stored_there():
         (
             "FramePack",
             24,
-            "whole as FramePackI2V_HY_fp8_e4m3fn.safetensors of Kijai/HunyuanVideo_comfy (16.3 GB)",
+            "in one piece as FramePackI2V_HY_fp8_e4m3fn.safetensors of Kijai/HunyuanVideo_comfy (16.3 GB)",
         ),
         ("FramePack F1", 12, "is streamed in every form; the smallest useful one is FramePack_F1_I2V_HY_20250503_fp8"),
         ("LTX-Video 0.9.5", 4, "ltx-video-2b-v0.9.5-Q4_K_M.gguf of city96/LTX-Video-0.9.5-gguf (1.3 GB), with t5"),
