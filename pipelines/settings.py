@@ -104,7 +104,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
+    """How the loaded variant is run by default, and whether a demo model is used in place of a published one."""
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
     return (*_stand_in(pipeline), *chosen)

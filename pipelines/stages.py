@@ -240,7 +240,7 @@ def sample_framepack(
     keeper: SectionStore | None = None,
     steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keeper`` is told of finished sections and may know of some, ``steps`` likewise."""
+    """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
     if not family.sections:
         raise UnsupportedError(

@@ -172,7 +172,7 @@ class KeptSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
-        """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
+        """How far the newest unfinished sampling with the same ``key`` is; None if there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
                 continue

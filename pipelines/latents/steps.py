@@ -34,7 +34,7 @@ class KeptSteps:
 
     Args:
         folder: of their files.
-        notify: told once where the disk fails.
+        notify: called once if the disk fails.
         share: of the time that keeping may take.
         cost: seconds that the last state took.
         spent: that all of them took since ``begun``.
@@ -49,7 +49,7 @@ class KeptSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """Where the sampling of this ``key`` stands; None where there is none, or its file is damaged."""
+        """How far the sampling of this ``key`` is; None if there is none, or its file is damaged."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():

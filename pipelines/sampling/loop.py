@@ -143,7 +143,7 @@ class Safeguards(NamedTuple):
     """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
 
     Args:
-        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
+        again: called with an error in a step; returns whether to try this step again, from the latents it began with.
         watch: over the transformer that is called.
         steps: keeps them, and knows of those done before.
     """
@@ -261,9 +261,9 @@ def retries(
                 result = run()
 
     Args:
-        again: told of each error; None to try once.
+        again: called with each error; None to try once.
         restore: puts things back as they were before the try, ahead of ``again``.
-        catches: kinds of errors that ``again`` is told of.
+        catches: kinds of errors that ``again`` is called with.
     """
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)

@@ -46,7 +46,7 @@ class SectionStore(Protocol):
     """Saves finished sections, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> SectionState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
@@ -64,7 +64,7 @@ class InMemorySections:
         self.standing: SectionState | None = None
 
     def found(self, key: str) -> SectionState | None:
-        """Where this sampling stands, else where an earlier one does."""
+        """How far this sampling is, else how far an earlier one is."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -97,7 +97,7 @@ class StepStore(Protocol):
     """Saves unfinished steps, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> StepState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def due(self) -> bool:
         """Whether enough time has passed that keeping a state costs next to nothing."""
@@ -117,7 +117,7 @@ class LeaderSteps:
     store: StepStore
 
     def found(self, key: str) -> StepState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
@@ -142,7 +142,7 @@ class LeaderSections:
     store: SectionStore
 
     def found(self, key: str) -> SectionState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -172,7 +172,7 @@ class Resuming:
     skipped: int = 0
 
     def abandon(self) -> None:
-        """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
+        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
         self.broken = True
         self.store.drop(self.key)
 
@@ -267,7 +267,7 @@ def with_steps(
     """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
 
     Args:
-        stage: what begins anew where steps cannot be kept, for the user.
+        stage: what starts again if steps cannot be kept, for the user.
         seed: for the user, too.
         prompt, request: all that decides the latents.
     """
