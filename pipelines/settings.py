@@ -153,8 +153,9 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
         if asked != got
     ]
-    grid = f"{family.title} needs multiples of {family.multiple} pixels and {family.stride}n+1 frames"
-    return GridSize(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
+    rules = [f"multiples of {family.multiple} pixels"] if snapped[:2] != (width, height) else []
+    rules += [f"{family.stride}n+1 frames"] if snapped[2] != frames else []
+    return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 
 def snap_frames(family: FamilySpec, frames: int) -> int:

@@ -65,8 +65,8 @@ class KeptSteps:
         """Whether another state takes no more than what is left of ``share`` of the time until now."""
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
-    def keep(self, key: str, state: StepState) -> None:
-        """Replace what is kept of this sampling. Never raises for a disk."""
+    def keep(self, key: str, state: StepState) -> bool:
+        """Replace what is kept of this sampling; returns whether the disk took it."""
         tensors = {LATENTS: state.latents.cpu()}  # waits for the device to finish the step: no cost of ours
         begun = time.perf_counter()
         solver: dict[str, Any] = {}
@@ -85,6 +85,7 @@ class KeptSteps:
             self.notify(f"unfinished steps cannot be kept: {error}")
         self.cost = time.perf_counter() - begun
         self.spent += self.cost
+        return not self.failed
 
     def drop(self, key: str) -> None:
         """Remove what is kept of this sampling."""
