@@ -156,7 +156,7 @@ def paint_provider_folder(name: str) -> Path | None:
     """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
-    what = "folder", "one of the list"
+    what = "folder", "one from the list"
     return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
 
 

@@ -45,13 +45,13 @@ def compute_device() -> torch.device:
 
 
 def told_bytes(ask: Callable[[], Any], unknown: float) -> float:
-    """An amount of bytes that ComfyUI tells; ``unknown`` where it fails or tells something else."""
+    """An amount of bytes that ComfyUI reports; ``unknown`` if it fails or reports something else."""
     told = value_or(lambda: float(ask()), -1.0)
     return told if told >= 0 else unknown
 
 
 def free_on(device: torch.device) -> float:
-    """Bytes free on ``device`` as ComfyUI tells them, else as the device does; everything if unknown."""
+    """Bytes free on ``device`` as ComfyUI reports them, else as the device does; everything if unknown."""
     known = free_bytes(device)
     return told_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
 
@@ -239,7 +239,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
 
         Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
-        everything stands until memory runs out: it comes where memory is shared, or where the user wants all on the
+        everything stays until memory runs out: it comes where memory is shared, or where the user wants all on the
         device.
         """
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
@@ -348,7 +348,7 @@ class ComfyOffloader:
     def _bring(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
         """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
         patcher = self.patcher_of(part)
-        if patcher.model.content is not module:  # read anew, or never seen
+        if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
             patcher.model.put(module)
         if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):

@@ -60,7 +60,7 @@ def with_an_end(node: Any) -> Any:
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
             entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
             if entry is not None:
-                send(cls.hidden.unique_id, entry["status"], entry)
+                send(cls.hidden.unique_id, "\n".join([entry["status"], *entry["said"]]), entry)
             raise
 
     node.execute = classmethod(execute)
@@ -77,8 +77,8 @@ class NodeProgress:
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
-        self.lines: list[str] = []
         self._run = NodeRun(node_id)
+        self.lines: list[str] = self._run.entry["said"]
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
@@ -132,7 +132,7 @@ class NodeProgress:
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
         status = "; ".join(filter(None, (status, *more, self._paced)))
-        self._run.finish(status, self.lines)
+        self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
 
     def _pace(self, done: int, total: int) -> str:

@@ -93,7 +93,7 @@ def keep_for_decode(samples: torch.Tensor) -> None:
 
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
-    """What tells latents apart from others."""
+    """What identifies latents."""
     return *samples.shape, zlib.crc32(samples.detach().cpu().float().contiguous().numpy().tobytes())
 
 

@@ -1,4 +1,4 @@
-"""Texturing a mesh as one JSON document, for other machines: what is named is told apart by its content."""
+"""Texturing a mesh as one JSON document, for other machines: files are identified by content."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ class ImageRequest:
 
     Args:
         frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.
-        frame: pixel frame it stands at; -1 is the last.
+        frame: pixel frame of the picture; -1 is the last.
         strength: 0..1.
         vision: last hidden state of an image encoder, (1, N, D), in place of the family's own (core's
             CLIP_VISION_OUTPUT).

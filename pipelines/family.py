@@ -355,7 +355,7 @@ class FamilySpec:
         min_steps: fewest steps that upstream's schedule allows.
         schedulers: those that its sampling can use.
         pages: where its files are published.
-        base: the family whose pipeline lends a lone transformer its other parts; empty for its own.
+        base: the family whose pipeline provides the other parts of a lone transformer; empty for its own.
         lone_task: the task of a transformer without a pipeline around it.
         optional: parts and tools that some of its pipelines lack.
         text_width: the key of the transformer's configuration that names the width of its text embeddings.

@@ -104,7 +104,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
+    """How the loaded variant is run by default, and whether a demo model is used in place of a published one."""
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
     return (*_stand_in(pipeline), *chosen)
@@ -153,8 +153,9 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
         if asked != got
     ]
-    grid = f"{family.title} needs multiples of {family.multiple} pixels and {family.stride}n+1 frames"
-    return GridSize(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
+    rules = [f"multiples of {family.multiple} pixels"] if snapped[:2] != (width, height) else []
+    rules += [f"{family.stride}n+1 frames"] if snapped[2] != frames else []
+    return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 
 def snap_frames(family: FamilySpec, frames: int) -> int:

@@ -167,7 +167,9 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     assert found["limits"]["offload"].keys() == {"model", "group", "sequential"}
     assert str(pack.home / "models") in found["first_run"]
     assert "https://huggingface.co/Lightricks" in found["first_run"]
-    assert "'demo: LTX-Video (8 MB)' draws in the model's place" in found["first_run"]
+    assert (
+        "Workflows of LTX-Video, HunyuanVideo, FramePack, Mochi 1 run at once: a small demo model" in found["first_run"]
+    )
     assert pack.files() == {}, "reading wrote something"
 
 
@@ -573,7 +575,8 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
 def test_the_last_run_is_told_stage_by_stage(pack):
     first = pack.runs.NodeRun("5")
     first.step("sampling")
-    first.finish("done", ["rounded"])
+    first.entry["said"].append("rounded")
+    first.finish("done")
     pack.runs.NodeRun("6").step("decoding")
     status, found, _ = pack.ask("GET", "/anygpu/run")
     assert status == 200 and found["nodes"].keys() == {"5", "6"}

@@ -46,7 +46,7 @@ class Header:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self) -> str:
-        """The next text, whose length stands before it."""
+        """The next text, which is preceded by its length."""
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:

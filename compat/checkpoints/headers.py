@@ -230,7 +230,7 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
             raise damaged(path, what, fix)
     (length,) = struct.unpack("<Q", begins[:8])
     if length > min(size - 8, HEADER_LIMIT_BYTES):
-        raise damaged(path, f"a header of {length} bytes in a file of {size} bytes")
+        raise damaged(path, f"no safetensors header in its {size} bytes")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

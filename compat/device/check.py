@@ -49,7 +49,7 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
+    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked again.
 
     Args:
         families: title to where its dtypes differ from the common rows, for what ``auto`` would use.

@@ -280,14 +280,14 @@ def empty_cache(device: torch.device) -> None:
 
 
 def _system_bytes(memory: str, amount: str) -> int:
-    """An amount that psutil's function for a kind of memory tells."""
+    """An amount that psutil's function for a kind of memory reports."""
     import psutil
 
     return int(getattr(getattr(psutil, memory)(), amount))
 
 
 def _stated_free(module: Any, device: torch.device) -> int | None:
-    """Free bytes as the backend tells them; None where it cannot mean what it says."""
+    """Free bytes as the backend reports them; None where it cannot mean what it says."""
     free, total = (int(value) for value in module.mem_get_info(device))
     return free if 0 <= free <= total and total else None
 
@@ -328,7 +328,7 @@ def _parsed(device: torch.device | str) -> torch.device:
 
 
 def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """``stated`` in the types and ranges that everybody reads; what a driver tells otherwise is unknown."""
+    """``stated`` in the types and ranges that readers expect; any other answer of a driver counts as unknown."""
     arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
     return {
         **stated,

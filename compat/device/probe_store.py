@@ -115,7 +115,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Run every probe, and write the results once at the end.
 
         Args:
-            again: forget what was kept and ask anew.
+            again: forget what was kept and ask again.
         """
         with self._lock:
             if again:

@@ -90,7 +90,7 @@ class GroupHooks:
         part: its name, for the progress.
         pinned: whether the host weights move into locked host memory.
         copies: to the device beside its computation; None where every copy is waited for.
-        progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
+        progress: informed of the bytes in a forward that lasts, and asked for a cancel before each tensor.
 
     ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
     in use may take together, None where unknown: an embedding may be larger than the blocks that follow it.

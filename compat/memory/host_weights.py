@@ -94,7 +94,7 @@ def choose_host_weights(
     if DISK in kinds.values():
         why = f"{have}; layers are read from disk if they are not in the page cache"
         return HostWeights(kinds, why, unified)
-    # What is copied once per step; to lock the others costs what it saves.
+    # Only what is copied at each step is pinned; pinning the others takes as long as it saves.
     repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:

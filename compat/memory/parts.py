@@ -194,7 +194,7 @@ def adapters_on(
         part: its name.
         adapters: of the pipeline that holds the part; None for none.
         take_off: brings a part to host memory, without hooks, so that it can be changed.
-        progress: told while the part is read.
+        progress: informed while the part is read.
     """
     wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)

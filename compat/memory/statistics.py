@@ -20,7 +20,7 @@ from ..durable import replacing
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
 WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
-WORTH_TELLING = 5.0  # seconds of a stage, from which on it is told beside its forecast
+WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
 
@@ -209,7 +209,7 @@ def stage_cost(
         pipeline: a pipeline of any kind.
         name: of the stage.
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
-            that was long is told beside its forecast, on every device.
+            that was long is shown beside its forecast, on every device.
         device: where the stage computes; None for the pipeline's own.
         modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
     """

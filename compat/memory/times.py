@@ -112,7 +112,7 @@ def copied_seconds(
         link: bytes per second to the device, as :func:`link_of` has them; 0 where nothing is copied.
         mode: of the offload.
         room: bytes of the device that the stage may take; None for all that it needs.
-        calls: forwards, each of which brings streamed weights anew.
+        calls: forwards, each of which copies streamed weights again.
         beside: bytes of activations.
     """
     if not link:

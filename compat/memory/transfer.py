@@ -364,7 +364,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
-    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` anew.
+    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` again.
 
     Raises:
         OSError: nothing can be written into ``folder``.

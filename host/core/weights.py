@@ -63,7 +63,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
         made.__dict__[BACKUPS] = ({}, {}, {}, set())
         copies[label] = weakref.ref(made)
     clone = patcher.clone(model_override=(made, made.__dict__[BACKUPS]))
-    clone.size = 0  # counted anew
+    clone.size = 0  # counted again
     return clone
 
 

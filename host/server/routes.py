@@ -74,7 +74,7 @@ async def graph(request: web.Request) -> Any:
 
 
 async def probes(request: web.Request) -> Any:
-    """The machine after asking the device anew; refused while a run is on, whose memory and time it would take."""
+    """The machine after asking the device again; refused while a run is on, whose memory and time it would take."""
     await _idle(request)
     return await asyncio.to_thread(panel.machine, True)
 

@@ -2,7 +2,7 @@
 
 A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
 compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
-:mod:`.musubi_items` makes it anew.
+:mod:`.musubi_items` makes it again.
 
 Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
 """
@@ -148,7 +148,7 @@ def scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor
 
 
 def sized(latents: torch.Tensor) -> str:
-    """What stands behind the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    """What follows the name of a tensor of latents (C, T, H, W): its size and its dtype."""
     return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
 
 

@@ -172,7 +172,7 @@ class KeptSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
-        """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
+        """How far the newest unfinished sampling with the same ``key`` is; None if there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
                 continue
@@ -206,7 +206,10 @@ class KeptSections:
             self.folder, name, lambda path: _saved(path, latents, self.notify, origin), self.notify, self.limit_bytes
         ):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
-            self.notify("finished sections are saved: after a cancel or a crash, queue the same graph again to resume")
+            self.notify(
+                "finished sections are saved: after a cancel or a crash, queue the same graph again with seed "
+                f"{latents.seed} to resume"
+            )
 
 
 def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:

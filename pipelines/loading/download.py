@@ -113,7 +113,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """In which form the transformer of an offer stays whole on a card; empty if the card is unknown.
+    """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
 
     Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
     for Q4_K_M.
@@ -123,7 +123,7 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
     size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
     card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
     if size <= room:
-        return f"{card} stays whole as bf16, about {size:.1f} GiB."
+        return f"{card} fits in one piece as bf16, about {size:.1f} GiB."
     forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
     forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
     text = _whole(offer.quantised.get("text", ()), room)
@@ -131,11 +131,11 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
     name = next((name for name, gib in forms if gib <= room), "")
     if not name:
         return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
-    return f"{card} stays whole as {name}{beside}, by AnyGPU Compose Pipeline."
+    return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline."
 
 
 def _whole(files: Sequence[Quantised], room: float) -> str:
-    """The largest of ``files`` that stays whole in ``room`` GiB, else the smallest; empty without files."""
+    """The largest of ``files`` that fits into ``room`` GiB, else the smallest; empty without files."""
     fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
     return str(next(fitting, files[-1])) if files else ""
 
@@ -425,7 +425,7 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
 
 
 def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
-    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
+    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched again."""
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"

@@ -1,4 +1,4 @@
-"""What tells which model a checkpoint is: what its file says, the names around it, and the published configurations."""
+"""What shows which model a checkpoint is: what its file says, the names around it, and the published configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What tells which variant a checkpoint is, the surest first.
+    """What shows which variant a checkpoint is, the surest first.
 
     Args:
         notes: the metadata of its file.

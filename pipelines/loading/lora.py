@@ -384,7 +384,7 @@ def _unload(module: Any) -> None:
 
 
 def _is_plain(leaf: nn.Module) -> bool:
-    """Whether what is added to ``weight`` stays: packed layers make theirs anew at each use."""
+    """Whether what is added to ``weight`` stays: packed layers make theirs again at each use."""
     weight = leaf._parameters.get("weight")
     return (
         isinstance(leaf, LEAVES) and weight is not None and type(weight.data) is torch.Tensor and weight.dtype in WIDE

@@ -1,6 +1,6 @@
 """The keys of a LoRA file, in any of the usual styles, as layers of a diffusers transformer.
 
-Three things differ: what stands in front (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
+Three things differ: the prefix (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
 name, the original release's, either with ``_`` for ``.`` as kohya's trainers write it) and what its tensors are called
 (:mod:`.lora_kinds`). Names of the original releases come from the same tables that read whole checkpoints.
 """

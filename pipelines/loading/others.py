@@ -1,4 +1,4 @@
-"""Models that are not run here, told apart by names and shapes of their tensors, and what runs them."""
+"""Models that are not run here, recognised by names and shapes of their tensors, and what runs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refusal(other: OtherModel, path: Path) -> CheckpointError:
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether its tensors are there, under any prefix, and the one that tells it apart has its number of columns."""
+    """Whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
     ends = {mark: next((name for name in entries if _is(name, mark)), "") for mark in row.marks}
     if not all(ends.values()):
         return False

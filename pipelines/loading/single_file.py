@@ -180,7 +180,7 @@ def _content_for(
 ) -> Content | None:
     """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
 
-    None where a folder lends it, or where there is none.
+    None where a folder provides it, or where there is none.
     """
     kind = family.files[part].kind
     width = int(config.get(family.files[part].width) or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class Safeguards(NamedTuple):
     """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
 
     Args:
-        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
+        again: called with an error in a step; returns whether to try this step again, from the latents it began with.
         watch: over the transformer that is called.
         steps: keeps them, and knows of those done before.
     """
@@ -204,23 +205,24 @@ def denoise(
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)
-    for index, time in enumerate(schedule.timesteps):
-        if index < done:
-            continue
-        progress.check()
-        before = latents
-        for attempt in retries(again, schedule.put_back()):
-            with attempt:
-                output = asked(before, time, index).float()
-                latents = advance(output, index, before)
-                if noise_mask is not None:
-                    latents = noise_mask.over(latents, schedule.levels[index + 1])
-                if watch is None and index in (0, count - 1):
-                    # A transformer that overflows does so at once: hours are not spent on a black video.
-                    require_finite(latents, "sampled latents" if index else "latents after the first step")
-        if steps is not None:
-            steps.keep(index + 1, latents, schedule)
-        progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    with nullcontext() if steps is None else steps.kept_when_cut_short(count):
+        for index, time in enumerate(schedule.timesteps):
+            if index < done:
+                continue
+            progress.check()
+            before = latents
+            for attempt in retries(again, schedule.put_back()):
+                with attempt:
+                    output = asked(before, time, index).float()
+                    latents = advance(output, index, before)
+                    if noise_mask is not None:
+                        latents = noise_mask.over(latents, schedule.levels[index + 1])
+                    if watch is None and index in (0, count - 1):
+                        # A transformer that overflows does so at once: hours are not spent on a black video.
+                        require_finite(latents, "sampled latents" if index else "latents after the first step")
+            if steps is not None:
+                steps.keep(index + 1, latents, schedule)
+            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
     if watch is not None:
@@ -259,9 +261,9 @@ def retries(
                 result = run()
 
     Args:
-        again: told of each error; None to try once.
+        again: called with each error; None to try once.
         restore: puts things back as they were before the try, ahead of ``again``.
-        catches: kinds of errors that ``again`` is told of.
+        catches: kinds of errors that ``again`` is called with.
     """
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)

@@ -164,7 +164,7 @@ def _fitting(
             expected="words only",
             fix="Remove it: the template has a place for the picture.",
         )
-    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which stands before the template too
+    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which comes before the template too
     around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
     text = shortened(tokenizer, text, limit - around + own, subject, progress)
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]

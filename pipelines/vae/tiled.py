@@ -128,7 +128,7 @@ class Work:
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def region(self, task: RegionTask, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
-        """Frames of one region that stands for itself."""
+        """Frames of one region on its own."""
         height, width = task.latents.shape[-2:]
         alone = Window(task.latents, [])
         self._region(alone, Region((0, height), (0, width)), task.attempt.frames, transfer, decode)

@@ -77,7 +77,7 @@ class InitialTokens:
     Args:
         tokens: (1, N, 128), fp32, on the device.
         noise: (1, N, 128), all noise that is in the video's own tokens.
-        place: what tells the transformer where the tokens are.
+        place: tells the transformer where the tokens are.
         held: (1, N), the strength of the picture in each token; None without pictures.
         outside: how many tokens come before the video's own.
     """
@@ -193,7 +193,7 @@ def encoded_moments(
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; what stands over is cut, and said.
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said.
 
     Raises:
         InputError: a picture that starts after the end.

@@ -26,7 +26,7 @@ WORDS = (
     ("per_channel_statistics.std-of-means", "latents_std"),
 )
 IGNORED = (r"^per_channel_statistics\.(channel|mean-of-stds|mean-of-stds_over_std-of-means)$",)
-# Where each block of the release's two lists stands in diffusers' model: first release, 0.9.1, and 0.9.5 and later.
+# Where each block of the release's two lists is in diffusers' model: first release, 0.9.1, and 0.9.5 and later.
 ENCODER_090 = (
     "down_blocks.0 down_blocks.0.downsamplers.0 down_blocks.0.conv_out down_blocks.1 down_blocks.1.downsamplers.0 "
     "down_blocks.1.conv_out down_blocks.2 down_blocks.2.downsamplers.0 down_blocks.3 mid_block"

@@ -411,7 +411,7 @@ def _predictor(
 
 
 def is_condition(pipeline: Pipeline) -> bool:
-    """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
+    """Whether the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
     name = pipeline.tools["index"].get("_class_name")
     if name in SPEC.pipelines:
         return bool(name == CONDITION)
