@@ -272,12 +272,12 @@ export async function firstRun(nodes2) {
     await showAll(page);
     const area = page.locator(".anygpu-first p");
     await area.waitFor();
-    assert.match(await area.textContent(), /^No model yet\..*'demo: LTX-Video.*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
+    assert.match(await area.textContent(), /^No model yet\. Workflows of LTX-Video, .* run at once: a small demo model .*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
     await page.context().grantPermissions(["clipboard-read", "clipboard-write"]);
     await page.locator(".anygpu-first button").evaluate((button) => button.click()); // small on the canvas
     await page.getByRole("button", { name: "Copied" }).waitFor();
     const text = await page.evaluate(() => navigator.clipboard.readText());
-    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "demo: LTX-Video"]) {
+    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "a small demo model draws"]) {
       assert.ok(text.includes(wanted), `${wanted} in ${text}`);
     }
     assert.ok((await area.boundingBox()).height > 40, "the text can be read");
