@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..compat.device.execution import HOST
 from ..compat.device.facts import free_bytes, value_or
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, pace_of
+from ..compat.memory.offloader import HOSTED
 from ..compat.memory.times import StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
 from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
 from .loading import PaintPipeline
@@ -85,7 +86,7 @@ def times_of(
     pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None
 ) -> dict[str, TimeForecast]:
     """The same for each mode that can be; empty if the rates are unknown or counting fails: it stops no page."""
-    usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
+    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
     known = {mode: value_or(partial(paint_times, pipeline, run, mode, room), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 

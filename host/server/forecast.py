@@ -86,18 +86,17 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded.
 
-    If some probes have not run on this device yet, results are not announced; saved results are read silently,
-    so that this neither asks nor times the device, which may be in the middle of a run.
+    Saved results are read silently, so that this neither asks nor times the device, which may be in the middle of a
+    run; what was not probed yet is decided by the tables.
     """
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        state = folders.state_folder() if asked else None
         values = {
             name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
         }
-        request = request_for(values, device=facts(), state=state, quiet=True)
+        request = request_for(values, device=facts(), state=folders.state_folder(), quiet=True)
         read = load_paint if isinstance(request, PaintRequest) else load_placed
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline

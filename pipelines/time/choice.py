@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...compat.device.execution import HOST
 from ...compat.device.facts import free_bytes, value_or
+from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.memory.times import TimeForecast
 from ..base import Pipeline
@@ -24,7 +25,7 @@ def times_of(
 
     A forecast that fails costs the figure, never the page that shows it.
     """
-    usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
+    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
     known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room, rooms), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 
