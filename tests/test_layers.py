@@ -227,6 +227,15 @@ def test_a_second_argument_on_a_line_is_found() -> None:
     assert isinstance(apart, ast.FunctionDef) and not crowded(apart)
 
 
+RETIRED = re.compile(r"\b(residency|soundness|masters|lend|lends|lender|lenders|borrow|worn|outlook|driven|Steering)\b")
+
+
+@over(SOURCES)
+def test_words_that_only_we_knew_stay_away(source: str) -> None:
+    word = RETIRED.search((ROOT / source).read_text(encoding="utf-8"))
+    assert word is None, f"{source} says {word[0]!r}; CONTRIBUTING.md has the word of the field"
+
+
 def test_lower_rooms_live_alone() -> None:
     """compat imports with ComfyUI, diffusers, transformers, accelerate and Triton blocked."""
     blocked = sorted(COMFY | HEAVY | {"triton"})
