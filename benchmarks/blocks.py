@@ -65,15 +65,15 @@ BLOCKS = {"ltx": ltx, "hunyuan_video": hunyuan_video, "mochi": mochi}
 
 def forms(block: nn.Module, device: torch.device):
     """The block in each form, on ``device``."""
-    from anygpu.compat.transforms.attention_processors import replace_attention_processors
     from anygpu.compat.transforms.compile import Compilation, CompileSettings
     from anygpu.compat.transforms.fused import fuse
+    from anygpu.compat.transforms.order import replace_attention
 
     for name in ("neither", "kernels", "compile", "both"):
         model = Blocks(copy.deepcopy(block))
         if name in ("kernels", "both"):
             fuse(model, "auto" if device.type == "cuda" else "reference")
-        replace_attention_processors(model, functional.scaled_dot_product_attention)
+        replace_attention(model, functional.scaled_dot_product_attention)
         compilation = Compilation(CompileSettings()) if name in ("compile", "both") else None
         if compilation is not None:
             compilation.attach(model)

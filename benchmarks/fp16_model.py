@@ -197,14 +197,14 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            return self.replace_attention_processors(*args)
+            return self.attended(*args)
         if func in (functional.rms_norm, torch.rms_norm):
             found = args[0].detach().as_strided(args[0].shape, args[0].stride())
             self.counted.move("rms_norm", args[0], found)
             return found
         return func(*args, **kwargs)
 
-    def replace_attention_processors(self, query: Any, key: Any, value: Any, *_: Any) -> Any:
+    def attended(self, query: Any, key: Any, value: Any, *_: Any) -> Any:
         """Two products over all pairs of tokens; the result lies as fused kernels lay it, (B, N, H, D)."""
         self.counted.attention += 4.0 * query.numel() * key.shape[-2]
         batch, heads, tokens, width = query.shape
@@ -247,9 +247,9 @@ def inputs_of(case: Case, cls: str, rotation: str, dtype: torch.dtype, rope: Cal
 
 def counted(case: Case, way: str) -> Counted:
     """One step of ``case`` in ``way``: fp32, bf16, ``safe`` (products that come out in fp32) or ``scaled``."""
-    from anygpu.compat.transforms.attention_processors import replace_attention_processors
     from anygpu.compat.transforms.fp16 import apply_fp16_safe
     from anygpu.compat.transforms.fp16_layers import RotaryTables
+    from anygpu.compat.transforms.order import replace_attention
 
     total, dtype = Counted(), torch.bfloat16 if way == "bf16" else torch.float32
     for count, cls, arguments, rotation in case.blocks:
@@ -262,7 +262,7 @@ def counted(case: Case, way: str) -> Counted:
             finally:
                 torch.linalg.vector_norm = measured
             assert report.rewritten["blocks"] == 1, str(report)
-        replace_attention_processors(model, functional.scaled_dot_product_attention)
+        replace_attention(model, functional.scaled_dot_product_attention)
         rows = case.batch if way in ("fp32", "bf16") else 1  # as the rewritten rope gives them
         tables = tuple(torch.empty(rows, case.tokens, case.width, device="meta") for _ in range(2))
 

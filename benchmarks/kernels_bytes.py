@@ -222,13 +222,13 @@ DECODES = (
 def decoded(case: Decode, fused: bool) -> tuple[Bytes, Tensor]:
     """The bytes of one decode, without upstream's mask of all tokens, and its frames."""
     import diffusers
-    from anygpu.compat.transforms.attention_vae import replace_vae_attention
     from anygpu.compat.transforms.fused_vae import fuse_vae
+    from anygpu.compat.transforms.order import replace_attention
     from anygpu.pipelines.vae.tiled import decoder_call
 
     with torch.device("meta"):
         vae = nn.Module.to(getattr(diffusers, case.vae)().eval(), DTYPE)  # its own method warns
-    replace_vae_attention(vae, lambda query, key, value, mask=None, causal=False: _attended(query, key, value))
+    replace_attention(vae, lambda query, key, value, mask=None, causal=False: _attended(query, key, value))
     if fused and fuse_vae(vae).left:
         raise RuntimeError(f"{case.name}: not rewritten")
     with torch.no_grad(), Attention(), Bytes() as count:

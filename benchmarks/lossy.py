@@ -103,11 +103,11 @@ def stored_rows(name: str, opened, size: tuple[int, int, int]):
 
 def rows(name: str, pipeline, size: tuple[int, int, int]):
     """A row for each lossy choice of one pipeline."""
-    from anygpu.compat.transforms.attention_processors import replace_attention_processors
+    from anygpu.compat.transforms.order import replace_attention
 
     transformer = pipeline.parts.read("transformer")
     plain = clip(pipeline, *size)[0]
-    back = replace_attention_processors(transformer, int8_attention)
+    back = replace_attention(transformer, int8_attention)
     quick = clip(pipeline, *size)[0]
     back()
     with products(transformer, False):

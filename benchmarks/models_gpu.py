@@ -113,10 +113,10 @@ def prepared(model: Model, tiny: bool, device: torch.device, dtype: torch.dtype)
 
 def forms_of(model: Model, module: nn.Module, tiny: bool) -> dict[str, Callable[[], Callable[[], Any]]]:
     """By name, what puts a form on ``module`` and returns what takes it off."""
-    from anygpu.compat.transforms.attention_processors import replace_attention_processors
     from anygpu.compat.transforms.compile import Compilation, CompileSettings
     from anygpu.compat.transforms.fused import fuse
     from anygpu.compat.transforms.fused_vae import fuse_vae
+    from anygpu.compat.transforms.order import replace_attention
 
     def form(kernels: bool, graphs: Compilation | None) -> Callable[[], Callable[[], Any]]:
         def put_on() -> Callable[[], Any]:
@@ -127,7 +127,7 @@ def forms_of(model: Model, module: nn.Module, tiny: bool) -> dict[str, Callable[
                     raise RuntimeError(f"{model.name}: {done}")
                 undo.append(done.restore)
             if not model.decodes:
-                undo.append(replace_attention_processors(module, functional.scaled_dot_product_attention))
+                undo.append(replace_attention(module, functional.scaled_dot_product_attention))
             if graphs is not None:
                 undo.append(graphs.attach(module) or (lambda: None))
 

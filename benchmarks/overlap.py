@@ -200,20 +200,19 @@ def stages() -> Iterator[Stage]:
 
 def on_host(stage: Stage) -> nn.Module:
     """The part in host memory that nobody has touched, so that it takes none; with our fused forwards."""
-    from anygpu.compat.transforms.attention_processors import replace_attention_processors
-    from anygpu.compat.transforms.attention_vae import replace_vae_attention
     from anygpu.compat.transforms.fused import fuse
     from anygpu.compat.transforms.fused_vae import fuse_vae
+    from anygpu.compat.transforms.order import replace_attention
 
     with torch.device("meta"):
         module = stage.make().to(DTYPE)
     module = module.to_empty(device="cpu").eval().requires_grad_(False)
     if stage.name == "sampling":
         fuse(module)
-        replace_attention_processors(module, attend)
+        replace_attention(module, attend)
     elif stage.name == "decoding":
         fuse_vae(module)
-        replace_vae_attention(module, attend)
+        replace_attention(module, attend)
     if stage.name != "decoding":
         remember_blocks(module)
     return module

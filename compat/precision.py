@@ -34,7 +34,7 @@ class Precision:
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.
         latents: between the steps of the sampler.
-        automatic: whether nobody chose it, so that a part may be run in another dtype when it fails.
+        automatic: whether the user left it open, so that a part may be run in another dtype when it fails.
     """
 
     transformer: torch.dtype
@@ -73,7 +73,7 @@ class Precision:
 
 
 def _safe(text: torch.dtype, why: str) -> Precision:
-    return Precision(FP16, text, FP32, why, FP16, FP32)
+    return Precision(transformer=FP16, text=text, vae=FP32, why=why, compute=FP16, residual=FP32)
 
 
 _OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"

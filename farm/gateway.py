@@ -38,7 +38,7 @@ class Gateway:
         return self.folder.add_content(bytes(content), suffix)
 
     def submit(self, name: str, lines: list[str]) -> list[str]:
-        """Take jobs in under a name; returns their keys, or raises for a line that is no job."""
+        """Take jobs in under a name; returns their keys, or raises for a line that is not a job."""
         keys = [task_of(str(line)).key for line in lines]
         self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
         self.folder.write_jobs(name, map(str, lines))

@@ -11,7 +11,6 @@ import comfy.sd
 import torch
 from torch import nn
 
-from ..compat.memory.hooks import own_tensors
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
@@ -26,9 +25,8 @@ class ChannelStatistics:
     """Between latents as the VAE has them and normalised ones, as core's LTX-Video VAE names it."""
 
     def __init__(self, vae: Any) -> None:
-        with own_tensors(vae):
-            pair = [t.detach().float().cpu().view(1, -1, 1, 1, 1) for t in (vae.latents_mean, vae.latents_std)]
-        self.mean, self.std = pair
+        pair = (vae.latents_mean, vae.latents_std)
+        self.mean, self.std = (t.detach().float().cpu().view(1, -1, 1, 1, 1) for t in pair)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Of mean 0 and deviation 1."""

@@ -58,7 +58,7 @@ class FitModel(io.ComfyNode):
                 io.Combo.Input(
                     "keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True,
                     tooltip="Saves the latents of each sampling for AnyGPU Recover Latents. auto: if the model is "
-                            "changed here. always, never: whatever is decided.",
+                            "changed here. always, never: regardless of that.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model")],

@@ -33,9 +33,9 @@ class Doctor(io.ComfyNode):
                 io.Vae.Input("vae", optional=True, tooltip="From any loader, for core's VAE Decode."),
                 io.Combo.Input(
                     "repair", options=list(doctors.CHOICES), default=doctors.OFFER,
-                    tooltip="offer: a fault stops the run with the layer and what helps. keep: goes on with what "
-                            "helps, and uses it in later runs of this model too. forget: drops what was kept for this "
-                            "model.",
+                    tooltip="offer: a fault stops the run and names the layer and the repair. keep: goes on with the "
+                            "repair, and uses it in later runs of this model too. forget: drops the repair saved for "
+                            "this model.",
                 ),
             ],
             outputs=[
@@ -54,7 +54,7 @@ class Doctor(io.ComfyNode):
             raise InputError(
                 "nothing connected to AnyGPU Doctor",
                 expected="a pipeline, a MODEL or a VAE",
-                fix="Connect what a load node gives.",
+                fix="Connect an output of a load node.",
             )
         node_id, store = cls.hidden.unique_id, RepairStore(folders.state_folder())
         lines: list[str] = []

@@ -59,7 +59,7 @@ class QueueJobs(io.ComfyNode):
                 io.Combo.Input("model", options=folders.model_choices(), tooltip="A model folder, as in AnyGPU Load Pipeline."),
                 io.String.Input(
                     "prompts", multiline=True, default="",
-                    tooltip="One prompt to a line. Lines that begin with # are passed over.",
+                    tooltip="One prompt per line. Lines that begin with # are skipped.",
                 ),
                 io.String.Input("seeds", default="0", tooltip="Seeds of each prompt: numbers and ranges, such as 0-9, 42."),
                 *size_inputs(),
@@ -81,8 +81,8 @@ class QueueJobs(io.ComfyNode):
                 ),
                 io.String.Input(
                     "precision", default="auto", optional=True, advanced=True,
-                    tooltip="As on AnyGPU Load Pipeline. auto: what each machine does best, so videos of unlike cards "
-                            "differ in rounding. fp32: the same everywhere, slow.",
+                    tooltip="As on AnyGPU Load Pipeline. auto: what each machine runs best, so videos from "
+                            "different cards differ by rounding. fp32: the same everywhere, but slow.",
                 ),
                 io.String.Input(
                     "weights", default="auto", optional=True, advanced=True,
@@ -133,13 +133,13 @@ class QueueJobs(io.ComfyNode):
             return cls.queued(jobs, progress)
         path = folders.model_folder(model)
         batch = Batch(
-            prompts_in(prompts),
-            seeds_in(seeds),
-            [] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
-            negative,
-            {"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
-            load_inputs({"precision": precision, "weights": weights}),
-            FramePackSettings(clip_seconds) if clip_seconds else None,
+            prompts=prompts_in(prompts),
+            seeds=seeds_in(seeds),
+            pictures=[] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
+            negative=negative,
+            settings={"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
+            load=load_inputs({"precision": precision, "weights": weights}),
+            framepack=FramePackSettings(clip_seconds) if clip_seconds else None,
         )
         return cls.queued(queue_jobs(target, name.strip(), path, batch, model if ":" not in model else ""), progress)
 
@@ -159,13 +159,13 @@ class Collect(io.ComfyNode):
             node_id="AnyGPUCollect",
             display_name="AnyGPU Collect",
             category=FARM,
-            description="Brings back the videos of finished jobs, in their order, and says why others failed. Cancel "
-                        "ends the waiting, not the jobs.",
+            description="Brings back the videos of finished jobs, in the order they were queued, and says why others "
+                        "failed. Cancel stops the waiting, not the jobs.",
             search_aliases=["fetch results", "render farm", "cluster", "batch results"],
             inputs=[
                 folder_input(),
                 io.String.Input("name", default="", tooltip="Name of the job file. Empty: the newest."),
-                io.Boolean.Input("wait", default=True, tooltip="Wait until every job is done or has failed. Off: take what is there."),
+                io.Boolean.Input("wait", default=True, tooltip="Wait until every job is done or has failed. Off: take what is there now."),
                 Jobs.Input("jobs", optional=True, tooltip="From AnyGPU Queue Jobs, in place of folder and name."),
             ],
             outputs=result_outputs(),
@@ -198,15 +198,15 @@ class Farm(io.ComfyNode):
             node_id="AnyGPUFarm",
             display_name="AnyGPU Farm",
             category=FARM,
-            description="Has the machines of a Ray cluster render jobs, shows what each of them does, and brings the "
-                        "videos back. Cancel ends the jobs there too. Needs the package ray, and a token.",
+            description="Lets the machines of a Ray cluster render jobs, shows what each of them is doing, and brings "
+                        "the videos back. Cancel also ends the jobs in the cluster. Needs the package ray, and a token.",
             search_aliases=["ray", "render farm", "cluster", "multi gpu", "distributed"],
             inputs=[
                 Jobs.Input("jobs", tooltip="From AnyGPU Queue Jobs."),
                 io.String.Input(
                     "address", default="auto",
-                    tooltip="Of the cluster's head, such as 10.0.0.5:6379. auto: the cluster that this machine belongs "
-                            "to. `anygpu-farm watch` must run in it.",
+                    tooltip="Address of the cluster's head, such as 10.0.0.5:6379. auto: the cluster that this machine "
+                            "belongs to. `anygpu-farm watch` must run in it.",
                 ),
             ],
             outputs=result_outputs(),

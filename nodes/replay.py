@@ -25,8 +25,8 @@ class Replay(io.ComfyNode):
             node_id="AnyGPUReplay",
             display_name="AnyGPU Replay",
             category=FILES,
-            description="Makes the video of a file again, from the receipt that AnyGPU writes into videos and latents: same "
-                        "model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
+            description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents: "
+                        "same model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
                         "not, what differs between the machines.",
             search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
             inputs=[

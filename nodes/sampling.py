@@ -66,7 +66,7 @@ class Sample(io.ComfyNode):
                 io.Float.Input(
                     "stg", default=-1.0, min=-1.0, max=20.0, step=0.1, optional=True, advanced=True,
                     tooltip="LTX-Video: spatio-temporal guidance, away from a prediction in which some blocks do not "
-                            "attend. Steadier motion; each step takes another forward. -1: as published with the model. "
+                            "attend. Steadier motion; each step takes one more forward pass. -1: as published with the model. "
                             "0: none.",
                 ),
                 batch_input(),

@@ -11,8 +11,8 @@ from ..compat.device.facts import first_line
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
-from ..compat.transforms.attention_processors import replace_attention_processors
 from ..compat.transforms.context_parallel import split_step
+from ..compat.transforms.order import replace_attention
 from .base import Call, Pipeline
 from .sampling.core_sampler import TIME, velocity
 from .tiny.parts import WIDTH
@@ -58,7 +58,7 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
     beside = replace(pipeline, configs={**pipeline.configs, TRANSFORMER: twin.config})
     call = _call(pipeline, dict(twin.config), device)
     with torch.no_grad():
-        replace_attention_processors(twin, Attention())
+        replace_attention(twin, Attention())
         whole = velocity(beside, twin, call)
         split_step(group, pipeline.spec.split, pipeline.spec.title).apply(TRANSFORMER, twin)
         try:

@@ -114,7 +114,7 @@ class Offloader(Protocol):
         Args:
             part: its name.
             activation_bytes: what its forward needs beside the weights.
-            progress: told of what moves, and asked for a cancel.
+            progress: informed of what moves, and asked for a cancel.
         """
 
     def release(self, part: str) -> None:
@@ -176,7 +176,7 @@ class StandaloneOffloader:
         device: where they compute.
         mode: one of :data:`MODES`.
         options: what else the user asks.
-        make_room: told the bytes that are about to be needed and where, so that a host can free other models.
+        make_room: given the bytes that are about to be needed and where, so that a host can free other models.
         automatic: whether the mode was decided for the user.
     """
 
@@ -319,9 +319,13 @@ class StandaloneOffloader:
 
     @contextmanager
     def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """The part on its device for the block: by groups, as a whole, or from now on."""
+        """The part on its device for the block: by groups, as a whole, or from now on; on the host it is already."""
         device, mode = self.device_of(part), self.mode
-        if mode in ("group", "sequential") and part != WHOLE and device.type != HOST.type:
+        if device.type == HOST.type:
+            self._ask_for_room(activation_bytes, device)
+            yield
+            return
+        if mode in ("group", "sequential") and part != WHOLE:
             self._ask_for_room(activation_bytes, device)
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
@@ -335,10 +339,10 @@ class StandaloneOffloader:
             finally:
                 hooks.offload()
                 if hooks.copies is not None:
-                    empty_cache(device)  # what torch keeps for the stream of copies serves nobody else
+                    empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
             return
         remove_hooks(module)
-        stays = mode == "none" or device.type == HOST.type
+        stays = mode == "none"
         if not stays:
             self._move(part, module, HOST, progress)  # where another mode left it on the device
         away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)

@@ -1,8 +1,8 @@
 """The attention of diffusers' transformers, rewritten to call the pipeline's own attention and to need no mask.
 
 Upstream's processors pass masks for padding (HunyuanVideo one of N, HunyuanVideo 1.5 one of N x N: 12 GiB a copy at
-720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding stands at
-the end of each row, so the same result comes from leaving it out. Only the exact stock processors are replaced.
+720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding is at the
+end of each row, so leaving it out gives the same result. Only the exact stock processors are replaced.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-
-from ..memory.parts import Undo
 
 Attend = Callable[..., torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
@@ -51,34 +49,6 @@ class Padding:
         return lengths
 
 
-def replace_attention_processors(module: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make every known attention of a transformer call ``attend``; returns what puts everything back.
-
-    A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
-    that is given padding calls :func:`by_rows` or :func:`across`.
-
-    Args:
-        attend: from query (B, H, N, D), key, value and an optional mask to (B, H, N, D).
-    """
-    padding, undo = Padding(), Undo()
-    for owner in module.modules():
-        processor: Any = getattr(owner, "processor", None)
-        made = PROCESSORS.get(full_name(processor))
-        if made is not None and _has_no_extras(owner):
-            undo.set(owner, "processor", made(attend, padding))
-        elif full_name(owner) == POOL and "forward" not in vars(owner):
-            undo.patch(owner, _pool(attend, padding))
-        elif hasattr(processor, "attend"):
-            for name, value in (("attend", attend), ("padding", padding)):
-                if hasattr(processor, name):
-                    undo.set(processor, name, value)
-    cropped = CROPPED.get(type(module).__name__)
-    if cropped is not None:
-        # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
-        undo.append(module.register_forward_pre_hook(_cropping(cropped, padding), with_kwargs=True).remove)
-    return undo.restore
-
-
 def by_rows(
     attend: Attend,
     query: torch.Tensor,
@@ -109,7 +79,7 @@ def by_rows(
 def _by_open_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
 ) -> torch.Tensor:
-    """:func:`by_rows` for a graph that is to hold for any padding; padded queries, which nobody reads, are not zeroed.
+    """:func:`by_rows` for a graph that is to hold for any padding; padded queries are never read, so not zeroed.
 
     Nothing here compares one length with another, which would bind the graph to the lengths it was made with.
     """
@@ -133,6 +103,13 @@ class Processor:
         self, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
     ) -> None:
         self.attend, self.padding = attend, padding or Padding()
+
+    @staticmethod
+    def replaces(owner: Any) -> bool:
+        """Whether an attention has none of what these processors leave out; only diffusers' general class can."""
+        extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
+        factor = getattr(owner, "rescale_output_factor", 1.0)
+        return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
 
 
 class JointProcessor(Processor):
@@ -248,7 +225,7 @@ def across(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read where no count tells.
+    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read if no count is known.
 
     Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
     """
@@ -312,13 +289,15 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 
 
 MODELS = "diffusers.models"
-POOL = f"{MODELS}.embeddings.MochiAttentionPool"
-PROCESSORS: Mapping[str, Callable[[Attend, Padding], Any]] = {  # stock class -> ours; subclasses are left alone
+PROCESSORS: Mapping[str, type[Processor]] = {  # stock class -> ours; subclasses are left alone
     f"{MODELS}.transformers.transformer_hunyuan_video.HunyuanVideoAttnProcessor2_0": JointProcessor,
     f"{MODELS}.transformers.transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0": JointProcessor,
     f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
     f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
     f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,
+}
+BLOCKS: Mapping[str, Callable[[Attend, Padding], Callable[..., torch.Tensor]]] = {  # stock class -> our forward
+    f"{MODELS}.embeddings.MochiAttentionPool": _pool,
 }
 
 
@@ -332,13 +311,6 @@ def full_name(thing: Any) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-def _has_no_extras(owner: Any) -> bool:
-    """Whether an attention has none of what :class:`RefinerProcessor` leaves out; only diffusers' general class can."""
-    extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
-    factor = getattr(owner, "rescale_output_factor", 1.0)
-    return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
-
-
 def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
     """Valid tokens of each row of a mask (B, N); None where they do not come first, or a row has none."""
     valid = mask.bool()
@@ -348,7 +320,7 @@ def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
     return lengths if all(lengths) and torch.equal(first, valid) else None
 
 
-def _cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
+def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
     """A pre-hook that leaves out the tokens that are padding in every row, and notes those of each."""
 
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:

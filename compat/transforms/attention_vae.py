@@ -12,27 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..memory.parts import Undo
-from .attention_processors import Attend, Processor, full_name, heads_of
-
-
-def replace_vae_attention(module: nn.Module, attend: Attend) -> Callable[[], None]:
-    """Make every known attention of a VAE call ``attend``; returns what puts everything back.
-
-    Args:
-        attend: from query (B, H, N, D), key, value, optional mask and ``causal`` to (B, H, N, D).
-    """
-    undo = Undo()
-    for owner in module.modules():
-        made = BLOCKS.get(full_name(owner))
-        if made is not None and "forward" not in vars(owner):
-            undo.patch(owner, made(attend))
-            undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
-        if full_name(getattr(owner, "processor", None)) == MOCHI_VAE_PROCESSOR:
-            undo.set(owner, "processor", MochiVaeProcessor(attend))
-    return undo.restore
+from .attention_processors import Attend, Padding, Processor, heads_of
 
 
 def causal_by_frames(
@@ -47,7 +28,7 @@ def causal_by_frames(
     return torch.cat(parts, dim=2)
 
 
-def _middle(attend: Attend) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+def _middle(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """HunyuanVideo's and FramePack's middle block.
 
     Source: diffusers ``HunyuanVideoMidBlock3D.forward`` with ``AttnProcessor2_0``.
@@ -78,7 +59,7 @@ def _cells(attn: Any, attend: Attend, tokens: torch.Tensor, frames: int) -> torc
     return result
 
 
-def _block(attend: Attend) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+def _block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """HunyuanVideo 1.5's attention block, whose projections are convolutions of size 1.
 
     Source: diffusers ``HunyuanVideo15AttnBlock.forward``.
@@ -102,6 +83,11 @@ class MochiVaeProcessor(Processor):
 
     Source: diffusers ``MochiVaeAttnProcessor2_0``.
     """
+
+    @staticmethod
+    def replaces(owner: Any) -> bool:
+        """Always: nothing is left out."""
+        return True
 
     def __call__(
         self,
@@ -128,8 +114,11 @@ class MochiVaeProcessor(Processor):
         return result / attn.rescale_output_factor
 
 
-MOCHI_VAE_PROCESSOR = "diffusers.models.attention_processor.MochiVaeAttnProcessor2_0"
-BLOCKS: Mapping[str, Callable[[Attend], Callable[[Any, torch.Tensor], torch.Tensor]]] = {
-    "diffusers.models.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoMidBlock3D": _middle,
-    "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock": _block,
+MODELS = "diffusers.models"
+PROCESSORS: Mapping[str, type[Processor]] = {  # stock class -> ours
+    f"{MODELS}.attention_processor.MochiVaeAttnProcessor2_0": MochiVaeProcessor,
+}
+BLOCKS: Mapping[str, Callable[[Attend, Padding], Callable[..., torch.Tensor]]] = {  # stock class -> our forward
+    f"{MODELS}.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoMidBlock3D": _middle,
+    f"{MODELS}.autoencoders.autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock": _block,
 }

@@ -36,7 +36,7 @@ def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 class FusedProcessor(Processor):
-    """What the fused processors share; attention and padding are set by ``replace_attention_processors``.
+    """What the fused processors share; attention and padding are set by ``replace_attention``.
 
     Args:
         form: one of ``kernels.library.FORMS``.
@@ -142,7 +142,7 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def _bare(leaf: Any) -> bool:
-    """Whether ``leaf`` is a Linear that nobody hooked, wrapped or patched."""
+    """Whether ``leaf`` is a Linear without hooks, wrappers or patches."""
     hooked = leaf._forward_hooks or leaf._forward_pre_hooks or "forward" in vars(leaf)
     return type(leaf) is nn.Linear and not hooked
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ..memory.parts import Undo, role_of
+from . import attention_processors, attention_vae
 from .attention import Attention
-from .attention_processors import replace_attention_processors
-from .attention_vae import replace_vae_attention
+from .attention_processors import CROPPED, Attend, Padding, cropping, full_name
 from .conv3d import choose_by, swap_conv3d
 from .conv3d_choice import Timings, runs_natively
 from .conv3d_layers import history_tables
@@ -28,6 +28,8 @@ from .conv3d_layers import history_tables
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]
 Apply = Callable[[str, nn.Module], Back | None]
+PROCESSORS = {**attention_processors.PROCESSORS, **attention_vae.PROCESSORS}
+BLOCKS = {**attention_processors.BLOCKS, **attention_vae.BLOCKS}
 
 
 class Order(IntEnum):
@@ -108,7 +110,7 @@ class Preparation:
 
 
 def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells.
+    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` says.
 
     Args:
         timings: what each form takes on this device, where it was measured.
@@ -137,7 +139,36 @@ def attention_step(attention: Attention) -> Step:
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) == "transformer":
-            return replace_attention_processors(module, attention)
-        return replace_vae_attention(module, exact) if part == "vae" else None
+            return replace_attention(module, attention)
+        return replace_attention(module, exact) if part == "vae" else None
 
     return Step(Order.ATTENTION, f"attention {attention.label}", apply)
+
+
+def replace_attention(module: nn.Module, attend: Attend) -> Back:
+    """Make every known attention of a transformer or VAE call ``attend``; returns what puts everything back.
+
+    A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
+    that is given padding calls ``by_rows`` or ``across`` of :mod:`.attention_processors`.
+
+    Args:
+        attend: from query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D).
+    """
+    padding, undo = Padding(), Undo()
+    for owner in module.modules():
+        processor: Any = getattr(owner, "processor", None)
+        ours, forward = PROCESSORS.get(full_name(processor)), BLOCKS.get(full_name(owner))
+        if ours is not None and ours.replaces(owner):
+            undo.set(owner, "processor", ours(attend, padding))
+        elif forward is not None and "forward" not in vars(owner):
+            undo.patch(owner, forward(attend, padding))
+            undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
+        elif hasattr(processor, "attend"):
+            for name, value in (("attend", attend), ("padding", padding)):
+                if hasattr(processor, name):
+                    undo.set(processor, name, value)
+    cropped = CROPPED.get(type(module).__name__)
+    if cropped is not None:
+        # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
+        undo.append(module.register_forward_pre_hook(cropping(cropped, padding), with_kwargs=True).remove)
+    return undo.restore

@@ -197,7 +197,7 @@ def _byte_level(split: str, texts: Iterable[str], special: Iterable[str]) -> Any
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    # What stands between the special tokens is split on its own, so it is also learnt on its own.
+    # Text between the special tokens is split separately, so it is also learnt separately.
     runs = [run for text in texts for run in re.split(r"<\|\w+\|>|<image>|\{\}", text) if run]
     pieces, merges = _byte_pairs(splitter, runs)
     tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=merges))

@@ -18,7 +18,6 @@ from torch import nn
 from ....compat.checkpoints.headers import TensorEntry
 from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
-from ....compat.memory.hooks import own_tensors
 from ....compat.memory.transfer import Transfer, transfer_for
 from ...base import Latents, Pipeline, Progress, StageText
 from ...loading.configs import construction, empty_weights
@@ -104,7 +103,7 @@ def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.
         if missing:
             raise CheckpointError(
                 f"no tensors {listed(missing)} in a latent upscaler",
-                expected="a whole file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
+                expected="a complete file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
                 fix="Download this file again.",
             )
         wanted = {name: entries[name] for name in network.state_dict()}
@@ -114,5 +113,4 @@ def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.
 
 def _statistics(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
     vae: Any = pipeline.parts.read("vae", progress)
-    with own_tensors(vae):
-        return transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
+    return transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)

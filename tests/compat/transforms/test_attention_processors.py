@@ -14,10 +14,9 @@ from anygpu.compat.transforms.attention_processors import (
     across,
     by_rows,
     full_name,
-    replace_attention_processors,
     valid_counts,
 )
-from anygpu.compat.transforms.attention_vae import replace_vae_attention
+from anygpu.compat.transforms.order import replace_attention
 from anygpu.pipelines.tiny.recipes import TINY
 from anygpu.pipelines.tiny.weights import randomise
 from torch import nn
@@ -123,7 +122,7 @@ def test_equals_upstream_and_passes_no_mask(name: str, valid: tuple[int, ...]) -
     with torch.no_grad():
         with masks_seen() as upstream:
             stock = transformer(**given)[0]
-        undo = replace_attention_processors(transformer, Attention())
+        undo = replace_attention(transformer, Attention())
         with masks_seen() as ours:
             found = transformer(**given)[0]
         undo()
@@ -145,7 +144,7 @@ def test_every_attention_obeys_the_choice(name: str) -> None:
         calls.append(operands[0].shape)
         return exact(*operands, **named)
 
-    replace_attention_processors(transformer, attend)
+    replace_attention(transformer, attend)
     kinds = [full_name(owner.processor) for owner in transformer.modules() if hasattr(owner, "processor")]
     assert not [kind for kind in kinds if kind.startswith("diffusers")]
     with torch.no_grad(), masks_seen() as beside:
@@ -172,7 +171,7 @@ def test_hunyuan_video_15_has_no_mask_of_all_pairs() -> None:
     with torch.no_grad():
         with Watched() as stock:
             transformer(**given)
-        replace_attention_processors(transformer, Attention())
+        replace_attention(transformer, Attention())
         with Watched() as ours:
             transformer(**given)
     assert stock.largest >= pairs, "upstream builds one"
@@ -186,7 +185,7 @@ def test_hunyuan_video_15_without_picture_or_quotation(pictured: bool) -> None:
     assert not given["encoder_attention_mask_2"][0].any()
     with torch.no_grad():
         stock = transformer(**given)[0]
-        replace_attention_processors(transformer, Attention())
+        replace_attention(transformer, Attention())
         found = transformer(**given)[0]
     assert (found - stock).abs().max() <= SUMS * stock.abs().max()
 
@@ -201,7 +200,7 @@ def test_padding_elsewhere_is_masked(name: str) -> None:
     with torch.no_grad():
         prefix = {"encoder_hidden_states": text, "encoder_attention_mask": valid.gather(1, order)}
         stock = transformer(**given | prefix)[0]
-        replace_attention_processors(transformer, Attention())
+        replace_attention(transformer, Attention())
         found = transformer(**given | {"encoder_attention_mask": valid})[0]
     assert (found - stock).abs().max() <= SUMS * stock.abs().max()
 
@@ -210,7 +209,7 @@ def test_positional_arguments_are_understood() -> None:
     transformer, given = made("mochi"), inputs_of("mochi", PADDED)
     names = ("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask")
     with torch.no_grad():
-        replace_attention_processors(transformer, Attention())
+        replace_attention(transformer, Attention())
         named = transformer(**given)[0]
         with masks_seen() as seen:
             placed = transformer(*(given[name] for name in names), return_dict=False)[0]
@@ -225,7 +224,7 @@ def test_foreign_processors_are_left_alone_unless_they_ask() -> None:
     asking = type("Asking", (), {"attend": None, "padding": None})()
     first.processor, second.processor = own, asking
     chosen = Attention()
-    undo = replace_attention_processors(transformer, chosen)
+    undo = replace_attention(transformer, chosen)
     assert first.processor is own and second.processor is asking
     assert asking.attend is chosen and isinstance(asking.padding, Padding)
     undo()
@@ -246,7 +245,7 @@ def test_safe_fp16_obeys_too() -> None:
     with torch.no_grad():
         exact = transformer(**given)[0]
         applied = apply_fp16_safe(transformer, "ltx")
-        undo = replace_attention_processors(transformer, attend)
+        undo = replace_attention(transformer, attend)
         with masks_seen() as seen:
             found = transformer(**given)[0]
         undo()
@@ -268,8 +267,8 @@ def test_two_models_keep_their_own() -> None:
 
         return call
 
-    replace_attention_processors(one, counted("native_math"))
-    replace_attention_processors(other, counted("auto"))
+    replace_attention(one, counted("native_math"))
+    replace_attention(other, counted("auto"))
     with torch.no_grad():
         found = [model(**inputs_of("ltx", APART))[0] for model in (one, other, one)]
     half = len(calls) // 3
@@ -286,7 +285,7 @@ def test_two_models_keep_their_own() -> None:
 def test_blocks_compile_into_one_graph_with_the_fused_kernel(name: str) -> None:
     """Torch cannot be asked for its kernel inside a graph: the answer comes from before."""
     transformer, given = made(name), inputs_of(name, PADDED)
-    replace_attention_processors(transformer, Attention(fused=frozenset({(torch.float32, 16)})))
+    replace_attention(transformer, Attention(fused=frozenset({(torch.float32, 16)})))
     with torch.no_grad():
         eager = transformer(**given)[0]
         for block in transformer.transformer_blocks:
@@ -342,7 +341,7 @@ def test_vae_equals_upstream_without_a_mask(case: str) -> None:
 
     with masks_seen() as upstream:
         stock = coded(vae, case, values)
-    undo = replace_vae_attention(vae, attend)
+    undo = replace_attention(vae, attend)
     with masks_seen() as ours:
         found = coded(vae, case, values)
     assert (found - stock).abs().max() <= SUMS * stock.abs().max()
@@ -364,7 +363,7 @@ def test_vae_builds_nothing_of_all_pairs(name: str) -> None:
     with torch.no_grad():
         with Watched() as stock:
             block(cells)
-        replace_vae_attention(vae, Attention())
+        replace_attention(vae, Attention())
         with Watched() as ours:
             block(cells)
     assert stock.largest >= pairs, "upstream builds one"

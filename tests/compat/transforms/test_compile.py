@@ -14,10 +14,10 @@ from anygpu.compat.device.execution import checked_leaves
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.offloader import CHOICES
 from anygpu.compat.transforms import compile as compiling
-from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.compile import Compilation, CompileSettings, Strengths, require_offload
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.compat.transforms.fused import fuse
+from anygpu.compat.transforms.order import replace_attention
 from compat.transforms.test_attention_processors import made
 from torch import nn
 from torch.nn import functional
@@ -36,7 +36,7 @@ def forgotten():
 
 def model(name: str = "ltx") -> nn.Module:
     found = made(name)
-    replace_attention_processors(found, functional.scaled_dot_product_attention)
+    replace_attention(found, functional.scaled_dot_product_attention)
     return found
 
 
@@ -72,7 +72,7 @@ def test_ten_prompts_make_one_graph_and_a_new_size_one_more(kernels, rows):
     if kernels:
         for one in (plain, module):
             fuse(one, "reference")
-            replace_attention_processors(one, functional.scaled_dot_product_attention)
+            replace_attention(one, functional.scaled_dot_product_attention)
     compilation = Compilation(EAGER)
     compilation.attach(module)
     for seed, text in enumerate((9, 4, 30, 7, 64, 12, 5, 21, 16, 33)):
@@ -227,7 +227,7 @@ def test_safe_fp16_compiles():
     }
     for one in (plain, module):
         apply_fp16_safe(one, "hunyuan_video")
-        replace_attention_processors(one, functional.scaled_dot_product_attention)
+        replace_attention(one, functional.scaled_dot_product_attention)
     compilation = Compilation(EAGER)
     compilation.attach(module)
     with torch.no_grad():

@@ -13,8 +13,8 @@ from anygpu.compat.checkpoints.packed import StoredLinear, eight_bits, pack
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.transforms import blocks, fp16, fp16_layers, fused, fused_attention
-from anygpu.compat.transforms.attention_processors import replace_attention_processors
 from anygpu.compat.transforms.fused import FUSIONS, fuse
+from anygpu.compat.transforms.order import replace_attention
 from anygpu.kernels import library, product
 from anygpu.kernels.product import linear_gelu_reference
 from anygpu.pipelines.registry import FAMILIES
@@ -74,11 +74,11 @@ def test_no_block_is_further_from_fp64_than_upstream(name):
     truth = ran(block, inputs, torch.float64)
     for dtype in DTYPES:
         model = Model(copy.deepcopy(block).to(dtype))
-        taken_off = replace_attention_processors(model, SDPA)
+        taken_off = replace_attention(model, SDPA)
         stock = ran(model.transformer_blocks[0], inputs, dtype)
         taken_off()
         assert fuse(model, REFERENCE).sites
-        replace_attention_processors(model, SDPA)
+        replace_attention(model, SDPA)
         ours = ran(model.transformer_blocks[0], inputs, dtype)
         for found, former, expected in zip(ours, stock, truth, strict=True):
             assert (found - expected).norm() <= NO_WORSE * (former - expected).norm(), dtype
@@ -226,12 +226,12 @@ def test_with_gelu_in_the_product_no_block_is_further_from_fp64_than_upstream(na
     truth, gelus = ran(block, inputs, torch.float64), 0 if name.startswith("mochi") else 1
     for dtype in DTYPES:
         model = Model(copy.deepcopy(block).to(dtype))
-        taken_off = replace_attention_processors(model, SDPA)
+        taken_off = replace_attention(model, SDPA)
         stock = ran(model.transformer_blocks[0], inputs, dtype)
         taken_off()
         done = fuse(model, REFERENCE, epilogue=True)
         assert bool(done.gelus) == bool(gelus)
-        replace_attention_processors(model, SDPA)
+        replace_attention(model, SDPA)
         epilogue.clear()
         ours = ran(model.transformer_blocks[0], inputs, dtype)
         assert len(epilogue) == done.gelus
@@ -288,7 +288,7 @@ def test_a_packed_linear_is_made_dense_once_for_its_product(choice, epilogue, mo
     fuse(model, REFERENCE, epilogue=True)
     times, dense = [], StoredLinear.dense
     monkeypatch.setattr(StoredLinear, "dense", lambda leaf, dtype: (times.append(leaf), dense(leaf, dtype))[1])
-    replace_attention_processors(model, SDPA)
+    replace_attention(model, SDPA)
     for result, former in zip(ran(block, inputs, torch.float32), expected, strict=True):
         torch.testing.assert_close(result, former, rtol=1e-4, atol=1e-5)
     assert len(epilogue) == 1 and times == packed_leaves
@@ -347,7 +347,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
         model = Model(block)
         found = fuse(model, epilogue=True)
         # No SDPA: without a GPU torch has no kernel to ask about. Its place is taken by sums of the same shape.
-        replace_attention_processors(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
+        replace_attention(model, lambda q, k, v, mask=None: q + (k * v).mean(2, keepdim=True))
         torch.compile(block.forward, fullgraph=True, backend=compiler)(**{n: fake(v) for n, v in inputs.items()})
     torch._dynamo.reset()
     assert len(seen) == 1, "the graph was broken"
@@ -366,7 +366,7 @@ def _both(name: str, change: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
         change(model)
         if kernels:
             sites = fuse(model, REFERENCE).sites.total()
-        replace_attention_processors(model, SDPA)
+        replace_attention(model, SDPA)
         with torch.no_grad():
             outputs.append(model(**inputs_of(name, (9, 9)))[0])
     return outputs[0], outputs[1], sites
@@ -413,20 +413,20 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     truth = [ran(block, each, torch.float64) for each in drawn]
     model = Model(copy.deepcopy(block).float())
     fp16.apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
-    taken_off = replace_attention_processors(model, SDPA)
+    taken_off = replace_attention(model, SDPA)
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
     found = fuse(model, REFERENCE)
     rotary = FUSIONS[fused.full_name(block)].sites[fused.QK_ROTARY]
     assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
-    taken_off = replace_attention_processors(model, SDPA)
+    taken_off = replace_attention(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):
         new, former = (errors(runs, truth, output) for runs in (ours, stock))
         assert new <= SAME_ERROR * former, (new / former, output)
     taken_off()
     found.restore()
-    replace_attention_processors(model, SDPA)
+    replace_attention(model, SDPA)
     again = ran(model.transformer_blocks[0], inputs, torch.float32)
     assert all(torch.equal(one, former) for one, former in zip(again, stock[0], strict=True))
 
