@@ -18,7 +18,8 @@ def refusal(address: str, check: Callable[[], None]) -> str:
     The wait of a head that does not answer goes on in a thread of its own, for less than a minute.
 
     Args:
-        address: such as ``10.0.0.5:6379``, or ``auto``. check: called while it waits; may raise.
+        address: such as ``10.0.0.5:6379``, or ``auto``.
+        check: called while it waits; may raise.
     """
     answers: list[str] = []
 

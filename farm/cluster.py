@@ -1,7 +1,7 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
 
-Whoever reaches a port of Ray without a token runs code on the machine, and Ray 2.60 listens on every interface without
-one unless it is told otherwise (docs/scale.md).
+Anyone who reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
+without one unless it is told otherwise (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
     Args:
-        workers: processes to make room for. gpus: devices that Ray deals out to them; 0 for a machine without.
+        workers: processes to make room for.
+        gpus: devices that Ray deals out to them; 0 for a machine without.
     """
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})

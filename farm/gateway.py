@@ -49,7 +49,7 @@ class Gateway:
         """Take jobs in under a name; returns their keys.
 
         Raises:
-            ValueError: a line is no job, such as one of another version, or the name is none for a file.
+            ValueError: a line is not a job, such as one of another version, or the name is not one for a file.
         """
         from ..compat.errors import PackError
         from .render import task_of

@@ -130,7 +130,7 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
     """The jobs of a file in ``folder``, or of the newest for an empty name.
 
     Raises:
-        CheckpointError: there is none. InputError: a line of it is no job.
+        CheckpointError: there is none. InputError: a line of it is not a job.
     """
     files = folder.job_files()
     path = next((path for path in reversed(files) if name in ("", path.stem)), None)
@@ -270,7 +270,7 @@ def _inputs_of(lines: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class _Window:
-    """The picture of a job that runs: asked for where somebody looks, and shown once it has come."""
+    """The picture of a job that runs: requested while the node is shown, and displayed once it has arrived."""
 
     ray: Any
     gateway: Any
@@ -348,7 +348,7 @@ def _gateway(address: str, progress: NodeProgress) -> Iterator[tuple[Any, Any]]:
         raise InputError(
             f"the farm at {address!r} failed ({first_line(cause)})",
             expected="a farm that runs until its jobs are done",
-            fix="Look at the log of `anygpu-farm`, start it again, and run this node again: what is done stays done.",
+            fix="Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done.",
         ) from error
     finally:
         if ours:

@@ -103,7 +103,8 @@ def fit_clip(
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
     Args:
-        clip: a CLIP. precision, attention: as on the node.
+        clip: a CLIP.
+        precision, attention: as on the node.
         machine: what is known of the device; None asks the one that the encoders load on.
 
     Raises:
@@ -131,7 +132,11 @@ def _faults(encoders: nn.Module) -> Iterator[Decision]:
             fault = fault_in_weight(name, tensor.data)
             if fault:
                 yield Decision(
-                    "weights", f"{name} holds {fault}", "another file of this encoder may be whole", "", True
+                    subject="weights",
+                    verdict=f"{name} holds {fault}",
+                    why="another file of this encoder may be whole",
+                    source="",
+                    alarming=True,
                 )
                 return
 
