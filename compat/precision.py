@@ -266,12 +266,13 @@ def _transformer(row: Precision, policy: DevicePolicy, probes: Probes) -> tuple[
     if not _refused(ability):
         return row, row.why, []
     half = NAMES[row.compute or row.transformer]
-    safe = transformer_verdict(_EXPLICIT[SAFE], policy, probes)
+    safe, trust = transformer_verdict(_EXPLICIT[SAFE], policy, probes), verdict("conv2d.fp16", policy, probes)
     since = f"since {half} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
-    if safe.usable and verdict("conv2d.fp16", policy, probes).usable:
+    if safe.usable and trust.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    return changed, f"fp32, {since} and fp16 does not work either ({safe.why})", [ability, safe]
+    refused = trust if safe.usable else safe
+    return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 
 def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes) -> Verdict:

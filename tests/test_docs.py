@@ -223,6 +223,19 @@ def test_contributing_names_only_files_that_exist():
     assert len(ours) > 40 and [path for path in ours if not (ROOT / path).exists()] == []
 
 
+def test_contributing_names_only_tables_that_exist():
+    """Every constant in backticks; a recipe moves with the tables it names."""
+    rooms = ("compat", "host", "kernels", "pipelines", "tests", "web", "showcase.py")
+    files = [
+        file for room in rooms for file in (ROOT / room, *(ROOT / room).rglob("*")) if file.suffix in {".py", ".mjs"}
+    ]
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    named = set(re.findall(r"`([A-Z][A-Z_]{3,})`", page("CONTRIBUTING.md")))
+    ours = sorted(name for name in named if not name.startswith("COMFYUI_"))  # those are variables of the environment
+    assert len(ours) > 20
+    assert [name for name in ours if not re.search(rf"^(?:const )?(?:[A-Z_]+, )*{name}\b", sources, re.M)] == []
+
+
 def test_tests_that_the_page_on_reliability_names_exist():
     for place in re.findall(r"`([\w/]+\.py(?:::\w+)?)`", page("docs/reliability.md")):
         path, _, name = place.partition("::")
