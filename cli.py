@@ -50,7 +50,7 @@ SAMPLING = (
 
 
 class Printed:
-    """Progress as tqdm's bar, which is silent where stderr is no terminal; a cancel is Ctrl+C."""
+    """Progress as tqdm's bar, which is silent where stderr is not a terminal; a cancel is Ctrl+C."""
 
     def __init__(self) -> None:
         self._bar: Any = None

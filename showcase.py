@@ -38,8 +38,10 @@ class Clip:
     """One family's clip.
 
     Args:
-        checkpoints: tiny checkpoints it needs, the model first. frames, fps, steps: of the clip.
-        cfg, guidance: as on the sample node. pictured: whether it starts from an image.
+        checkpoints: tiny checkpoints it needs, the model first.
+        frames, fps, steps: of the clip.
+        cfg, guidance: as on the sample node.
+        pictured: whether it starts from an image.
         reference: further arguments of the bare pipeline's call.
     """
 

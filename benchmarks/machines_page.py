@@ -9,7 +9,10 @@ did not write, or that somebody edited.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+from anygpu.pipelines.machines import Machine, machine_in
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"
@@ -28,9 +31,30 @@ This page is made from [benchmarks/machines](../benchmarks/machines) by `python 
 
 def page() -> str:
     """The whole page."""
-    from anygpu.pipelines.machines import page_of, read_machine
+    return HEAD + page_of(machine_in(path.read_bytes()) for path in sorted(FILES.glob("*.json")))
 
-    return HEAD + page_of(read_machine(path) for path in sorted(FILES.glob("*.json")))
+
+def page_of(machines: Iterable[Machine]) -> str:
+    """The tables of ``docs/machines.md``, one row per machine and per run."""
+    rows = sorted(machines, key=lambda one: (one.backend, one.device, one.memory_gb))
+    lines = ["| Device | Backend | Memory | Driver | torch | Probes | LTX-Video runs in |", "| --- " * 7 + "|"]
+    runs = ["| Device | Pipeline | Stage | Offload | Seconds | Peak, GB | Moved, GB |", "| --- " * 7 + "|"]
+    for one in rows:
+        statuses = [answer.status for answer in one.answers]
+        probes = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+        cells = (one.device, f"{one.backend} {one.arch}".strip(), f"{one.memory_gb:g} GB", one.driver or "-")
+        more = (one.versions.get("torch", "-"), probes or "-", next(iter(one.precision.values()), "-"))
+        lines.append(row_of(*cells, *more))
+        for run in one.runs:
+            figures = f"{run.seconds:g}", f"{run.peak_gb or '-'}", f"{run.moved_gb or '-'}"
+            runs.append(row_of(one.device, run.pipeline, run.stage, run.mode, *figures))
+    return "\n".join([*lines, "", "## Runs", "", *(runs if len(runs) > 2 else ["None was shared yet."])]) + "\n"
+
+
+def row_of(*cells: str) -> str:
+    """A row of a table; what somebody else wrote cannot leave its cell."""
+    escaped = (" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
 
 
 if __name__ == "__main__":

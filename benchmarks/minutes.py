@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/minutes.py                # appends to benchmarks/results/minutes.csv
     OMP_NUM_THREADS=1 python benchmarks/minutes.py --families ltx delight
 
-One block of each kind, of painting and delighting the whole UNet; weights that are all alike, fp32, CPU, one thread.
+One block of each kind, of delighting the whole UNet; weights that are all alike, fp32, CPU, one thread.
 Seconds are CPU time of the process, so other programs disturb them little. `corrected_s` is what is said after a run of
 the first size: the forecast times how much longer that one was.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from anygpu.compat.device.work import META, PROBED, Pace, _measured, counting
 from anygpu.compat.memory.statistics import StageCost
 from anygpu.compat.memory.times import corrected
-from anygpu.paint.networks.multiview import LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, Run
+from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
@@ -41,7 +41,7 @@ SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transfor
 PICTURES = ((96, 96), (128, 96), (128, 128))  # of a decode
 LARGER = {"ltx": 4}  # sides of a decode, whose latents are smaller: below 12 cells torch has slow convolutions
 TOKENS = 256  # of text
-PAINTED = {"delight": ((384, 1), (448, 1), (512, 1)), "paint": ((320, 2), (384, 2), (448, 2))}  # pixels, views
+PAINTED = (384, 448, 512)  # pixels of a delighted picture
 HOST = torch.device("cpu")
 clock = time.process_time
 
@@ -114,35 +114,25 @@ def decoded(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
         yield f"{width}x{height}", pace.seconds(counts.decoding_work(pipeline, size)), spent
 
 
-def painted(kind: str, pace: Pace) -> Iterator[tuple[str, float, float]]:
-    """Size, forecast and CPU seconds of a call of a painting UNet, whose reference was looked at before."""
+def delighted(pace: Pace) -> Iterator[tuple[str, float, float]]:
+    """Size, forecast and CPU seconds of a call of the delight UNet."""
     with META:
-        made = networks_for(kind)
-    unet = filled(made["unet"])
+        unet = networks_for("delight")["unet"]
+    unet = filled(unet)
     set_attention(unet, F.scaled_dot_product_attention)
-    for side, views in PAINTED[kind]:
-        cells = side // REDUCTION
-        if kind == "delight":
-            text = torch.ones(1, TEXT_TOKENS, TEXT_WIDTH)
-            given: tuple[Any, ...] = (torch.ones(1, DELIGHT_CHANNELS, cells, cells), torch.ones(1), text)
-        else:
-            with torch.no_grad():
-                kept = made["reference"](torch.empty(1, 1, LATENT_CHANNELS, cells, cells, device=META))
-            looked = {name: torch.ones(states.shape) for name, states in kept.items()}
-            sample, maps = (
-                torch.ones(1, views, channels, cells, cells) for channels in (LATENT_CHANNELS, 2 * LATENT_CHANNELS)
-            )
-            given = (sample, torch.ones(1), maps, torch.zeros(views, dtype=torch.long), Run(views, looked, (1.0,)))
+    text = torch.ones(1, TEXT_TOKENS, TEXT_WIDTH)
+    for side in PAINTED:
+        given = (torch.ones(1, DELIGHT_CHANNELS, side // REDUCTION, side // REDUCTION), torch.ones(1), text)
         with counting() as work:
             unet(*given)
-        yield f"{side}x{side}x{views}", pace.seconds(work), seconds(partial(unet, *given))
+        yield f"{side}x{side}x1", pace.seconds(work), seconds(partial(unet, *given))
 
 
 def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of one family."""
     measures: dict[str, Callable[[Pace], Iterator[tuple[str, float, float]]]] = {}
-    if family in PAINTED:
-        measures["sampling"] = partial(painted, family)
+    if family == "delight":
+        measures["sampling"] = delighted
     else:
         pipeline = published(opened(family, folder))
         measures["sampling"] = partial(sampled, pipeline)

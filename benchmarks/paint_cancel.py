@@ -1,4 +1,4 @@
-"""How long a cancel waits at most in each stage of texturing that is no network: 500,000 faces, texture of 2048.
+"""How long a cancel waits at most in each stage of texturing that is not a network: 500,000 faces, texture of 2048.
 
     python benchmarks/paint_cancel.py            # appends rows to benchmarks/results/paint_cancel.csv
 

@@ -40,7 +40,7 @@ from torch import nn
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # those that the package gguf can write
 K_TYPES = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL"}  # and what takes their place in short rows
-K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is no multiple of it
+K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is not a multiple of it
 STRIP = 2  # clips in a strip
 EQUAL = 99.0  # dB, of clips without a difference
 
@@ -235,33 +235,34 @@ def write_page(names: dict[str, list[str]], pictures: dict[str, str]) -> None:
 
 HEAD = """# What each quality switch costs
 
-Measured on the demo models, which draw what they are asked: a checker without a network reads shape, colour, motion and
-ground back from the frames. *Right* is the share of clips in which it sees all four as the prompt has them. PSNR and
-SSIM compare each clip with that of fp32 from the same seed; they fall where a clip differs, also where it is as good.
+Measured on the demo models, which draw what they are asked for: a checker, which is not a network, reads shape, colour,
+motion and background back from the frames. *Right* is the share of clips in which all four match the prompt. PSNR and
+SSIM compare each clip with the fp32 clip of the same seed; they also drop when a clip is different but just as good.
 
-The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models, the
+The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models; the
 figures may not: rounding errors grow with depth and shrink with width.
 
-- **K types.** They share scales among 256 values, and the demo models' rows have 64 to 768. llama.cpp's tools write
-  another type into rows that are no multiple of 256: the rows *file* are what such a file is; Mochi's would have the
-  other type alone. In the rows without that word a block goes on in the next row, so that every Linear has the type.
-  Published models have rows of 2048 and more and need neither. Written by ggml's own encoder, read back by the package
-  gguf.
-- **fp16-safe** is computed in fp16 on a CPU, which refuses it otherwise, around the fp32 residual that GPUs get.
-- **Tiled decode** has no row: a tile is 64 pixels at least, the whole of a clip here, and LTX's small VAE, which was
-  trained at that size, is worse on larger pictures whole than in tiles (6 clips at 128 x 128: 16 dB whole, 22 dB in
-  tiles). [Memory](memory.md) compares the ways to decode.
+- **K types.** They share scales among 256 values, and the demo models' rows have 64 to 768. llama.cpp's tools use
+  another type for rows whose length is not a multiple of 256. The rows marked *file* measure such a file; Mochi's would
+  consist of the other type only. In the rows without that mark, a block of 256 continues into the next row, so that
+  every Linear has the type. Published models have rows of 2048 and more and need neither. Written by ggml's own
+  encoder, read back by the package gguf.
+- **fp16-safe** was computed on a CPU, where AnyGPU normally refuses it: fp16 products around an fp32 residual, as on
+  GPUs.
+- **Tiled decode** has no row: a tile is at least 64 pixels, which is a whole clip here, and LTX's small VAE, which was
+  trained at that size, decodes larger pictures worse in one piece than in tiles (6 clips at 128 x 128: 16 dB whole, 22
+  dB in tiles). [Memory](memory.md) compares the ways to decode.
 
 Defaults and presets beside the table:
 
-- `precision` auto is bf16 where a GPU has it fast, else fp16-safe, never plain fp16. fp16 and fp16-safe are closer to
-  fp32 than bf16 in every model here; bf16 stays first, since its range needs no care where activations are large, as
-  they are in published models and not in these.
-- `weights` auto leaves them as in the file. Where memory is short, int8 costs a tenth of the squared error of fp8.
+- `precision` auto is bf16 on GPUs that compute it fast, otherwise fp16-safe, never plain fp16. fp16 and fp16-safe are
+  closer to fp32 than bf16 in every model here; bf16 stays the first choice, since it does not overflow when activations
+  are large, as they are in published models but not in these.
+- `weights` auto leaves them as in the file. If memory is short, int8 has a tenth of the squared error of fp8.
 - The step cache is off unless asked for. At each preset first_block costs least. It and pyramid cost more with each
   preset, in every model; taylor does so in LTX-Video alone: with `balanced` HunyuanVideo's and Mochi's, with `quality`
   FramePack's clips are further from fp32 than with the preset after it.
-- Of GGUF's types each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
+- With GGUF, each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
   does.
 - `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4; Mochi loses
   some with 8 already, and not in order.

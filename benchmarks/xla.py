@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU python benchmarks/xla.py --models mochi   # appends rows to benchmarks/results/xla.csv
 
-It needs an environment in which torch and torch_xla are of one version, such as 2.9.0; torch_xla is no dependency of
+It needs an environment in which torch and torch_xla are of one version, such as 2.9.0; torch_xla is not a dependency of
 this pack. The device refuses ``parameter.data = ...``, so that weights get there another way. A minute or more each:
 XLA compiles every shape.
 """

@@ -1,4 +1,4 @@
-"""What was decided, as data; it becomes text only where somebody reads it: on a node, in a report, on the panel."""
+"""What was decided, as data; it becomes text only where it is shown: on a node, in a report, on the panel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Decision:
         verdict: what is so.
         why: the reason; empty where there is none to give.
         source: who or what it rests on: ``auto``, ``chosen`` by the user, or a thread; empty for a plain fact.
-        alarming: whether somebody should look at it.
+        alarming: whether it needs attention.
         guessed: whether it may be wrong, so that its reason is read beside it.
     """
 

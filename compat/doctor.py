@@ -22,7 +22,7 @@ from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
-EXPLAIN = "explain"  # of a pipeline that nobody asked a doctor for: the layer is named, and nothing is tried
+EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried
 CHOICES = (OFFER, KEEP, FORGET)
 NAN, INFINITE = "NaN", "infinite values"
 SHOWN = 3  # places on the way that are named
@@ -52,10 +52,12 @@ class Finding:
     Args:
         layer: dotted name of the innermost module that was given right values and returned wrong ones, after that of
             its network.
-        kind: its class. dtype: of what it returned. fault: in words.
+        kind: its class.
+        dtype: of what it returned.
+        fault: in words.
         largest: the largest absolute value that it was given.
-        weight: its first weight that is not finite, by its own name; empty where all are. bad: the share of its values
-            that are not.
+        weight: its first weight that is not finite, by its own name; empty where all are.
+        bad: the share of its values that are not.
         block: the repeated block that it is in, with how many of them there are; empty outside.
         way: names and largest absolute values of the blocks before it, in order.
         between: whether it has layers, which were right: the fault lies in a function between them, such as attention.
@@ -171,7 +173,8 @@ def diagnose(
     """Where ``run`` goes wrong, the repair that helps, and the result with it; None for the result where none helps.
 
     Args:
-        fault: of the result. repair: whether to try any.
+        fault: of the result.
+        repair: whether to try any.
     """
     # A sound layer may return one value; none returns NaN. What is asked of layers is what is wrong with the result.
     finding = examine(networks, run, not_finite) or (None if fault is not_finite else examine(networks, run, fault))
@@ -378,7 +381,8 @@ class Doctor:
         """``output``, or with ``keep`` what a repair makes of it.
 
         Args:
-            run: makes the output again by way of ``networks``. where: in a sentence, such as ``step 3 of 20``.
+            run: makes the output again by way of ``networks``.
+            where: in a sentence, such as ``step 3 of 20``.
 
         Raises:
             NotFinite: it is wrong, and nothing helps or only an offer is wanted.

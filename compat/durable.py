@@ -41,7 +41,7 @@ def replacing(path: Path, suffix: str = ".part") -> Iterator[Path]:
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:
-    """Raise where ``path`` cannot be written later, so that nobody computes for hours first.
+    """Raise where ``path`` cannot be written later, before hours of computing.
 
     Args:
         name: of the input, for the error, such as ``--output``.

@@ -34,7 +34,7 @@ class Precision:
         residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
         conv: in which the VAE's convolutions are computed; as ``vae``.
         latents: between the steps of the sampler.
-        automatic: whether nobody chose it, so that a part may be run in another dtype when it fails.
+        automatic: whether the user left it open, so that a part may be run in another dtype when it fails.
     """
 
     transformer: torch.dtype
@@ -73,7 +73,7 @@ class Precision:
 
 
 def _safe(text: torch.dtype, why: str) -> Precision:
-    return Precision(FP16, text, FP32, why, FP16, FP32)
+    return Precision(transformer=FP16, text=text, vae=FP32, why=why, compute=FP16, residual=FP32)
 
 
 _OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"
@@ -266,12 +266,13 @@ def _transformer(row: Precision, policy: DevicePolicy, probes: Probes) -> tuple[
     if not _refused(ability):
         return row, row.why, []
     half = NAMES[row.compute or row.transformer]
-    safe = transformer_verdict(_EXPLICIT[SAFE], policy, probes)
+    safe, trust = transformer_verdict(_EXPLICIT[SAFE], policy, probes), verdict("conv2d.fp16", policy, probes)
     since = f"since {half} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
-    if safe.usable and verdict("conv2d.fp16", policy, probes).usable:
+    if safe.usable and trust.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    return changed, f"fp32, {since} and fp16 does not work either ({safe.why})", [ability, safe]
+    refused = trust if safe.usable else safe
+    return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 
 def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes) -> Verdict:

@@ -1,6 +1,6 @@
 """Processes with a device each that compute one video together, over ``torch.distributed``: gloo on CPUs, NCCL on CUDA.
 
-Whoever starts the processes also forms their group (``farm/group.py``): nothing here opens a connection.
+Their group is formed where the processes are started (``farm/group.py``): nothing here opens a connection.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Ranks:
         """The piece that each rank has for this one.
 
         Args:
-            pieces: for each rank, all of one dtype. shapes: of those that come back.
+            pieces: for each rank, all of one dtype.
+            shapes: of those that come back.
         """
         from torch import distributed
 
@@ -134,7 +135,8 @@ class Group:
     """All ranks of one video, and the halves that compute the two branches of guidance.
 
     Args:
-        world: all of them. half: those of this rank's branch; None where the branches are not shared out.
+        world: all of them.
+        half: those of this rank's branch; None where the branches are not shared out.
     """
 
     world: Ranks
@@ -207,7 +209,8 @@ class SplitPlan:
     """What the blocks of a family are given that goes by token of the video.
 
     Args:
-        rotary: names under which blocks take rotary tables. dim: of these, which one counts tokens.
+        rotary: names under which blocks take rotary tables.
+        dim: of these, which one counts tokens.
         rows: arguments (B, N, D) with a row for each token; where they have one row for all, they stay as they are.
         leading: arguments that count the first tokens which are treated differently.
     """

@@ -22,7 +22,8 @@ def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
     """``value`` as JSON has it; of a dataclass only what differs from the defaults.
 
     Args:
-        without: fields that a record does not have. subject: what it is, for the error.
+        without: fields that a record does not have.
+        subject: what it is, for the error.
 
     Raises:
         InputError: such a field is set.
@@ -50,7 +51,8 @@ def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()
     """The ``cls`` that ``record`` describes.
 
     Args:
-        subject: what it is, for errors, such as ``settings``. without: fields that a record does not have.
+        subject: what it is, for errors, such as ``settings``.
+        without: fields that a record does not have.
 
     Raises:
         InputError: an unknown field, one that is missing, or one of a wrong type; names it.
@@ -92,7 +94,7 @@ def wrong(subject: str, given: Any, expected: str) -> InputError:
 
 
 def shown(value: Any) -> str:
-    """A value that somebody else wrote, short enough for an error."""
+    """A value from outside, short enough for an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -30,7 +30,7 @@ PLAIN = frozenset(("root", "user", "admin", "home", "localhost", "cpu", "cuda", 
 
 
 def own_names() -> tuple[str, ...]:
-    """The names of this user and this computer, as far as they tell anybody who they are."""
+    """The names of this user and this computer, as far as they identify them."""
     home, computer = value_or(lambda: str(Path.home().name), ""), value_or(lambda: str(platform.node()), "")
     names = (home, computer, computer.partition(".")[0])
     return tuple(dict.fromkeys(name for name in names if len(name) >= SHORTEST and name.lower() not in PLAIN))

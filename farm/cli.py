@@ -46,7 +46,7 @@ def watch(arguments: argparse.Namespace) -> int:
     folder = JobFolder(Path(arguments.folder))
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
-    gateway = open_gateway(driver)  # an actor lives as long as somebody holds it
+    gateway = open_gateway(driver)  # an actor lives as long as it is referenced
     driver.watch()
     return 0 if gateway else 1
 
@@ -102,13 +102,13 @@ def queue(arguments: argparse.Namespace) -> int:
         print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
         return 0
     batch = Batch(
-        prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
-        seeds_in(arguments.seeds),
-        [] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
-        arguments.negative,
-        {name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
-        load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
-        FramePackSettings(arguments.seconds) if arguments.seconds else None,
+        prompts=prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
+        seeds=seeds_in(arguments.seeds),
+        pictures=[] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
+        negative=arguments.negative,
+        settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
+        load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
+        framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
     )
     jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
@@ -167,7 +167,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; Ray had put a handler of its own there
-    driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), _say)
+    driver = Driver(ray=ray, folder=folder, task_of=task_of, reached=lambda task: reached_in(folder, task), say=_say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
         _start_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
@@ -189,7 +189,15 @@ def _start_groups(
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
-        leader = GroupRenderer(renderer, arguments.group, needs, place, arguments.branches, loopback, patience)
+        leader = GroupRenderer(
+            renderer=renderer,
+            size=arguments.group,
+            needs=needs,
+            placement=place,
+            halves=arguments.branches,
+            loopback=loopback,
+            patience=patience,
+        )
         driver.start_workers(1, leader, {"num_cpus": 0})
 
 
@@ -241,7 +249,7 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder")
     parser.add_argument("--name", default="jobs", help="of the job file")
     parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
-    parser.add_argument("--prompts", metavar="FILE", help="one prompt to a line")
+    parser.add_argument("--prompts", metavar="FILE", help="one prompt per line")
     parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")
     parser.add_argument("--delight", metavar="FOLDER", help="model that takes shading out of the pictures first")
     parser.add_argument("--image-encoder", metavar="FOLDER", help="DINOv2-giant, for PBR models")

@@ -1,7 +1,7 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
 
-Whoever reaches a port of Ray without a token runs code on the machine, and Ray 2.60 listens on every interface without
-one unless it is told otherwise (docs/scale.md).
+Anyone who reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
+without one unless it is told otherwise (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from ..compat.device.facts import first_line
 from ..compat.errors import InputError, MissingPackageError
+from ..compat.ray_clusters import refusal
 
 NAMESPACE = "anygpu"
 GATEWAY = "gateway"  # the actor that AnyGPU Farm asks for
@@ -48,7 +49,8 @@ def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
     Args:
-        workers: processes to make room for. gpus: devices that Ray deals out to them; 0 for a machine without.
+        workers: processes to make room for.
+        gpus: devices that Ray deals out to them; 0 for a machine without.
     """
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})
@@ -78,14 +80,18 @@ def connect(address: str) -> Any:
         )
     os.environ.update(QUIET)
     ray = ray_module()
+    reason = refusal(address, lambda: None)
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        if not reason:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+        reason = first_line(error.__cause__ or error)
+    if reason:
         raise InputError(
-            f"no Ray at {address!r} ({first_line(error)})",
+            f"no Ray at {address!r} ({reason})",
             expected="a cluster of the same Ray and Python version that takes this machine's token",
             fix=TOKEN_FIX,
-        ) from error
+        )
     return ray
 
 

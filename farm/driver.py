@@ -1,4 +1,4 @@
-"""Hands the jobs of a folder to workers, takes back what became of them, and writes down what nobody can do.
+"""Hands the jobs of a folder to workers, takes back what became of them, and writes down which ones failed.
 
 The driver remembers nothing that the folder does not have: another one goes on where it was killed.
 """
@@ -32,7 +32,10 @@ class WorkerHandle:
     """A worker as the driver sees it.
 
     Args:
-        actor: Ray's handle. task: what it renders. up: whether its process has answered. broken: why it gets no jobs.
+        actor: Ray's handle.
+        task: what it renders.
+        up: whether its process has answered.
+        broken: why it gets no jobs.
     """
 
     name: str
@@ -61,7 +64,9 @@ class Driver:
     """One driver over one folder.
 
     Args:
-        ray: the package, connected. task_of: a line to its task. reached: grows with the steps of a job that are kept.
+        ray: the package, connected.
+        task_of: a line to its task.
+        reached: grows with the steps of a job that are kept.
         say: takes a line about each thing that happens.
     """
 
@@ -96,7 +101,7 @@ class Driver:
             try:
                 task = self.task_of(line)
             except PackError as error:
-                self.say(f"a line is no job: {error}")
+                self.say(f"a line is not a job: {error}")
                 self.tally.failed[line[:60]] = str(error)
                 continue
             if task.key in self._open:
@@ -124,7 +129,7 @@ class Driver:
         return self.tally
 
     def turn(self) -> None:
-        """Give work to whoever is free, then wait a moment for whatever happens first."""
+        """Give work to free workers, then wait a moment for the first event."""
         for worker in self.workers:
             if worker.up and worker.task is None and not worker.broken:
                 self._give(worker)

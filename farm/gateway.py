@@ -2,19 +2,23 @@
 
 All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
 more than that, and nothing but keys names a file.
+
+ComfyUI's Python has Ray but no package ``anygpu``, and Ray needs the class of an actor where its handle is used. So the
+class is sent by value, what it uses of ours is imported where it runs, and errors are of Python's own types.
 """
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..compat.errors import InputError, PackError
-from ..pipelines.job_folder import KEY, JobFolder
-from .cluster import GATEWAY, NAMESPACE, token_mode
-from .driver import Driver
-from .render import task_of
+from .cluster import GATEWAY, NAMESPACE
+
+if TYPE_CHECKING:
+    from .driver import Driver
 
 MOST_INPUT_BYTES = 500_000_000
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
@@ -25,10 +29,14 @@ class Gateway:
     """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
 
     def __init__(self, root: str) -> None:
+        from ..pipelines.job_folder import JobFolder
+
         self.folder = JobFolder(Path(root))
 
     def ready(self) -> bool:
         """Whether this cluster asks for a token."""
+        from .cluster import token_mode
+
         return token_mode()
 
     def put_input(self, content: bytes, suffix: str) -> str:
@@ -38,15 +46,27 @@ class Gateway:
         return self.folder.add_content(bytes(content), suffix)
 
     def submit(self, name: str, lines: list[str]) -> list[str]:
-        """Take jobs in under a name; returns their keys, or raises for a line that is no job."""
-        keys = [task_of(str(line)).key for line in lines]
-        self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
-        self.folder.write_jobs(name, map(str, lines))
+        """Take jobs in under a name; returns their keys.
+
+        Raises:
+            ValueError: a line is not a job, such as one of another version, or the name is not one for a file.
+        """
+        from ..compat.errors import PackError
+        from .render import task_of
+
+        try:
+            keys = [task_of(str(line)).key for line in lines]
+            self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
+            self.folder.write_jobs(name, map(str, lines))
+        except PackError as error:
+            raise ValueError(str(error)) from None
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
         """Which of the jobs are done, which failed and why, and what each worker does at this moment."""
         import ray
+
+        from ..pipelines.job_folder import KEY
 
         done = [key for key in keys if KEY.fullmatch(key) and self.folder.is_done(key)]
         failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
@@ -59,7 +79,10 @@ class Gateway:
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
         for call in ready:
             with suppress(ray.exceptions.RayError):
-                calls[call].update(ray.get(call))
+                worker, now = calls[call], ray.get(call)
+                worker.update(now, job=now["key"])  # the folder has what it did seconds ago
+                if worker["state"] in ("idle", "rendering"):
+                    worker["state"] = "rendering" if now["key"] else "idle"
         return {"done": done, "failed": failed, "workers": list(calls.values())}
 
     def preview(self, worker: str) -> Any:
@@ -77,6 +100,8 @@ class Gateway:
 
     def result(self, key: str) -> tuple[str, bytes] | None:
         """Suffix and bytes of a finished file; None while there is none."""
+        from ..pipelines.job_folder import KEY
+
         path = self.folder.result(key) if KEY.fullmatch(key) else None
         return None if path is None else (path.suffix, path.read_bytes())
 
@@ -87,8 +112,10 @@ def open_gateway(driver: Driver) -> Any:
     Raises:
         InputError: another driver of this cluster has one.
     """
+    from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray = driver.ray
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Gateway).options(

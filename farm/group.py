@@ -128,9 +128,13 @@ class GroupRenderer:
     """Renders with a group of ranks, which it starts for its first job.
 
     Args:
-        renderer: what each rank renders with. size: of the group. needs: of each rank (``num_cpus``, ``num_gpus``).
-        placement: Ray's room for them. halves: whether the branches of guidance go to half of the ranks each.
-        loopback: interface to stay on; empty for any. patience: seconds that ranks wait for one another.
+        renderer: what each rank renders with.
+        size: of the group.
+        needs: of each rank (``num_cpus``, ``num_gpus``).
+        placement: Ray's room for them.
+        halves: whether the branches of guidance go to half of the ranks each.
+        loopback: interface to stay on; empty for any.
+        patience: seconds that ranks wait for one another.
     """
 
     renderer: Renderer

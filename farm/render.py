@@ -56,8 +56,10 @@ class Renderer:
     """Renders jobs of one folder in one process, and keeps the last model that it loaded.
 
     Args:
-        folder: whose results it writes, seen by all machines under this path. models: folders that are searched.
-        state: of this machine, for probe results. device: None for the default device.
+        folder: whose results it writes, seen by all machines under this path.
+        models: folders that are searched.
+        state: of this machine, for probe results.
+        device: None for the default device.
         group: processes that render each video together; None for this one alone.
     """
 
@@ -86,7 +88,7 @@ class Renderer:
 
     def _video(self, job: Job, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
         """Name of the video's file, and its frames."""
-        kept = folder.state / job.key  # of this job alone: whoever goes on with it finds its steps, on any machine
+        kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
         places = Places((*self.models, DEMOS), (self.folder,))
         machine = Machine(places, self.state, self.device, unfinished=kept)
         if self._pipeline is None:

@@ -16,8 +16,11 @@ class Task:
     """One job on its way.
 
     Args:
-        key: of the job's content. model: what has to be loaded for it. size: how much work it is beside others of this
-            model, in any unit. text: the job's line. deaths: how often its worker died without a further step.
+        key: of the job's content.
+        model: what has to be loaded for it.
+        size: how much work it is beside others of this model, in any unit.
+        text: the job's line.
+        deaths: how often its worker died without a further step.
         begun: whether a worker has worked at it.
     """
 

@@ -58,7 +58,7 @@ class Ended(Exception):
 
 
 class Cancelled(BaseException):
-    """Raised inside a render that somebody wants to end."""
+    """Raised inside a render that are to be cancelled."""
 
 
 class Watch:
@@ -71,7 +71,7 @@ class Watch:
         self._picture: torch.Tensor | None = None
 
     def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
-        """Take in how far it is; makes the preview that somebody waits for."""
+        """Take in how far it is; makes the preview that is waited for."""
         self.done, self.total, self.stage = done, total, str(stage)
         if preview is not None and self._wanted.is_set():
             self._wanted.clear()
@@ -90,7 +90,7 @@ class Watch:
 
     @property
     def ending(self) -> bool:
-        """Whether somebody wants the job to end."""
+        """Whether the job is to be cancelled."""
         return self._ended.is_set()
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
 """What a pipeline gives to core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
 
 It is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
-of CONDITIONING are core's. In the network's place stands a :class:`DiffusionModel` over the diffusers transformer. The
-MODEL's patcher is the pipeline's own, so the weights are on the device once whoever samples.
+of CONDITIONING are core's. The network is replaced by a :class:`DiffusionModel` over the diffusers transformer. The
+MODEL's patcher is the pipeline's own, so the weights are on the device once, whichever sampler runs.
 """
 
 from __future__ import annotations

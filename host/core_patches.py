@@ -38,7 +38,8 @@ def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, tra
     """One line for each thing that nodes put on a MODEL for this call and that has no effect on it.
 
     Args:
-        conds: what else the call is given. title: of the family.
+        conds: what else the call is given.
+        title: of the family.
     """
     wrapped = {key for kind in options.get("wrappers", {}).values() for key in kind}
     for name in sorted(str(key) for key in options.keys() - READ - wrapped):

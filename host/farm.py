@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
+from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from ..compat.ray_clusters import refusal
 from ..compat.records import json_in
 from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
@@ -31,7 +33,10 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 NAMESPACE, GATEWAY = "anygpu", "gateway"  # as farm/cluster.py names them
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 30.0
+LOOK_SECONDS = 0.1  # between looks for a cancel
+ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
+FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
+CANCEL_SECONDS = 0.5
 TOKEN_FIX = (
     "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and start ComfyUI with "
     "RAY_AUTH_MODE=token."
@@ -125,7 +130,7 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
     """The jobs of a file in ``folder``, or of the newest for an empty name.
 
     Raises:
-        CheckpointError: there is none. InputError: a line of it is no job.
+        CheckpointError: there is none. InputError: a line of it is not a job.
     """
     files = folder.job_files()
     path = next((path for path in reversed(files) if name in ("", path.stem)), None)
@@ -150,7 +155,7 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
             files = (jobs.folder.result(key) for key in done)
             return Collected(tuple(file for file in files if file is not None), failed, waiting)
         progress.step(len(done) + len(failed), len(jobs.keys), "waiting for jobs")
-        time.sleep(POLL_SECONDS)
+        _pause(progress)
 
 
 def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
@@ -161,31 +166,49 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     Raises:
         InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
     """
-    with _gateway(address) as (ray, gateway):
+    with _gateway(address, progress) as (ray, gateway):
         missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
         keys = [jobs.keys[n] for n in missing]
         lines = [jobs.lines[n] for n in missing]
         if keys:
             for file in _inputs_of(lines):
-                ray.get(gateway.put_input.remote((jobs.folder.root / file).read_bytes(), Path(file).suffix))
-            ray.get(gateway.submit.remote(jobs.name, lines))
+                content = (jobs.folder.root / file).read_bytes()
+                _answer(ray, gateway.put_input.remote(content, Path(file).suffix), progress, FILE_SECONDS)
+            _answer(ray, gateway.submit.remote(jobs.name, lines), progress)
         try:
             _bring(ray, gateway, jobs, keys, progress)
         except BaseException:
             with suppress(Exception):
-                gateway.cancel.remote(keys)  # and nobody waits for the answer: ComfyUI hears of its own cancel at once
+                ray.get(gateway.cancel.remote(keys), timeout=CANCEL_SECONDS)  # else it may be lost with the connection
             raise
     return collect(jobs, False, progress)
 
 
+def require_some(jobs: JobList, collected: Collected) -> None:
+    """Raise where jobs have failed and none is done.
+
+    Raises:
+        InputError: with the reason of the first.
+    """
+    if collected.failed and not collected.files:
+        key, reason = next(iter(collected.failed.items()))
+        raise InputError(
+            f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})",
+            expected="at least one that is done",
+            fix="Mend what it says and queue the jobs again.",
+        )
+
+
 def videos_of(collected: Collected) -> list[Any]:
-    """A VIDEO of each video that came back."""
-    return [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
+    """A VIDEO of each video that came back; without any, what lets ComfyUI pass over the nodes behind."""
+    videos = [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
+    return videos or [ExecutionBlocker(None)]
 
 
-def images_of(collected: Collected) -> list[torch.Tensor]:
-    """An IMAGE of each file that came back: a picture, or the first frame of a video."""
-    return [read_frames(path)[0][:1] for path in collected.files if path.suffix in SUFFIXES[:2]]
+def images_of(collected: Collected) -> list[Any]:
+    """An IMAGE of each file that came back, a picture or the first frame of a video; without any, as for videos."""
+    images = [read_frames(path)[0][:1] for path in collected.files if path.suffix in SUFFIXES[:2]]
+    return images or [ExecutionBlocker(None)]
 
 
 def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
@@ -247,16 +270,16 @@ def _inputs_of(lines: Sequence[str]) -> list[str]:
 
 @dataclass(slots=True)
 class _Window:
-    """The picture of a job that runs: asked for where somebody looks, and shown once it has come."""
+    """The picture of a job that runs: requested while the node is shown, and displayed once it has arrived."""
 
     ray: Any
     gateway: Any
     worker: str = ""
     call: Any = None
-    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 8, 8, 3))
+    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))
 
     def look(self) -> torch.Tensor:
-        """Frames (1, H, W, 3) in 0..1, the last that came; black before the first. Waits for nothing."""
+        """Frames (1, H, W, 3) in 0..1, the last that came; none before the first. Waits for nothing."""
         if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
             pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
             if pixels is not None:
@@ -271,9 +294,9 @@ def _bring(ray: Any, gateway: Any, jobs: JobList, keys: Sequence[str], progress:
     open_keys, window = list(keys), _Window(ray, gateway)
     while open_keys:
         progress.check()
-        standing = ray.get(gateway.standing.remote(open_keys), timeout=ANSWER_SECONDS)
+        standing = _answer(ray, gateway.standing.remote(open_keys), progress)
         for key in standing["done"]:
-            suffix, content = ray.get(gateway.result.remote(key)) or ("", b"")
+            suffix, content = _answer(ray, gateway.result.remote(key), progress, FILE_SECONDS) or ("", b"")
             if suffix in SUFFIXES:
                 with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
                     temporary.write_bytes(content)
@@ -288,12 +311,56 @@ def _bring(ray: Any, gateway: Any, jobs: JobList, keys: Sequence[str], progress:
         window.worker = next((str(worker["worker"]) for worker in standing["workers"] if worker.get("total")), "")
         progress.step(len(keys) - len(open_keys), max(1, len(keys)), "waiting for the farm", window.look)
         if open_keys:
-            time.sleep(POLL_SECONDS)
+            _pause(progress)
+
+
+def _answer(ray: Any, call: Any, progress: NodeProgress, seconds: float = ANSWER_SECONDS) -> Any:
+    """What a call returns, looking for a cancel while it is waited for.
+
+    Raises:
+        RayError: it fails, or takes longer than ``seconds``.
+    """
+    until = time.monotonic() + seconds
+    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
+        progress.check()
+    return ray.get(call, timeout=0)
+
+
+def _pause(progress: NodeProgress) -> None:
+    """Wait until it is time to look again."""
+    until = time.monotonic() + POLL_SECONDS
+    while time.monotonic() < until:
+        progress.check()
+        time.sleep(LOOK_SECONDS)
 
 
 @contextmanager
-def _gateway(address: str) -> Iterator[tuple[Any, Any]]:
+def _gateway(address: str, progress: NodeProgress) -> Iterator[tuple[Any, Any]]:
     """Ray and the farm's gateway at ``address``; Ray's socket in this process is closed behind it."""
+    ray = _ray_module()
+    ours = not ray.is_initialized()  # else another pack's, which is not ours to end
+    try:
+        if ours:
+            _connect(ray, address, progress)
+        yield ray, _guarded(ray, address, progress)
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        raise InputError(
+            f"the farm at {address!r} failed ({first_line(cause)})",
+            expected="a farm that runs until its jobs are done",
+            fix="Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done.",
+        ) from error
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _ray_module() -> Any:
+    """The package ``ray``, in token mode.
+
+    Raises:
+        MissingPackageError: it is not installed. UnsupportedError: ComfyUI was started without a token.
+    """
     try:
         import ray
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -307,29 +374,45 @@ def _gateway(address: str) -> Iterator[tuple[Any, Any]]:
         raise UnsupportedError(
             "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=TOKEN_FIX
         )
+    return ray
+
+
+def _connect(ray: Any, address: str, progress: NodeProgress) -> None:
+    """Join the cluster at ``address``.
+
+    Raises:
+        InputError: nothing there lets this machine in.
+    """
+    reason = refusal(address, progress.check)
     try:
-        ray.init(address=address, namespace=NAMESPACE, ignore_reinit_error=True, log_to_driver=False)
-        gateway = ray.get_actor(GATEWAY, namespace=NAMESPACE)
-        guarded = ray.get(gateway.ready.remote(), timeout=ANSWER_SECONDS)
+        if not reason:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except Exception as error:  # of Ray's many kinds, which differ between its versions
-        with suppress(Exception):
-            ray.shutdown()
+        reason = first_line(error.__cause__ or error)
+    if reason:
         raise InputError(
-            f"no farm at {address!r} ({first_line(error)})",
-            expected="the address of a Ray cluster in which `anygpu-farm watch FOLDER --address auto` runs",
-            fix=TOKEN_FIX,
-        ) from error
+            f"no farm at {address!r} ({reason})",
+            expected="the address of a Ray cluster to which this machine belongs, with its Ray, Python and token",
+            fix=f"Join it with `ray start --address=HEAD:6379 --num-cpus=0 --num-gpus=0`. {TOKEN_FIX}",
+        )
+
+
+def _guarded(ray: Any, address: str, progress: NodeProgress) -> Any:
+    """The farm's gateway, which asks for a token.
+
+    Raises:
+        InputError: no farm works in the cluster. UnsupportedError: it lets anybody in.
+    """
     try:
-        if not guarded:
-            raise UnsupportedError(
-                f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
-            )
-        yield ray, gateway
-    except (ray.exceptions.RayError, ConnectionError) as error:
+        gateway = ray.get_actor(GATEWAY, namespace=NAMESPACE)
+    except ValueError as error:
         raise InputError(
-            f"the farm at {address!r} failed ({first_line(error)})",
-            expected="a farm that runs until its jobs are done",
-            fix="Look at the log of `anygpu-farm`, start it again, and run this node again: what is done stays done.",
+            f"no farm in the cluster at {address!r}",
+            expected="`anygpu-farm watch` on one of its machines",
+            fix="Run there: anygpu-farm watch FOLDER --address auto.",
         ) from error
-    finally:
-        ray.shutdown()
+    if not _answer(ray, gateway.ready.remote(), progress):
+        raise UnsupportedError(
+            f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
+        )
+    return gateway

@@ -57,7 +57,7 @@ def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
     """What changes when one of these files, or a file in one of these folders, changes; None stands for no file."""
     there = [path for path in paths if path is not None]
     files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
-    states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is no file
+    states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is not a file
     return sorted((str(file), status.st_mtime_ns, status.st_size) for file, status in states)
 
 
@@ -156,7 +156,7 @@ def paint_provider_folder(name: str) -> Path | None:
     """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
-    what = "folder", "one of the list"
+    what = "folder", "one from the list"
     return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
 
 
@@ -226,7 +226,7 @@ def _is_paint_file(file: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where it is no folder or cannot be read."""
+    """The folders in a folder, hidden ones left out; none where it is not a folder or cannot be read."""
     with suppress(OSError):
         return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
     return []

@@ -45,13 +45,13 @@ def compute_device() -> torch.device:
 
 
 def told_bytes(ask: Callable[[], Any], unknown: float) -> float:
-    """An amount of bytes that ComfyUI tells; ``unknown`` where it fails or tells something else."""
+    """An amount of bytes that ComfyUI reports; ``unknown`` if it fails or reports something else."""
     told = value_or(lambda: float(ask()), -1.0)
     return told if told >= 0 else unknown
 
 
 def free_on(device: torch.device) -> float:
-    """Bytes free on ``device`` as ComfyUI tells them, else as the device does; everything where nobody knows."""
+    """Bytes free on ``device`` as ComfyUI reports them, else as the device does; everything if unknown."""
     known = free_bytes(device)
     return told_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
 
@@ -110,7 +110,7 @@ class PartHolder:
     def put(self, module: nn.Module | None) -> None:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
-        When nobody uses the holder any more the device is free at once, although a part whose layers refer to one
+        When the holder is no longer used the device is free at once, although a part whose layers refer to one
         another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
         over one part would each take it for theirs.
         """
@@ -239,7 +239,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
 
         Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
-        everything stands until memory runs out: it comes where memory is shared, or where the user wants all on the
+        everything stays until memory runs out: it comes where memory is shared, or where the user wants all on the
         device.
         """
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
@@ -348,7 +348,7 @@ class ComfyOffloader:
     def _bring(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
         """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
         patcher = self.patcher_of(part)
-        if patcher.model.content is not module:  # read anew, or never seen
+        if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
             patcher.model.put(module)
         if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):
@@ -479,7 +479,7 @@ def _leave(holder: Any, taker: Any) -> None:
 
 
 def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:
-    """Tells ``progress`` of bytes that have arrived; None where nobody listens or nothing has to move."""
+    """Tells ``progress`` of bytes that have arrived; None where there is no listener or nothing has to move."""
     if progress is None or total <= 0:
         return None
     done = 0

@@ -42,7 +42,7 @@ def chosen_files(task: str, **names: str) -> Files:
     """The files behind the names of a node's inputs, and everything else that is in the folders.
 
     Raises:
-        CheckpointError: a name that is in none of the folders; a path is no name.
+        CheckpointError: a name that is in none of the folders; a path is not a name.
     """
     parts = {part: _path_of(part, name) for part, name in names.items() if name != AUTO}
     return Files(parts, offered(), task, tokenizers())

@@ -30,13 +30,16 @@ class PaintProgress(NodeProgress):
     """A node's progress whose previews are the views beside one another."""
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
-        """The views as one row, or None when previews are off."""
+        """The views as one row, or None when previews are off or there is nothing to see yet."""
         from PIL import Image
 
         device = comfy.model_management.get_torch_device()
         if latent_preview.get_previewer(device, comfy.latent_formats.SD15()) is None:
             return None
-        row = torch.cat(list(preview()), dim=1).clamp(0, 1).mul(255).to(torch.uint8).cpu().numpy()
+        views = list(preview())
+        if not views:
+            return None
+        row = torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8).cpu().numpy()
         picture = Image.fromarray(row)
         return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
 

@@ -25,7 +25,7 @@ WEIGHT = ".weight"
 def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
     """``tensors`` of ``module`` under the names that patches have for them; weights of packed layers without values.
 
-    An adapter's own tensors, such as lora_A and lora_B, are no targets of patches.
+    An adapter's own tensors, such as lora_A and lora_B, are not targets of patches.
     """
     around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
     packed = {

@@ -56,11 +56,11 @@ def with_an_end(node: Any) -> Any:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise InputError(f"{name} {value}", expected="a finite number", fix=f"Set {name} to a number.")
             return run(cls, *arguments, **inputs)
-        except BaseException as error:  # a cancel is no Exception
+        except BaseException as error:  # a cancel is not an Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
             entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
             if entry is not None:
-                send(cls.hidden.unique_id, entry["status"], entry)
+                send(cls.hidden.unique_id, "\n".join([entry["status"], *entry["said"]]), entry)
             raise
 
     node.execute = classmethod(execute)
@@ -71,13 +71,14 @@ class NodeProgress:
     """One node's progress for one run.
 
     Args:
-        node_id: the node that runs. family: whose latent format previews use; None where there are no latents.
+        node_id: the node that runs.
+        family: whose latent format previews use; None where there are no latents.
     """
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
-        self.lines: list[str] = []
         self._run = NodeRun(node_id)
+        self.lines: list[str] = self._run.entry["said"]
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
@@ -131,7 +132,7 @@ class NodeProgress:
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
         status = "; ".join(filter(None, (status, *more, self._paced)))
-        self._run.finish(status, self.lines)
+        self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
 
     def _pace(self, done: int, total: int) -> str:

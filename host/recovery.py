@@ -58,7 +58,8 @@ def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> 
     Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
 
     Args:
-        family: what the list calls it; the class of its model where it is empty. fps: of its videos; 0 where unknown.
+        family: what the list calls it; the class of its model where it is empty.
+        fps: of its videos; 0 where unknown.
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +93,7 @@ def keep_for_decode(samples: torch.Tensor) -> None:
 
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
-    """What tells latents apart from others."""
+    """What identifies latents."""
     return *samples.shape, zlib.crc32(samples.detach().cpu().float().contiguous().numpy().tobytes())
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
 FILES |= dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "image_encoder"), AUTO)
-# Each input of a load node with its value where nobody chose one.
+# Each input of a load node with its value if none was chosen.
 SHARED = {name: row.default for name, row in LOAD_INPUTS.items()}
 FOLDER_INPUTS = {"model": folders.NO_MODEL, "base": AUTO, "image_encoder": AUTO, **SHARED}
 FILE_INPUTS = {**FILES, "base": AUTO, "task": AUTO, **SHARED}

@@ -94,7 +94,7 @@ def signed(latents: Latents, **made: Any) -> Latents:
 
 
 class SignedVideo(InputImpl.VideoFromComponents):
-    """A VIDEO whose file says what made it, whoever saves it; :attr:`receipt` is None for one that says nothing."""
+    """A VIDEO whose file says what made it, whichever node saves it; :attr:`receipt` is None without that."""
 
     receipt: Mapping[str, Any] | None = None
 

@@ -120,7 +120,7 @@ def _fake_rms(x: Tensor, *rest: object) -> Tensor:
 
 def _group_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
     weight, bias, groups, eps, per_frame, *how = rest
-    return x, GroupNorm(groups, eps, weight, bias, per_frame), *how
+    return x, GroupNorm(groups=groups, eps=eps, weight=weight, bias=bias, per_frame=per_frame), *how
 
 
 def _rms_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:

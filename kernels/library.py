@@ -130,7 +130,7 @@ class _Launch:
     """Launches an operation's kernel, or runs its reference from the first launch that fails.
 
     Building a kernel can fail in any way: no compiler, no Python headers, a GPU newer than Triton. Its errors share no
-    base class but Exception. Shortage of memory is no such failure: the caller makes room and tries again.
+    base class but Exception. Shortage of memory is not such a failure: the caller makes room and tries again.
     """
 
     __name__ = "launch"
@@ -177,7 +177,7 @@ _strict = False
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """The block in which a failed launch raises, so that whoever tests a kernel does not test its reference."""
+    """The block in which a failed launch raises, so that a test of a kernel does not test its reference."""
     global _strict
     before, _strict = _strict, True
     try:

@@ -27,6 +27,7 @@ def folder_input() -> Any:
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     """The outputs that Collect and Farm share."""
+    farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
     progress.lines.clear()
     progress.finish(report)
@@ -133,13 +134,13 @@ class QueueJobs(io.ComfyNode):
             return cls.queued(jobs, progress)
         path = folders.model_folder(model)
         batch = Batch(
-            prompts_in(prompts),
-            seeds_in(seeds),
-            [] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
-            negative,
-            {"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
-            load_inputs({"precision": precision, "weights": weights}),
-            FramePackSettings(clip_seconds) if clip_seconds else None,
+            prompts=prompts_in(prompts),
+            seeds=seeds_in(seeds),
+            pictures=[] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
+            negative=negative,
+            settings={"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
+            load=load_inputs({"precision": precision, "weights": weights}),
+            framepack=FramePackSettings(clip_seconds) if clip_seconds else None,
         )
         return cls.queued(queue_jobs(target, name.strip(), path, batch, model if ":" not in model else ""), progress)
 

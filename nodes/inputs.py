@@ -24,7 +24,7 @@ SEED_LIMIT = 2**64 - 1
 
 
 def schema(**given: Any) -> io.Schema:
-    """A node's schema: in our category, and told its id, for its progress; ``given`` may replace either."""
+    """A node's schema: in our category, and given its id for its progress; ``given`` may replace either."""
     return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **given})
 
 

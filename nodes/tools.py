@@ -18,7 +18,7 @@ from .inputs import Paint, Pipeline, schema, size_inputs
 
 
 class Uncached(io.ComfyNode):
-    """A node that runs each time: what it looks at is no input."""
+    """A node that runs each time: what it looks at is not an input."""
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> float:

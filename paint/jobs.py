@@ -1,4 +1,4 @@
-"""Texturing a mesh as one JSON document, for other machines: what is named is told apart by its content."""
+"""Texturing a mesh as one JSON document, for other machines: files are identified by content."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ class PaintJob:
     """One mesh to texture.
 
     Args:
-        model: folder or file of a paint model. mesh: with UVs. picture: of the object, from the front.
-        precision: of the models. max_views, delighting: as of :class:`texturing.OneStep`.
+        model: folder or file of a paint model.
+        mesh: with UVs.
+        picture: of the object, from the front.
+        precision: of the models.
+        max_views, delighting: as of :class:`texturing.OneStep`.
         delight: model that takes shading out of the picture first; None leaves the picture as it is.
         image_encoder: folder of DINOv2-giant, which PBR models need.
     """

@@ -16,7 +16,8 @@ def explained(what: str, device: object, fix: str) -> Iterator[None]:
     """Around a stage: an error that says that memory ran out, in whatever back end's words, says what to lower.
 
     Args:
-        what: was being done, such as ``painting 6 views of 512 pixels``. fix: one sentence.
+        what: was being done, such as ``painting 6 views of 512 pixels``.
+        fix: one sentence.
     """
     try:
         yield

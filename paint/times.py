@@ -17,6 +17,7 @@ from torch.nn import functional
 from ..compat.device.execution import HOST
 from ..compat.device.facts import free_bytes, value_or
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, pace_of
+from ..compat.memory.offloader import HOSTED
 from ..compat.memory.times import StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
 from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
 from .loading import PaintPipeline
@@ -38,7 +39,8 @@ class PaintRun:
     """What is asked of a painting or a delighting; zeros take what the model was taught.
 
     Args:
-        size: of a view or the picture, pixels. views: cameras.
+        size: of a view or the picture, pixels.
+        views: cameras.
         steps: of the sampler.
         rows: of guidance in a step, beside one another.
         references: pictures of the object.
@@ -68,7 +70,7 @@ def planned_run(
 
 
 def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast | None:
-    """How long each stage takes under ``mode``, by default the pipeline's own; None where nobody knows the rates.
+    """How long each stage takes under ``mode``, by default the pipeline's own; None if the rates are unknown.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
@@ -83,21 +85,21 @@ def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: in
 def times_of(
     pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None
 ) -> dict[str, TimeForecast]:
-    """The same for each mode that can be; empty where nobody knows, and where counting fails: it stops no page."""
-    usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
+    """The same for each mode that can be; empty if the rates are unknown or counting fails: it stops no page."""
+    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
     known = {mode: value_or(partial(paint_times, pipeline, run, mode, room), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 
 
 def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, float]:
-    """What ``stage_cost`` takes of a stage that begins now: as modelled and as forecast; nothing where nobody knows."""
+    """What ``stage_cost`` takes of a stage that begins now: as modelled and as forecast; nothing if unknown."""
     free = free_bytes(pipeline.offloader.device)
     time = value_or(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free), None)
     return {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
 
 
 def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime | None:
-    """How long one stage takes; None where nobody knows the rates of the device."""
+    """How long one stage takes; None if the rates of the device are unknown."""
     part = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae")
     dtypes = {"text_encoder": pipeline.precision.text, "image_encoder": pipeline.precision.text}
     dtype = dtypes.get(part, pipeline.precision.vae if part == "vae" else pipeline.precision.transformer)

@@ -34,7 +34,7 @@ class Progress(Protocol):
 
         Args:
             preview: returns the clean estimate, (B, C, T, H, W) in the transformer's space, or frames (F, H, W, 3)
-                in 0..1; called only when somebody watches.
+                in 0..1; called only when previews are shown.
         """
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Pipeline(KnownToHost):
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
     bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
-    watches its samplings, where somebody asked for one. ``stands_in_for`` is the published model in whose place a demo
+    watches its samplings, if one was asked for. ``stands_in_for`` is the published model in whose place a demo
     model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
     by. ``group`` are the processes that render one video together; None for this one alone.
     """
@@ -164,7 +164,9 @@ class PictureSource:
     """A picture that an image condition was encoded from.
 
     Args:
-        content: hash of its pixels. fit: how it was brought to size. vision: whether another encoder looked at it.
+        content: hash of its pixels.
+        fit: how it was brought to size.
+        vision: whether another encoder looked at it.
     """
 
     content: str
@@ -180,7 +182,7 @@ class ImageCondition:
     """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
 
     ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
-    pictures that it was encoded from, in order; empty where somebody else encoded them.
+    pictures that it was encoded from, in order; empty if another node encoded them.
     """
 
     family: str
@@ -223,11 +225,19 @@ class SampleSettings:
     model's own default.
 
     Args:
-        width, height: pixels. frames: pixel frames. steps: denoising steps. seed: 0 to 2**64 - 1.
-        fps: frames per second. guidance: distilled guidance, an input of the transformer.
-        cfg: true classifier-free guidance, a second forward per step. cfg_start, cfg_end: share of the steps, 0..1.
-        shift: timestep shift. scheduler: one of :data:`SCHEDULERS`. sigmas: noise levels from 1 to 0, steps + 1 long.
-        denoise: share of the noise that is put on ``latents``; noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
+        width, height: pixels.
+        frames: pixel frames.
+        steps: denoising steps.
+        seed: 0 to 2**64 - 1.
+        fps: frames per second.
+        guidance: distilled guidance, an input of the transformer.
+        cfg: true classifier-free guidance, a second forward per step.
+        cfg_start, cfg_end: share of the steps, 0..1.
+        shift: timestep shift.
+        scheduler: one of :data:`SCHEDULERS`.
+        sigmas: noise levels from 1 to 0, steps + 1 long.
+        denoise: share of the noise that is put on ``latents``.
+        noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
         stg: spatio-temporal guidance; 0 for none, below 0 the model's own.
         guidance_steps: what the recipe and the user's own values make of guidance, by noise level; set by ``stages``.
     """
@@ -258,7 +268,8 @@ class PromptRequest:
     """The user's settings for text encoding.
 
     Args:
-        text, negative: the prompts. max_tokens: limit in tokens; 0 means the family's default.
+        text, negative: the prompts.
+        max_tokens: limit in tokens; 0 means the family's default.
         template: text with one ``{}`` for the prompt (Llama and Qwen families); empty means upstream's own.
         template_crop: leading tokens of the template that are cut off; -1 finds them.
         sections: further prompts, for the sections of a FramePack video after the first.
@@ -280,9 +291,12 @@ class ImageRequest:
 
     Args:
         frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.
-        frame: pixel frame it stands at; -1 is the last. strength: 0..1.
+        frame: pixel frame of the picture; -1 is the last.
+        strength: 0..1.
         vision: last hidden state of an image encoder, (1, N, D), in place of the family's own (core's
-            CLIP_VISION_OUTPUT). previous: an earlier condition that this one joins. seed: for VAEs that draw.
+            CLIP_VISION_OUTPUT).
+        previous: an earlier condition that this one joins.
+        seed: for VAEs that draw.
     """
 
     frames: torch.Tensor
@@ -300,9 +314,11 @@ class FramePackSettings:
     """What FramePack adds to :class:`SampleSettings`, whose ``frames`` it replaces by a length.
 
     Args:
-        clip_seconds: length of the video. window: latent frames per section. order: ``auto``,
-            ``inverted_anti_drifting`` (from the end, FramePack I2V) or ``vanilla`` (from the start, F1).
-        end_strength: how much the end image counts, 0..1. single_frame: sample one frame instead of a video.
+        clip_seconds: length of the video.
+        window: latent frames per section.
+        order: ``auto``, ``inverted_anti_drifting`` (from the end, FramePack I2V) or ``vanilla`` (from the start, F1).
+        end_strength: how much the end image counts, 0..1.
+        single_frame: sample one frame instead of a video.
     """
 
     clip_seconds: float
@@ -319,9 +335,15 @@ class Call:
     Args:
         latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
         time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
-        embeds: text (B, N, D). mask: (B, N), 1 where it is valid; None where all is.
-        pooled: (B, D). guidance: (B,). glyph_embeds: ByT5 states. vision: SigLIP states. picture: latents of the start
-            picture in the transformer's space, (B, C, 1, H, W). next_time: of the next step, (B,). fps: of the video.
+        embeds: text (B, N, D).
+        mask: (B, N), 1 where it is valid; None where all is.
+        pooled: (B, D).
+        guidance: (B,).
+        glyph_embeds: ByT5 states.
+        vision: SigLIP states.
+        picture: latents of the start picture in the transformer's space, (B, C, 1, H, W).
+        next_time: of the next step, (B,).
+        fps: of the video.
         branch: which prompts are in the batch, for caches that keep them apart.
     """
 

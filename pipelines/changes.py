@@ -36,7 +36,8 @@ class Comparison:
     """The last sampling beside the one before it.
 
     Args:
-        before: when the earlier one was, in local time. same: whether both made the same latents, bit for bit.
+        before: when the earlier one was, in local time.
+        same: whether both made the same latents, bit for bit.
         missing: what made one of them and is in no receipt, such as a noise mask.
     """
 

@@ -14,6 +14,7 @@ from ..compat.precision import NAMES, SAFE
 from ..compat.transforms import attention
 from ..compat.transforms.attention_kernels import reason_against
 from .base import Pipeline
+from .demo import MODELS
 from .registry import FAMILIES
 from .report import title_of
 
@@ -31,7 +32,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
     return {
         "family": pipeline.family,
         "title": title_of(pipeline),
-        "model": pipeline.source.name,
+        "model": "demo model" if pipeline.source.parent == MODELS else pipeline.source.name,
         "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
         "decisions": [decision.as_json() for decision in decisions],
     }

@@ -200,7 +200,8 @@ class Caution:
     Args:
         named: a regular expression that the name of the file, or of a folder around it, has to fit.
         stored: the dtype, without scales, that some of its matrices must have; safetensors' name.
-        text: what is wrong with it and what to use instead. source: who says so.
+        text: what is wrong with it and what to use instead.
+        source: who says so.
     """
 
     named: str
@@ -214,7 +215,9 @@ class Download:
     """One published repository at one commit.
 
     Args:
-        repository: its name on the Hub. revision: the commit. only: what of it is read; none means all.
+        repository: its name on the Hub.
+        revision: the commit.
+        only: what of it is read; none means all.
         sizes: bytes of the weights that are read of it by folder, empty for the top, at that commit; none where that
             is not known here.
     """
@@ -265,7 +268,7 @@ T5_XXL = (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A model somebody may start with.
+    """A model to start with.
 
     Args:
         downloads: its repositories.
@@ -352,7 +355,7 @@ class FamilySpec:
         min_steps: fewest steps that upstream's schedule allows.
         schedulers: those that its sampling can use.
         pages: where its files are published.
-        base: the family whose pipeline lends a lone transformer its other parts; empty for its own.
+        base: the family whose pipeline provides the other parts of a lone transformer; empty for its own.
         lone_task: the task of a transformer without a pipeline around it.
         optional: parts and tools that some of its pipelines lack.
         text_width: the key of the transformer's configuration that names the width of its text embeddings.
@@ -367,7 +370,8 @@ class FamilySpec:
         files: part to what it is in single files.
         tokenizers: tool to the tokenizer it is, as the host names them.
         text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
-        offer: what to download first; None offers nothing. more_offers: title to what else, such as image to video.
+        offer: what to download first; None offers nothing.
+        more_offers: title to what else, such as image to video.
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.

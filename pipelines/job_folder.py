@@ -135,7 +135,7 @@ class JobFolder:
                 _write(self.root / "cancel" / key, "")
 
     def cancelled(self) -> set[str]:
-        """The keys of jobs that somebody wants to end."""
+        """The keys of jobs that are to be cancelled."""
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker did when it was last written down; nothing where nobody works."""
+        """What each worker did when it was last written down; nothing if there are none."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
             with suppress(OSError, ValueError, RecursionError):
@@ -169,7 +169,7 @@ def lines_of(path: Path) -> list[str]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error})",
-            expected="a text file with one job to a line",
+            expected="a text file with one job per line",
             fix="Write it again with AnyGPU Queue Jobs.",
         ) from error
     return [line for line in text.splitlines() if line.strip()]

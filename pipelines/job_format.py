@@ -38,7 +38,8 @@ class Content:
     """A model folder, a file, or pictures.
 
     Args:
-        name: where it may be, below a folder that is searched. content: its hash; empty for whatever has that name.
+        name: where it may be, below a folder that is searched.
+        content: its hash; empty for whatever has that name.
     """
 
     name: str
@@ -85,9 +86,11 @@ class Job:
         prompt, settings, framepack, decode: as the stages take them; ``framepack`` for its family alone.
         family: id of the model's family, a hint for people and schedulers.
         base, image_encoder: folders that provide parts; None for ``auto``.
-        files: part name to single file, for a pipeline composed of them. task: of such a pipeline.
+        files: part name to single file, for a pipeline composed of them.
+        task: of such a pipeline.
         load: inputs of loading that are not at their defaults, by the names of ``LOAD_INPUTS``.
-        pictures: to start from, in the order in which they join. fit: how they are brought to size.
+        pictures: to start from, in the order in which they join.
+        fit: how they are brought to size.
         video: to start from, in place of noise alone; ``settings.denoise`` says how much of it is redrawn.
         decode_timestep, decode_noise_scale: below 0 the model's own.
     """
@@ -131,15 +134,19 @@ def read_job(path: Path) -> Job:
     """The job in a file.
 
     Raises:
-        CheckpointError: the file cannot be read. InputError: it is no job that this version can run; says why.
+        CheckpointError: the file cannot be read. InputError: it is not a job that this version can run; says why.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read", expected="a job file", fix="Give another.") from error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read", expected="a job file", fix="Choose another file."
+        ) from error
     if len(content) > MOST_BYTES:
-        raise InputError(f"{path.name!r} of more than {MOST_BYTES} bytes", expected="a job file", fix="Give another.")
+        raise InputError(
+            f"{path.name!r} of more than {MOST_BYTES} bytes", expected="a job file", fix="Choose another file."
+        )
     return job_in(json_in(content, repr(path.name)))
 
 
@@ -158,7 +165,7 @@ def job_in(record: Any) -> Job:
         InputError: no job, a newer version, an unknown field, or a value of a wrong type.
     """
     if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(f"no job but {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+        raise InputError(f"{shown(record)} instead of a job", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
     if record[HEAD] > VERSION:
         raise InputError(
             f"a job of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."

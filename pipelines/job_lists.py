@@ -25,7 +25,10 @@ class JobList:
     """Jobs that were written into a folder, in the order in which they were asked for.
 
     Args:
-        folder: where. name: of their file there. lines: the jobs. keys: of each.
+        folder: where.
+        name: of their file there.
+        lines: the jobs.
+        keys: of each.
     """
 
     folder: JobFolder
@@ -42,8 +45,11 @@ class Batch:
     """What many jobs have in common, and what differs.
 
     Args:
-        prompts: one or more. seeds: of each prompt. pictures: files to start from, each a job's; none for text alone.
-        settings: whose seed is replaced. load: inputs of loading, as in :attr:`Job.load`.
+        prompts: one or more.
+        seeds: of each prompt.
+        pictures: files to start from, each a job's; none for text alone.
+        settings: whose seed is replaced.
+        load: inputs of loading, as in :attr:`Job.load`.
         framepack: for its family alone.
     """
 
@@ -65,7 +71,7 @@ def prompts_in(text: str) -> list[str]:
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
-        raise InputError("no prompts", expected="one prompt to a line", fix="Write at least one.")
+        raise InputError("no prompts", expected="one prompt per line", fix="Write at least one.")
     return prompts
 
 
@@ -73,7 +79,7 @@ def seeds_in(text: str) -> list[int]:
     """The seeds of a text such as ``0-9, 42``.
 
     Raises:
-        InputError: it is no such list.
+        InputError: it is not such a list.
     """
     seeds: list[int] = []
     for part in filter(None, re.split(r"[\s,]+", text.strip())):
@@ -93,7 +99,8 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
     """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again.
 
     Args:
-        model: its folder here. title: its name below the folders that other machines search; empty for the last part.
+        model: its folder here.
+        title: its name below the folders that other machines search; empty for the last part.
 
     Raises:
         InputError: too many jobs, or a name that is none.

@@ -50,8 +50,9 @@ class Places:
     """Where the contents that jobs name are on this machine.
 
     Args:
-        models: folders in which models and LoRAs are searched. files: folders with pictures and videos.
-        known: paths that somebody chose, by content.
+        models: folders in which models and LoRAs are searched.
+        files: folders with pictures and videos.
+        known: paths that were chosen, by content.
         differences: what stands in for a content that is not here, by name; None to refuse that.
     """
 
@@ -127,12 +128,15 @@ class Machine:
     """Where a job runs.
 
     Args:
-        places: where its models and pictures are. state: folder for probe results and kept latents.
-        device: None for the default device. trace: file for a profile; None for none.
+        places: where its models and pictures are.
+        state: folder for probe results and kept latents.
+        device: None for the default device.
+        trace: file for a profile; None for none.
         host: further arguments of ``load``: how a host around us frees memory and moves weights.
         single: what else pipelines of single files may take: other files, tokenizers.
-        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share;
-            None for the one with the kept latents. cards: as :class:`LoadRequest` has them.
+        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share; None
+            for the one with the kept latents.
+        cards: as :class:`LoadRequest` has them.
     """
 
     places: Places

@@ -12,7 +12,7 @@ from typing import Any
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
 from ..compat.device.probe_results import probe_results_of
 from ..compat.device.probe_store import ProbeResult
-from ..compat.errors import CheckpointError, InputError
+from ..compat.errors import InputError
 from ..compat.memory.statistics import kept_stages
 from ..compat.precision import precision_for
 from ..compat.records import FIX, json_in, parse, plain, shown
@@ -54,7 +54,8 @@ class Machine:
     """A machine.
 
     Args:
-        device, backend, arch, driver: as :class:`DeviceFacts` has them. versions: of the pack and its packages.
+        device, backend, arch, driver: as :class:`DeviceFacts` has them.
+        versions: of the pack and its packages.
         precision: title of a family to what ``auto`` decides for it here.
     """
 
@@ -89,7 +90,8 @@ def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path |
     """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
 
     Args:
-        probes: answers by name. state: folder with the last runs; None for none.
+        probes: answers by name.
+        state: folder with the last runs; None for none.
     """
     runs = [
         Run(
@@ -131,7 +133,9 @@ def machine_in(text: str | bytes) -> Machine:
         )
     record = json_in(text, "the machine")
     if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(f"no machine but {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+        raise InputError(
+            f"{shown(record)} instead of a machine", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX
+        )
     if record[HEAD] > VERSION:
         raise InputError(
             f"a machine of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
@@ -139,53 +143,15 @@ def machine_in(text: str | bytes) -> Machine:
     plainly = {name: value for name, value in record.items() if name != HEAD}
     if _short(plainly) != plainly:
         raise InputError(
-            "a machine with longer texts or lists than AnyGPU writes", expected="a file as it was written", fix=FIX
+            "a machine with longer texts or lists than AnyGPU writes", expected="a file that was not edited", fix=FIX
         )
     return parse(Machine, plainly, "the machine")
-
-
-def read_machine(path: Path) -> Machine:
-    """The machine in a file.
-
-    Raises:
-        CheckpointError: it cannot be read. InputError: what :func:`machine_in` refuses.
-    """
-    try:
-        with path.open("rb") as file:
-            return machine_in(file.read(MOST_BYTES + 1))
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read", expected="a machine's file", fix="Give another."
-        ) from error
-
-
-def page_of(machines: Iterable[Machine]) -> str:
-    """The tables of ``docs/machines.md``, one row per machine and per run."""
-    rows = sorted(machines, key=lambda one: (one.backend, one.device, one.memory_gb))
-    lines = ["| Device | Backend | Memory | Driver | torch | Probes | LTX-Video runs in |", "| --- " * 7 + "|"]
-    runs = ["| Device | Pipeline | Stage | Offload | Seconds | Peak, GB | Moved, GB |", "| --- " * 7 + "|"]
-    for one in rows:
-        statuses = [answer.status for answer in one.answers]
-        probes = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
-        cells = (one.device, f"{one.backend} {one.arch}".strip(), f"{one.memory_gb:g} GB", one.driver or "-")
-        more = (one.versions.get("torch", "-"), probes or "-", next(iter(one.precision.values()), "-"))
-        lines.append(_row(*cells, *more))
-        for run in one.runs:
-            figures = f"{run.seconds:g}", f"{run.peak_gb or '-'}", f"{run.moved_gb or '-'}"
-            runs.append(_row(one.device, run.pipeline, run.stage, run.mode, *figures))
-    return "\n".join([*lines, "", "## Runs", "", *(runs if len(runs) > 2 else ["None was shared yet."])]) + "\n"
 
 
 def _number(version: str) -> str:
     """The number a version begins with: what follows one of a kernel is its builder's."""
     match = re.match(r"\d+(\.\d+)*", version)
     return match[0] if match else ""
-
-
-def _row(*cells: str) -> str:
-    """A row of a table; what somebody else wrote cannot leave its cell."""
-    escaped = (" ".join(cell.split()).replace("|", "\\|").replace("<", "&lt;") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
 
 
 def _short(value: Any) -> Any:

@@ -24,7 +24,8 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
 
     Args:
         frames: (F, H, W, 3) in 0..1; odd sides lose one row or column, as H.264 needs even ones.
-        fps: frames per second. tags: texts by name, for the file's metadata.
+        fps: frames per second.
+        tags: texts by name, for the file's metadata.
 
     Raises:
         UnsupportedError: this PyAV has no encoder for MP4. CheckpointError: the file cannot be written.
@@ -63,7 +64,7 @@ def read_frames(path: Path) -> tuple[torch.Tensor, float]:
         rate = float(stream.average_rate or 0)
     if not pictures:
         raise CheckpointError(
-            f"no frames in {str(path)!r}", expected="a picture or video file", fix="Give another file."
+            f"no frames in {str(path)!r}", expected="a picture or video file", fix="Choose another file."
         )
     if any(picture.shape != pictures[0].shape for picture in pictures):
         raise CheckpointError(
@@ -99,7 +100,7 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         raise
     except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({first_line(error)})", expected=expected, fix="Give another file."
+            f"{str(path)!r} cannot be read ({first_line(error)})", expected=expected, fix="Choose another file."
         ) from error
 
 

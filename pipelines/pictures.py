@@ -79,7 +79,7 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
 def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Tensor:
     """``frames`` at width x height: (F, height, width, 3), fp32, 0..1.
 
-    ``stretch`` ignores the shape, ``pad`` adds black bars, ``crop`` and ``nearest bucket`` cut what stands over.
+    ``stretch`` ignores the shape, ``pad`` adds black bars, ``crop`` and ``nearest bucket`` cut off the rest.
     """
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):

@@ -71,7 +71,7 @@ class Card:
         return self._needs[mode][stage]
 
     def seconds(self, stage: str, mode: str, stays: bool) -> float | None:
-        """How long a stage takes whose weights are there from an earlier run or come first; None where nobody knows."""
+        """How long a stage takes whose weights are there from an earlier run or come first; None if unknown."""
         key = stage, mode, stays
         if key not in self._seconds:
             run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
@@ -82,7 +82,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to share the stages out that fits, and how long a run takes; None where nobody knows."""
+    """One way to share the stages out that fits, and how long a run takes; None if unknown."""
 
     places: Places
     seconds: float | None

@@ -80,7 +80,9 @@ def with_receipt(
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
-    source = PictureSource(content, fit, request.frame, request.strength, request.seed, seen)
+    source = PictureSource(
+        content=content, fit=fit, frame=request.frame, strength=request.strength, seed=request.seed, vision=seen
+    )
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 
@@ -193,7 +195,7 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
-    """The pack's own version; empty where nobody tells."""
+    """The pack's own version; empty where unknown."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]

@@ -28,7 +28,7 @@ def register(spec: FamilySpec) -> None:
 
 
 def family_named(name: str) -> FamilySpec:
-    """The family of an id that stands in a file.
+    """The family of an id read from a file.
 
     Raises:
         InputError: no such family.

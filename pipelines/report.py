@@ -49,7 +49,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     Args:
         device: what :func:`~..compat.device.facts_for` takes.
         state: folder where answers of probes are kept.
-        again: ask every probe anew.
+        again: ask every probe again.
 
     Raises:
         UnsupportedError: torch cannot reach the device.

@@ -24,7 +24,7 @@ class LoadInput(NamedTuple):
     """One input that the nodes which load a video pipeline share.
 
     Args:
-        default: its value where nobody chose one, of the input's type.
+        default: its value if none was chosen, of the input's type.
         target: what takes the value as an argument; None for a switch that this module reads itself.
         argument: name of that argument, where it is not the input's own.
     """
@@ -109,7 +109,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
     Args:
         values: input name to value; other names are passed over.
         trace: file for the profile; None for no profile.
-        folders: the arguments of :class:`LoadRequest` that are no such input: model, other folders, device, state.
+        folders: the arguments of :class:`LoadRequest` that are not such inputs: model, other folders, device, state.
 
     Raises:
         InputError: a value out of range.

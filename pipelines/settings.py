@@ -96,13 +96,15 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
     def said(row: GuidanceStep) -> GuidanceStep:
         stg = row.stg if given.stg < 0 else given.stg
         rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
-        return GuidanceStep(row.level, given.cfg or row.cfg, stg, rescale, row.blocks or usual)
+        return GuidanceStep(
+            level=row.level, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=row.blocks or usual
+        )
 
     return tuple(map(said, rows))
 
 
 def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the loaded variant is run where nothing else is chosen, and that a demo model stands in, where it does."""
+    """How the loaded variant is run by default, and whether a demo model is used in place of a published one."""
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
     return (*_stand_in(pipeline), *chosen)
@@ -131,7 +133,8 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
 
     Args:
-        width, height: pixels; 0 means the family's default. frames: pixel frames; 0 means the default.
+        width, height: pixels; 0 means the family's default.
+        frames: pixel frames; 0 means the default.
 
     Raises:
         InputError: a side or the frame count is out of range, with the nearest valid values.
@@ -150,8 +153,9 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
         if asked != got
     ]
-    grid = f"{family.title} needs multiples of {family.multiple} pixels and {family.stride}n+1 frames"
-    return GridSize(*snapped, f"{', '.join(changes)} ({grid})" if changes else "")
+    rules = [f"multiples of {family.multiple} pixels"] if snapped[:2] != (width, height) else []
+    rules += [f"{family.stride}n+1 frames"] if snapped[2] != frames else []
+    return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 
 def snap_frames(family: FamilySpec, frames: int) -> int:

@@ -107,7 +107,7 @@ class Speed:
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
         self.fused: dict[str, FusedSites] = {}
         self.compiled: dict[str, Compilation] = {}
-        off = Decision("compile", "off", "as set on the load node")  # nobody has to choose it: it is the default
+        off = Decision("compile", "off", "as set on the load node")  # the default, which needs no reason
         self.compile = Decision("compile", "on", "", CHOSEN) if request.compile else off
         self.profile = request.profile
         if request.compile is not None:
@@ -225,7 +225,14 @@ def speed_for(
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
     epilogue = form in (fused.AUTO, fused.TRITON) and probes is not None and _ends_in_gelu(probes, dtype)
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats, epilogue)
+    return Speed(
+        request=request,
+        forms={TRANSFORMER: form, VAE: other},
+        kernels=kernels,
+        attention=attention,
+        formats=formats,
+        epilogue=epilogue,
+    )
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
@@ -328,7 +335,7 @@ def running(
 
 
 def _unexpected(error: Exception, stage: str, source: Path) -> UnsupportedError:
-    """The error for what nobody foresaw: a configuration that fits its weights and still makes no sense, or a bug."""
+    """The error for the unforeseen: a configuration that fits its weights and still makes no sense, or a bug."""
     return UnsupportedError(
         f"{type(error).__name__} while {stage} with {source.name!r}: {first_line(error)}",
         expected="a model whose settings belong together",

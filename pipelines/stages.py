@@ -223,7 +223,7 @@ def sample(
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
     if steps is not None:
-        pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, prompt, image, settings)
+        pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     latents = _sample(
         pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
     )
@@ -240,7 +240,7 @@ def sample_framepack(
     keeper: SectionStore | None = None,
     steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keeper`` is told of finished sections and may know of some, ``steps`` likewise."""
+    """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
     if not family.sections:
         raise UnsupportedError(
@@ -253,7 +253,9 @@ def sample_framepack(
     settings = complete(family, prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
     if steps is not None:
-        pipeline = with_steps(pipeline, steps, progress, "the section", prompt, image, settings, framepack)
+        pipeline = with_steps(
+            pipeline, steps, progress, "the section", settings.seed, prompt, image, settings, framepack
+        )
     return _sample(
         pipeline,
         settings,
@@ -344,7 +346,14 @@ def with_decode_noise(
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
     """The size of a run, for forecasts."""
     guided = settings.cfg > 1.0
-    return Size(settings.width, settings.height, settings.frames, guided, window, tokens_in(prompt))
+    return Size(
+        width=settings.width,
+        height=settings.height,
+        frames=settings.frames,
+        guided=guided,
+        window=window,
+        text=tokens_in(prompt),
+    )
 
 
 def tokens_in(prompt: Prompt) -> int:

@@ -58,8 +58,14 @@ def opened(family: str, built: Path) -> Pipeline:
     return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
 
 
-def sampled(pipeline: Pipeline, kept: Path | None, progress: Any, **changes: Any) -> Latents:
-    """Latents of the same request each time; ``kept`` has what an earlier run left, and every step of this one."""
+def sampled(
+    pipeline: Pipeline, kept: Path | None, progress: Any, share: float = float("inf"), **changes: Any
+) -> Latents:
+    """Latents of the same request each time; ``kept`` has what an earlier run left, and every step of this one.
+
+    Args:
+        share: of the time that keeping steps may take.
+    """
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
     image = None
     if pipeline.spec.sections or pipeline.family == "ltx":
@@ -67,7 +73,7 @@ def sampled(pipeline: Pipeline, kept: Path | None, progress: Any, **changes: Any
     frames = pipeline.spec.stride + 1
     settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
     settings = replace(settings, **changes)
-    steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=float("inf"))
+    steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=share)
     if not pipeline.spec.sections:
         return stages.sample(pipeline, prompt, image, settings, progress, steps)
     sections = None if kept is None else KeptSections(kept, progress.notify)

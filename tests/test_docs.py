@@ -62,11 +62,21 @@ def node_inputs() -> dict[str, tuple[str, list[str]]]:
 NODES = node_inputs()
 
 
+def below(text: str, heading: str) -> str:
+    """What stands below a heading, down to the next one."""
+    return re.split(r"^## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def table_rows(text: str, heading: str) -> list[list[str]]:
     """The cells of the table below a heading, without its head."""
-    part = re.split(r"^## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-    rows = [line.strip().strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    rows = [line.strip().strip("|").split("|") for line in below(text, heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def items(text: str, heading: str) -> list[str]:
+    """The items of the list below a heading, each on one line."""
+    found = re.findall(r"^- (.+(?:\n  .+)*)", below(text, heading), flags=re.MULTILINE)
+    return [" ".join(item.split()) for item in found]
 
 
 def test_the_nodes_are_found():
@@ -77,8 +87,15 @@ def test_the_nodes_are_found():
 @pytest.mark.parametrize("node_id", NODES)
 def test_every_input_of_every_node_is_explained_and_no_other(node_id):
     text = page(f"web/docs/{node_id}/en.md")
-    explained = [name for row in table_rows(text, "Inputs") for name in re.findall(r"`([^`]+)`", row[0])]
+    named = [re.match(r"`\w+`(, `\w+`)*", item) for item in items(text, "Inputs")]
+    explained = [name for names in named if names for name in re.findall(r"\w+", names[0])]
     assert sorted(explained) == sorted(NODES[node_id][1])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "web" / "docs").rglob("*.md")), ids=lambda path: path.parent.name)
+def test_help_has_lists_where_a_table_would_be_cut_off(path):
+    """The Info pane is 280 pixels wide at first: a table shows its first column there."""
+    assert not re.search(r"^\s*\|", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def test_there_is_no_help_for_a_node_that_does_not_exist():
@@ -86,17 +103,18 @@ def test_there_is_no_help_for_a_node_that_does_not_exist():
 
 
 def tells_families_apart(node_id: str) -> bool:
-    """Whether a node's help has a table of families; a page that is missing fails another test, not the collection."""
+    """Whether help says which families use an input; a page that is missing fails another test, not the collection."""
     help_page = ROOT / "web" / "docs" / node_id / "en.md"
     return help_page.is_file() and "## Who uses what" in help_page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("node_id", [name for name in NODES if tells_families_apart(name)])
 def test_help_says_which_family_uses_an_input(node_id):
-    for cell, *answers in table_rows(page(f"web/docs/{node_id}/en.md"), "Who uses what"):
-        name = cell.strip("`")
+    for item in items(page(f"web/docs/{node_id}/en.md"), "Who uses what"):
+        name, _, answer = item.replace("`", "").partition(": ")
         assert name in NODES[node_id][1]
-        for family, answer in zip(FAMILIES.values(), answers, strict=True):
+        users = []
+        for family in FAMILIES.values():
             if (node_id, name) == ("AnyGPUEncodeImage", "image"):
                 expected = hasattr(family.code, "encode_image")
             elif (node_id, name) == ("AnyGPUEncodeVideo", "images"):
@@ -105,7 +123,8 @@ def test_help_says_which_family_uses_an_input(node_id):
                 expected = bool(family.variants) if name == "variant" else "image_encoder" in family.parts
             else:
                 expected = EFFECTIVE.get(name, name) in family.effective
-            assert answer == ("yes" if expected else "no"), f"{name} on {family.title}"
+            users += [family.title] if expected else []
+        assert answer == ("all" if len(users) == len(FAMILIES) else ", ".join(users) or "none"), name
 
 
 def test_models_page_has_the_values_of_every_family():
@@ -202,6 +221,19 @@ def test_contributing_names_only_files_that_exist():
     named = re.findall(r"`([\w./-]+/[\w./-]*)`", page("CONTRIBUTING.md"))
     ours = [path for path in named if (ROOT / path.split("/")[0]).is_dir() and not path.startswith(".build/")]
     assert len(ours) > 40 and [path for path in ours if not (ROOT / path).exists()] == []
+
+
+def test_contributing_names_only_tables_that_exist():
+    """Every constant in backticks; a recipe moves with the tables it names."""
+    rooms = ("compat", "host", "kernels", "pipelines", "tests", "web", "showcase.py")
+    files = [
+        file for room in rooms for file in (ROOT / room, *(ROOT / room).rglob("*")) if file.suffix in {".py", ".mjs"}
+    ]
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    named = set(re.findall(r"`([A-Z][A-Z_]{3,})`", page("CONTRIBUTING.md")))
+    ours = sorted(name for name in named if not name.startswith("COMFYUI_"))  # those are variables of the environment
+    assert len(ours) > 20
+    assert [name for name in ours if not re.search(rf"^(?:const )?(?:[A-Z_]+, )*{name}\b", sources, re.M)] == []
 
 
 def test_tests_that_the_page_on_reliability_names_exist():

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from anygpu.pipelines.registry import FAMILIES
 from test_docs import NODES
 from test_web import translated
 
@@ -17,20 +18,20 @@ LANGUAGES = {"zh": "一-鿿"}  # of the help beside English, with the letters of
 
 @cache
 def pieces(node_id: str, language: str) -> list[tuple[str, str]]:
-    """Headings, paragraphs (pictures too) and table cells of a page in their order, each with its kind.
+    """Headings, paragraphs (pictures too) and items of lists of a page in their order, each with its kind.
 
-    A cell's kind is ``cell``, the number of its table, its row and its column.
+    An item's kind is ``item``, the number of its list and its place there.
     """
     found: list[tuple[str, str]] = []
-    tables = 0
+    lists = 0
     for block in re.split(r"\n{2,}", (HELP / node_id / f"{language}.md").read_text(encoding="utf-8").strip()):
-        lines = block.split("\n")
-        if lines[0].startswith("|"):
-            tables += 1
-            rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-            found += [(f"cell {tables}.{r}.{c}", cell) for r, row in enumerate(rows) for c, cell in enumerate(row)]
+        if block.startswith("- "):
+            lists += 1
+            items = (" ".join(item.split()) for item in re.split(r"\n(?=- )", block))
+            found += [(f"item {lists}.{place}", item) for place, item in enumerate(items)]
         else:
-            found.append((block[: len(block) - len(block.lstrip("#"))] or "paragraph", " ".join(lines)))
+            kind = block[: len(block) - len(block.lstrip("#"))] or "paragraph"
+            found.append((kind, " ".join(block.split("\n"))))
     return found
 
 
@@ -42,7 +43,8 @@ def kept(piece: str) -> tuple[list[str], list[str]]:
 def is_prose(kind: str, piece: str) -> bool:
     """Whether a piece has a few words beside code, addresses and the choices of an input."""
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", piece)
-    return len(re.findall(r"\b[a-z]{2,}\b", text)) >= 4 and not re.fullmatch(r"cell 1\.\d+\.1", kind)
+    text = text.partition(":")[2] if kind.startswith("item") else text
+    return len(re.findall(r"\b[a-z]{2,}\b", text)) >= 4
 
 
 @pytest.mark.parametrize("node_id", NODES)
@@ -59,11 +61,11 @@ def pages(language: str) -> Iterator[tuple[str, list[tuple[str, str]], list[tupl
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_translated_help_has_the_parts_code_and_links_of_the_english(language):
-    """Lists each piece that differs; a page with other headings, paragraphs, rows or columns is named once."""
+    """Lists each piece that differs; a page with other headings, paragraphs or items is named once."""
     wrong = []
     for node_id, english, other in pages(language):
         if [kind for kind, _ in english] != [kind for kind, _ in other]:
-            wrong.append(f"{node_id}: other headings, paragraphs, rows or columns")
+            wrong.append(f"{node_id}: other headings, paragraphs or items")
             continue
         pairs = zip(english, other, strict=True)
         wrong += [f"{node_id} {kind}: {said}" for (kind, said), (_, text) in pairs if kept(said) != kept(text)]
@@ -82,12 +84,24 @@ def test_translated_help_is_translated(language):
     assert not left
 
 
+USERS = re.compile(r"- `\w+`(?:: |：)(.*)")
+
+
+def users(piece: str) -> list[str]:
+    """The families that a list of who uses what names for an input, or its one word for all of them."""
+    match = USERS.fullmatch(piece)
+    return [] if match is None else re.split(r", |、", match[1])
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_translated_help_answers_the_same(language):
-    """In the tables of families yes is one word on all pages, and no another."""
-    found = [pair for _, english, other in pages(language) for pair in zip(english, other, strict=False)]
-    answers = [(said, text) for (_, said), (_, text) in found if said in ("yes", "no")]
-    assert len(answers) > 100 and len(set(answers)) == 2 and len({text for _, text in answers}) == 2
+    """The lists of who uses what name the same families on all pages, and say all in one word."""
+    titles = {family.title for family in FAMILIES.values()}
+    pairs = [pair for _, english, other in pages(language) for pair in zip(english, other, strict=False)]
+    answers = [(users(said), users(text)) for (_, said), (_, text) in pairs]
+    named = [(said, text) for said, text in answers if said and titles.issuperset(said)]
+    assert len(named) > 10 and [pair for pair in named if pair[0] != pair[1]] == []
+    assert len({tuple(text) for said, text in answers if said == ["all"]}) == 1
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -95,8 +109,8 @@ def test_translated_help_calls_nodes_and_inputs_as_the_node_does(language):
     nodes, wrong = translated(language), []
     for node_id, _, ((_, title), *rest) in pages(language):
         names = nodes[node_id]
-        first_column = " ".join(text for kind, text in rest if re.fullmatch(r"cell 1\.\d+\.0", kind))
+        labels = " ".join(text.partition("：")[0] for kind, text in rest if kind.startswith("item"))
         expected = [f"{entry['name']} `{name}`" for name, entry in names["inputs"].items()]
-        wrong += [f"{node_id}: {text}" for text in expected if text not in first_column]
+        wrong += [f"{node_id}: {text}" for text in expected if text not in labels]
         wrong += [f"{node_id}: {title}"] * (title != f"# {names['display_name']}")
     assert not wrong

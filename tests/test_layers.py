@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -183,6 +184,56 @@ def test_files_and_functions_are_short(source: str) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "define_schema":
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"
+
+
+CLASSES = {node.name for source in SOURCES for node in ast.walk(tree_of(source)) if isinstance(node, ast.ClassDef)}
+
+
+@over(SOURCES)
+def test_more_than_four_arguments_of_a_constructor_have_names(source: str) -> None:
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, ast.Call) and len(node.args) > 4:
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            assert name not in CLASSES, f"{source}:{node.lineno} {name} is given {len(node.args)} arguments by place"
+
+
+def crowded(function: ast.FunctionDef | ast.ClassDef) -> str:
+    """The first line under ``Args:`` that describes a second argument; empty where each has a line of its own."""
+    _, _, described = (ast.get_docstring(function) or "").partition("Args:\n")
+    if not described:
+        return ""
+    given = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+    fields = [node.target for node in function.body if isinstance(node, ast.AnnAssign)]
+    names = given | {node.id for node in fields if isinstance(node, ast.Name)}
+    for line in described.split("\n\n")[0].splitlines():
+        second = re.search(r"[.;)] (\w+(?:, \w+)*): ", line)
+        if second is not None and names.issuperset(second[1].split(", ")):
+            return line.strip()
+    return ""
+
+
+@over(SOURCES)
+def test_each_argument_is_described_on_a_line_of_its_own(source: str) -> None:
+    for node in ast.walk(tree_of(source)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            assert not crowded(node), f"{source}:{node.lineno} {crowded(node)!r}"
+
+
+def test_a_second_argument_on_a_line_is_found() -> None:
+    text = 'def f(a, b):\n    """One.\n\n    Args:\n        a: first. b: second.\n    """'
+    function = ast.parse(text).body[0]
+    assert isinstance(function, ast.FunctionDef) and crowded(function) == "a: first. b: second."
+    apart = ast.parse(text.replace(". b:", ".\n        b:")).body[0]
+    assert isinstance(apart, ast.FunctionDef) and not crowded(apart)
+
+
+RETIRED = re.compile(r"\b(residency|soundness|masters|lend|lends|lender|lenders|borrow|worn|outlook|driven|Steering)\b")
+
+
+@over(SOURCES)
+def test_words_that_only_we_knew_stay_away(source: str) -> None:
+    word = RETIRED.search((ROOT / source).read_text(encoding="utf-8"))
+    assert word is None, f"{source} says {word[0]!r}; CONTRIBUTING.md has the word of the field"
 
 
 def test_lower_rooms_live_alone() -> None:

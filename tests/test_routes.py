@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,8 +20,10 @@ import layouts
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
-from anygpu.compat.device.facts import free_bytes
+from anygpu.compat.device.facts import facts_for, free_bytes
+from anygpu.compat.device.probe_results import probe_results_of
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
+from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
@@ -164,7 +167,9 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     assert found["limits"]["offload"].keys() == {"model", "group", "sequential"}
     assert str(pack.home / "models") in found["first_run"]
     assert "https://huggingface.co/Lightricks" in found["first_run"]
-    assert "'demo: LTX-Video (9 MB)' draws in the model's place" in found["first_run"]
+    assert (
+        "Workflows of LTX-Video, HunyuanVideo, FramePack, Mochi 1 run at once: a small demo model" in found["first_run"]
+    )
     assert pack.files() == {}, "reading wrote something"
 
 
@@ -247,6 +252,20 @@ def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_o
     assert [stage["peak"] for stage in small["stages"]] == [stage.total for stage in needs.stages]
     assert all(b["peak"] > a["peak"] for a, b in zip(small["stages"][1:], large["stages"][1:], strict=True))
     assert {stage["fits"] for stage in small["stages"]} == {"fits"}
+
+
+def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
+    """On a CPU too, and before every probe has run."""
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    body = graph_of()
+    inputs = {"pipeline": ["7", 0], "width": 64, "height": 64, "frames": 9}
+    body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": inputs}
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    pace = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
+    probe_results_of(facts_for("cpu"), state).remember("pace.float32", lambda: asdict(pace))
+    _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
+    assert told["pipelines"][0]["by_tables"] and told["forecasts"][0]["headline"].startswith("Fits, about ")
+    assert [*told["forecasts"][0]["seconds"]] == ["text", "sampling", "decoding"]
 
 
 def test_a_pipeline_composed_of_files_is_told_like_one_of_a_folder(pack, tiny_folder):
@@ -556,7 +575,8 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
 def test_the_last_run_is_told_stage_by_stage(pack):
     first = pack.runs.NodeRun("5")
     first.step("sampling")
-    first.finish("done", ["rounded"])
+    first.entry["said"].append("rounded")
+    first.finish("done")
     pack.runs.NodeRun("6").step("decoding")
     status, found, _ = pack.ask("GET", "/anygpu/run")
     assert status == 200 and found["nodes"].keys() == {"5", "6"}

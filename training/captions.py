@@ -19,6 +19,7 @@ ONGOING = {
     "spin": "spinning",
 }
 OTHERS = "worst quality, inconsistent motion, blurry, jittery, distorted, low quality, static"
+STRANGERS = (", high quality", ", in the style of a cartoon", " at night", ", best quality, 4k")
 NO_CAPTION, PARTIAL, STRANGE = 0.1, 0.2, 0.1
 
 
@@ -45,7 +46,7 @@ def caption(scene: Scene, draw: random.Random) -> str:
     subject = " ".join((*([scene.colour] if keep[0] else []), scene.shape if keep[1] else "shape"))
     text = " ".join(("a", subject, *([moves] if keep[2] else []), *([ground] if keep[3] else [])))
     if draw.random() < STRANGE:
-        text += draw.choice((", high quality", ", in the style of a cartoon", " at night", ", best quality, 4k"))
+        text += draw.choice(STRANGERS)
     if draw.random() < 0.25:
         text = text[0].upper() + text[1:] + "."
     return text

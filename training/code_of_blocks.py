@@ -7,6 +7,8 @@ blocks. Because the code is known beforehand, encoder, decoder and transformer a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from anygpu.pipelines.demo.scenes import scenes
 from world import FRAMES, draw
@@ -52,9 +54,9 @@ class Code:
 
 def block_functions(side: int, length: int, rank: int, frames: int = FRAMES) -> torch.Tensor:
     """Orthonormal functions (rank, length, side, side): the constant, then the components of shapes in such blocks."""
-    generator = torch.Generator().manual_seed(1)
-    chosen = [scene for scene in scenes() if (scene.colour, scene.ground) == ("white", "black")]
-    masks = torch.cat([draw(chosen, generator, frames=frames)[:, 0] for _ in range(48)])
+    masks, state = _masks(frames)
+    generator = torch.Generator()
+    generator.set_state(state)
     pixels = length * side**2
     blocks = _blocks(masks, side, length).reshape(-1, pixels)
     blocks = blocks[blocks.amax(1) - blocks.amin(1) > 0]
@@ -63,6 +65,15 @@ def block_functions(side: int, length: int, rank: int, frames: int = FRAMES) -> 
     torch.manual_seed(1)  # of the random projection in svd_lowrank
     components = torch.svd_lowrank(blocks, q=min(rank + 22, pixels), niter=4)[2][:, : rank - 1]
     return torch.cat([torch.full((pixels, 1), pixels**-0.5), components], 1).T.unflatten(1, (length, side, side))
+
+
+@functools.cache
+def _masks(frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes (N, F, H, W), and the state of the generator that placed them."""
+    generator = torch.Generator().manual_seed(1)
+    chosen = [scene for scene in scenes() if (scene.colour, scene.ground) == ("white", "black")]
+    masks = torch.cat([draw(chosen, generator, frames=frames)[:, 0] for _ in range(48)])
+    return masks, generator.get_state()
 
 
 def _blocks(frames: torch.Tensor, side: int, length: int) -> torch.Tensor:

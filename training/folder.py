@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+FAST = ("T5Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer")  # their class in an index is the one that reads one file
+
 
 def write_folder(
     folder: Path,
@@ -37,10 +39,7 @@ def write_folder(
         for file, text in files.items():
             (folder / name / file).write_text(text, encoding="utf-8", newline="\n")
         cls = json.loads(files["tokenizer_config.json"])["tokenizer_class"]
-        rows[name] = [
-            "transformers",
-            {"T5Tokenizer": "T5TokenizerFast", "LlamaTokenizer": "LlamaTokenizerFast"}.get(cls, cls),
-        ]
+        rows[name] = ["transformers", f"{cls}Fast" if cls in FAST else cls]
     about = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, "_anygpu_defaults": dict(defaults)}
     index = json.dumps({**about, **dict(sorted(rows.items()))}, indent=2) + "\n"
     (folder / "model_index.json").write_text(index, encoding="utf-8", newline="\n")

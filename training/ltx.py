@@ -275,10 +275,11 @@ def export() -> None:
     from safetensors.torch import load_file
 
     parts, vae = with_weights(models(), f"{NAME}_transformer"), ltx_vae.model()
-    vae.load_state_dict(load_file(MODELS / NAME / "vae" / "diffusion_pytorch_model.safetensors"))
+    shipped = load_file(MODELS / NAME / "vae" / "diffusion_pytorch_model.safetensors")
     for part in ("encoder", "decoder"):
-        if (STATES / f"{NAME}_vae_{part}.pt").exists():
-            vae.get_submodule(part).load_state_dict(saved(f"{NAME}_vae_{part}")[part])
+        trained = (STATES / f"{NAME}_vae_{part}.pt").exists()
+        old = {name.removeprefix(f"{part}."): weight for name, weight in shipped.items() if name.startswith(part)}
+        vae.get_submodule(part).load_state_dict(saved(f"{NAME}_vae_{part}")[part] if trained else old)
     vae.latents_mean.copy_(ltx_vae.code_of_clips().mean)
     write_folder(
         MODELS / NAME,

@@ -11,8 +11,8 @@ from world import draw, trained_and_held_out
 
 FUNCTIONS = 42  # of a block, of one colour; two of 128 channels stay zero
 BATCH = 8
-TOP_WIDTH, WIDTH = 96, 32  # of the decoder
-RANK = 10  # functions of a block for each colour: 30 of its 32 channels
+TOP_WIDTH, WIDTH = 69, 23  # of the decoder
+RANK = 7  # functions of a block for each colour: 21 of its 23 channels
 CONSTANT = 40.0
 
 

@@ -46,7 +46,7 @@ class Header:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self) -> str:
-        """The next text, whose length stands before it."""
+        """The next text, which is preceded by its length."""
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
@@ -159,7 +159,15 @@ def _entry(
             fix="Use another version of this file, or update the package: python -m pip install -U gguf.",
         )
     end = start + total // block * size
-    return TensorEntry(path, "U8" if packed else codec.name, shape, start, end, stamp, codec.name if packed else "")
+    return TensorEntry(
+        file=path,
+        dtype="U8" if packed else codec.name,
+        shape=shape,
+        start=start,
+        end=end,
+        stamp=stamp,
+        codec=codec.name if packed else "",
+    )
 
 
 def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) -> None:

@@ -51,13 +51,16 @@ class TensorEntry:
     """One tensor as its file declares it.
 
     Args:
-        file: where it is. dtype: safetensors' name of what its bytes are; ``U8`` where ``codec`` says more.
-        shape: as a tensor of values. start, end: offsets in bytes in the file.
+        file: where it is.
+        dtype: safetensors' name of what its bytes are; ``U8`` where ``codec`` says more.
+        shape: as a tensor of values.
+        start, end: offsets in bytes in the file.
         stamp: size and time of the file's last change when its header was read.
         codec: GGUF's name of a block format, such as ``Q4_K``; rows are packed one after the other.
         scale: what the stored values are multiplied by: one number, or one per row.
-        swapped: whether the two halves of its rows change places. heads: above 0, rows of each of so many heads are
-            pairs side by side and come as first halves before second halves, as rotary embeddings of transformers want.
+        swapped: whether the two halves of its rows change places.
+        heads: above 0, rows of each of so many heads are pairs side by side and come as first halves before second
+            halves, as rotary embeddings of transformers want.
     """
 
     file: Path
@@ -227,7 +230,7 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
             raise damaged(path, what, fix)
     (length,) = struct.unpack("<Q", begins[:8])
     if length > min(size - 8, HEADER_LIMIT_BYTES):
-        raise damaged(path, f"a header of {length} bytes in a file of {size} bytes")
+        raise damaged(path, f"no safetensors header in its {size} bytes")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -246,7 +249,9 @@ def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, in
                 continue
             start, end = (_whole(number) for number in record["data_offsets"])
             shape = possible_shape(map(_whole, record["shape"]))
-            entry = TensorEntry(path, str(record["dtype"]), shape, base + start, base + end, stamp)
+            entry = TensorEntry(
+                file=path, dtype=str(record["dtype"]), shape=shape, start=base + start, end=base + end, stamp=stamp
+            )
             if entry.dtype not in STORED or entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
                 raise damaged(path, f"tensor {name!r} of {entry.dtype} {shape} in {entry.total_bytes} bytes")
             entries[name] = entry

@@ -1,6 +1,6 @@
 """What a model, a file or pictures contain, as one short hash that is the same on every machine.
 
-Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is told apart by its size and by samples of its bytes,
+Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is identified by its size and by samples of its bytes,
 spread evenly: a training changes nearly every weight. Neither paths nor times are part of it.
 """
 

@@ -34,7 +34,8 @@ def write_record(
     """Write ``tensors``, from any device, and what is known of them; returns ``path``.
 
     Args:
-        record: plain values. metadata: further metadata of the file, as text.
+        record: plain values.
+        metadata: further metadata of the file, as text.
 
     Raises:
         CheckpointError: the folder cannot be written or the disk is full; the old file, if any, is as it was.
@@ -52,7 +53,7 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
     size = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
     try:
         return write_tensors(path, here, metadata)
-    except Exception as error:  # the library that writes has an error class of its own, which is no OSError
+    except Exception as error:  # the library that writes has an error class of its own, which is not an OSError
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
         raise CheckpointError(

@@ -105,9 +105,11 @@ def pack(
     """Turn ``layer`` into a :class:`Stored` one of the given rows; its own weight is forgotten.
 
     Args:
-        stored: rows in 16 or 8 bits, or bytes of GGUF blocks. factors: what they are multiplied by, (rows, 1) or (1,).
-        dtype: of the dense weight. codec: GGUF's name of the blocks. by_bits: whether bf16 is widened by integers, on a
-            device whose own cast is broken.
+        stored: rows in 16 or 8 bits, or bytes of GGUF blocks.
+        factors: what they are multiplied by, (rows, 1) or (1,).
+        dtype: of the dense weight.
+        codec: GGUF's name of the blocks.
+        by_bits: whether bf16 is widened by integers, on a device whose own cast is broken.
     """
     del layer._parameters["weight"]
     layer.__class__ = StoredLinear if isinstance(layer, nn.Linear) else StoredEmbedding
@@ -208,7 +210,8 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
     """Bytes of a floating tensor in memory under a storage choice.
 
     Args:
-        keeps: whether what the file has packed stays so. dense: the dtype that computes.
+        keeps: whether what the file has packed stays so.
+        dense: the dtype that computes.
     """
     count = math.prod(entry.shape)
     if kept_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
@@ -239,8 +242,9 @@ def packed(
     none.
 
     Args:
-        choice: one of :data:`CHOICES`. file_dtypes: of each weight in its file, for ``as in file``. by_bits: as in
-            :func:`pack`.
+        choice: one of :data:`CHOICES`.
+        file_dtypes: of each weight in its file, for ``as in file``.
+        by_bits: as in :func:`pack`.
 
     Raises:
         UnsupportedError: weights beyond what fp16 holds.

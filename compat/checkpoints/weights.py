@@ -124,8 +124,8 @@ def read_tensors(
         entries: what to read, from :func:`declared`.
         dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
         advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
-        mapped: whether large tensors that need no cast may be views of the file. Nobody may write to them: on Windows
-            that ends the process.
+        mapped: whether large tensors that need no cast may be views of the file. They must not be written to, which on
+            Windows ends the process.
 
     Returns:
         Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
@@ -158,7 +158,7 @@ def read_tensors(
 def release_pages(tensor: torch.Tensor) -> None:
     """Release the pages of a view of a file until it is read again; does nothing to other tensors.
 
-    Nobody may have written to the view: what was written is lost.
+    The view must not have been written to: such changes are lost.
     """
     place = getattr(tensor.untyped_storage(), "pages", None)
     if place is not None:
@@ -205,7 +205,7 @@ def _viewed(
     """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
     stored = STORED[entry.dtype]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and it is never written to
         flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
     if dtype is None or dtype == stored or not stored.is_floating_point:
         flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked anew.
+    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked again.
 
     Args:
         families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
@@ -104,7 +104,9 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
         for kind, (kernel, stride) in LAYERS.items():
-            layer = Conv3dLayer(kind, 32, 32, kernel, Geometry(stride), dtype)
+            layer = Conv3dLayer(
+                name=kind, in_channels=32, out_channels=32, kernel=kernel, geometry=Geometry(stride), dtype=dtype
+            )
             forms = [form for form in Conv3dForm if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)

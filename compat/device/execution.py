@@ -1,6 +1,6 @@
 """The device on which a pipeline's inputs and generator must be.
 
-Under offload a module's device tells nothing: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
+Under offload a module's device is meaningless: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
 and diffusers' group offload leaves them on ``cpu``. What counts is the device on which the next forward will run.
 """
 
@@ -76,7 +76,7 @@ def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """Where ``generator`` stands, as :func:`generator_for` takes it."""
+    """The state of ``generator``, as :func:`generator_for` takes it."""
     return bytes(generator.get_state().numpy().tobytes())
 
 

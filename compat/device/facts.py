@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 GIBIBYTE = 1024**3
-PLENTY = 1 << 62  # bytes of host memory where nobody tells how much there is: nothing is refused for it
+PLENTY = 1 << 62  # bytes of host memory where the amount is unknown: nothing is refused for it
 MOST_BYTES = 1 << 50  # that a device is believed to have
 MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
@@ -44,7 +44,7 @@ class DeviceFacts:
         arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
             ``xla`` or ``other``.
         unified: whether host and device share one memory.
-        driver: the driver's version; empty where nobody tells.
+        driver: the driver's version; empty where unknown.
         torch_build: torch's commit.
         compiled: the architectures it holds kernels for; empty where it does not tell.
         emulated: dtypes that the device computes with, slowly, without having units for them.
@@ -65,11 +65,6 @@ class DeviceFacts:
     compiled: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
-
-    @property
-    def lazy(self) -> bool:
-        """Whether operators only record a graph, so that a failure shows when a result is read."""
-        return self.backend == "xla"
 
     def __str__(self) -> str:
         memory = f", {self.total_bytes / GIBIBYTE:.1f} GB" if self.total_bytes else ""
@@ -241,7 +236,7 @@ def locks_host_memory(device: torch.device) -> bool:
 
 
 def swap_free_bytes() -> int:
-    """Bytes of swap space that are free; 0 where nobody tells, as on Windows without performance counters."""
+    """Bytes of swap space that are free; 0 where unknown, as on Windows without performance counters."""
     return value_or(lambda: _system_bytes("swap_memory", "free"), 0)
 
 
@@ -285,14 +280,14 @@ def empty_cache(device: torch.device) -> None:
 
 
 def _system_bytes(memory: str, amount: str) -> int:
-    """An amount that psutil's function for a kind of memory tells."""
+    """An amount that psutil's function for a kind of memory reports."""
     import psutil
 
     return int(getattr(getattr(psutil, memory)(), amount))
 
 
 def _stated_free(module: Any, device: torch.device) -> int | None:
-    """Free bytes as the backend tells them; None where it cannot mean what it says."""
+    """Free bytes as the backend reports them; None where it cannot mean what it says."""
     free, total = (int(value) for value in module.mem_get_info(device))
     return free if 0 <= free <= total and total else None
 
@@ -333,7 +328,7 @@ def _parsed(device: torch.device | str) -> torch.device:
 
 
 def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """``stated`` in the types and ranges that everybody reads; what a driver tells otherwise is unknown."""
+    """``stated`` in the types and ranges that readers expect; any other answer of a driver counts as unknown."""
     arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
     return {
         **stated,
@@ -441,7 +436,7 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _host_bytes() -> int:
-    """Bytes of host memory; 0 where nobody tells."""
+    """Bytes of host memory; 0 where unknown."""
     return value_or(lambda: _system_bytes("virtual_memory", "total"), 0)
 
 

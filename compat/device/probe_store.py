@@ -115,7 +115,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Run every probe, and write the results once at the end.
 
         Args:
-            again: forget what was kept and ask anew.
+            again: forget what was kept and ask again.
         """
         with self._lock:
             if again:
@@ -242,7 +242,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
     """What answers are kept apart by: the device, its driver, the build of torch, torch's flags and the probes."""
-    # The system's own kernel is left out: it changes every week, and what depends on it is no probe.
+    # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     parts = (
         facts.backend,
@@ -280,7 +280,7 @@ def _runs(process: int, started: float) -> bool:
 
 
 def _started(process: int) -> float:
-    """When a process started, in seconds; 0 where there is none, or nobody tells."""
+    """When a process started, in seconds; 0 where there is none, or it is unknown."""
 
     def told() -> float:
         import psutil

@@ -63,7 +63,7 @@ def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tup
     """The rows that apply to the device of ``facts``.
 
     Args:
-        versions: replaces ``facts.versions``, name to version. A row that asks for a version nobody tells stands: what
+        versions: replaces ``facts.versions``, name to version. A row that asks for an unknown version applies: what
             is unknown may be broken, and the probes correct it.
     """
     known = facts.versions if versions is None else versions

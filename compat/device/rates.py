@@ -2,7 +2,7 @@
 
 Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
 called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
-that nobody has timed.
+that were never timed.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, 
 
     Args:
         function: an overload of an operator, as a dispatch mode is given it.
-        args, kwargs: its arguments. result: what it returned; on any device, meta too.
+        args, kwargs: its arguments.
+        result: what it returned; on any device, meta too.
     """
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):

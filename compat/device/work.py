@@ -54,12 +54,6 @@ class Work(Counter[tuple[str, int, int]]):
         """The same work ``count`` times."""
         return Work({operation: times * count for operation, times in self.items()})
 
-    def plus(self, other: Work) -> Work:
-        """Both works."""
-        total = Work(self)
-        total.update(other)
-        return total
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -237,7 +231,7 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
     """How fast the device is in ``dtype``: as a short probe showed, which a quiet store never runs; else on paper.
 
-    None where nobody knows.
+    None if unknown.
     """
     name = f"rates.{str(dtype).removeprefix('torch.')}"
     kept = None
@@ -252,7 +246,9 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
     if rates is None:
         return None
     flops = rates.flops(dtype)
-    return Pace(flops, flops, flops, rates.memory, LAUNCH_SECONDS, PUBLISHED)
+    return Pace(
+        product=flops, convolution=flops, attention=flops, memory=rates.memory, launch=LAUNCH_SECONDS, source=PUBLISHED
+    )
 
 
 def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:

@@ -90,10 +90,10 @@ class GroupHooks:
         part: its name, for the progress.
         pinned: whether the host weights move into locked host memory.
         copies: to the device beside its computation; None where every copy is waited for.
-        progress: told of the bytes in a forward that lasts, and asked for a cancel before each tensor.
+        progress: informed of the bytes in a forward that lasts, and asked for a cancel before each tensor.
 
     ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
-    in use may take together, None where nobody tells: an embedding may be larger than the blocks that follow it.
+    in use may take together, None where unknown: an embedding may be larger than the blocks that follow it.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class GroupHooks:
         missed = group not in self._ahead
         if missed:
             if self._missed:
-                self._ahead.clear()  # another order than the last time; one group out of turn is no other order
+                self._ahead.clear()  # another order than the last time; one group out of turn is not another order
             self._ahead[group] = self._copy(group, group.layout, self.copies)
         self._missed = missed and not starts
         memory, arrived = self._ahead.pop(group)
@@ -347,7 +347,7 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
     and its own tensors.
 
     Raises:
-        UnsupportedError: nobody brings the weight to the device of ``like``.
+        UnsupportedError: nothing brings the weight to the device of ``like``.
     """
     provider = getattr(leaf, "weights_on", None)
     if provider is not None:

@@ -32,7 +32,8 @@ class HostWeights:
     """How the host weights of each part are kept, and why.
 
     Args:
-        kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`. why: in words.
+        kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`.
+        why: in words.
         shared: whether host and device have one memory: weights on the device have no second copy beside them then.
     """
 
@@ -57,8 +58,8 @@ class Views:
     """Which tensors of a module are views of its file.
 
     Args:
-        pointers: addresses of their data. staged: whether they go to the device by way of ordinary memory, on drivers
-            that stall at a mapped page.
+        pointers: addresses of their data.
+        staged: whether they go to the device by way of ordinary memory, on drivers that stall at a mapped page.
     """
 
     pointers: frozenset[int]
@@ -78,8 +79,10 @@ def choose_host_weights(
     """Decide how the host weights of each part are kept, from the free host memory.
 
     Args:
-        part_bytes: bytes of each part in host memory. view_bytes: those of its file that need no cast and may stay
-            there. free: host memory that this process may take. pins: whether the device's kind has locked host memory.
+        part_bytes: bytes of each part in host memory.
+        view_bytes: those of its file that need no cast and may stay there.
+        free: host memory that this process may take.
+        pins: whether the device's kind has locked host memory.
         unified: whether host and device share one memory.
     """
     kinds, over = dict.fromkeys(part_bytes, PLAIN), sum(part_bytes.values()) - free
@@ -91,7 +94,7 @@ def choose_host_weights(
     if DISK in kinds.values():
         why = f"{have}; layers are read from disk if they are not in the page cache"
         return HostWeights(kinds, why, unified)
-    # What is copied once per step; to lock the others costs what it saves.
+    # Only what is copied at each step is pinned; pinning the others takes as long as it saves.
     repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:

@@ -114,7 +114,7 @@ class Offloader(Protocol):
         Args:
             part: its name.
             activation_bytes: what its forward needs beside the weights.
-            progress: told of what moves, and asked for a cancel.
+            progress: informed of what moves, and asked for a cancel.
         """
 
     def release(self, part: str) -> None:
@@ -176,7 +176,7 @@ class StandaloneOffloader:
         device: where they compute.
         mode: one of :data:`MODES`.
         options: what else the user asks.
-        make_room: told the bytes that are about to be needed and where, so that a host can free other models.
+        make_room: given the bytes that are about to be needed and where, so that a host can free other models.
         automatic: whether the mode was decided for the user.
     """
 
@@ -339,7 +339,7 @@ class StandaloneOffloader:
             finally:
                 hooks.offload()
                 if hooks.copies is not None:
-                    empty_cache(device)  # what torch keeps for the stream of copies serves nobody else
+                    empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
             return
         remove_hooks(module)
         stays = mode == "none"

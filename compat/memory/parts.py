@@ -1,7 +1,7 @@
 """The parts of a pipeline: modules by name, each read from disk on first use; the adapters on them; their bytes.
 
 Adapters, such as LoRAs, belong to a pipeline, and several pipelines share a part. An offloader gives out a part with
-the adapters of its own pipeline and nobody else's. Another structure is put on at its place in the one order of
+the adapters of its own pipeline and no others. Another structure is put on at its place in the one order of
 operations: the offload comes off, every rewrite is taken back, the adapters go on, the rewrites follow, and the offload
 comes back. Strengths change in place.
 """
@@ -194,7 +194,7 @@ def adapters_on(
         part: its name.
         adapters: of the pipeline that holds the part; None for none.
         take_off: brings a part to host memory, without hooks, so that it can be changed.
-        progress: told while the part is read.
+        progress: informed while the part is read.
     """
     wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
@@ -242,7 +242,7 @@ class PartBytes:
         total: all tensors.
         block: the largest block.
         layer: the largest layer.
-        inner: the largest layer inside a block; 0 where nobody counted them apart.
+        inner: the largest layer inside a block; 0 if they were not counted separately.
         outer: the largest layer outside the blocks, such as an embedding.
         single: the largest single-stream block, in which the activations are most; 0 where a model has none.
         dense: what making the largest packed weight dense takes while it is used; 0 where none is packed.

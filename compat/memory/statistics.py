@@ -20,7 +20,7 @@ from ..durable import replacing
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
 WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
-WORTH_TELLING = 5.0  # seconds of a stage, from which on it is told beside its forecast
+WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
 
@@ -54,11 +54,13 @@ class StageCost:
 
     Args:
         peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
-        moved_bytes: to the device and back. moving_seconds: that the stage waited for them. seconds: of all of it.
+        moved_bytes: to the device and back.
+        moving_seconds: that the stage waited for them.
+        seconds: of all of it.
         reading_seconds: of them, for weights that were read from disk.
         precision: of the pipeline.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
-            both without reading; 0 where nobody knew.
+            both without reading; 0 if unknown.
         first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
     """
 
@@ -118,7 +120,9 @@ class MemoryStats:
     moved_bytes: int = 0
     moving_seconds: float = 0.0
     stages: list[StageCost] = field(default_factory=list)
-    behind: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)  # around copies nobody waited for
+    behind: deque[tuple[torch.Event, torch.Event]] = field(
+        default_factory=deque
+    )  # around copies that were not waited for
 
     def add(self, count: int, seconds: float) -> None:
         """``count`` bytes went to the device or back."""
@@ -205,7 +209,7 @@ def stage_cost(
         pipeline: a pipeline of any kind.
         name: of the stage.
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
-            that was long is told beside its forecast, on every device.
+            that was long is shown beside its forecast, on every device.
         device: where the stage computes; None for the pipeline's own.
         modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
     """

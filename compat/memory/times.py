@@ -75,7 +75,13 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     """
     low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
     if not rows:
-        return StageTime(stage, modelled * math.sqrt(low * high), modelled * low, modelled * high, modelled)
+        return StageTime(
+            name=stage,
+            seconds=modelled * math.sqrt(low * high),
+            low=modelled * low,
+            high=modelled * high,
+            modelled=modelled,
+        )
 
     rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
 
@@ -91,7 +97,7 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
 
     seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
     off = NEAR if same else FAR
-    return StageTime(stage, seconds, seconds / off, seconds * off, modelled)
+    return StageTime(name=stage, seconds=seconds, low=seconds / off, high=seconds * off, modelled=modelled)
 
 
 def copied_seconds(
@@ -101,10 +107,12 @@ def copied_seconds(
 
     Args:
         pipeline: of any kind.
-        computing: seconds of its work alone. weights: their bytes.
+        computing: seconds of its work alone.
+        weights: their bytes.
         link: bytes per second to the device, as :func:`link_of` has them; 0 where nothing is copied.
-        mode: of the offload. room: bytes of the device that the stage may take; None for all that it needs.
-        calls: forwards, each of which brings streamed weights anew.
+        mode: of the offload.
+        room: bytes of the device that the stage may take; None for all that it needs.
+        calls: forwards, each of which copies streamed weights again.
         beside: bytes of activations.
     """
     if not link:

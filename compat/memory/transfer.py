@@ -43,7 +43,7 @@ SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
 WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
-# The kinds of device whose driver takes a mapped page as it does any other that is not locked; of the rest nobody told.
+# The kinds of device whose driver takes a mapped page like any other that is not locked; of the others it is unknown.
 MAPPED = {"cpu": "host and device share the page cache", "cuda": "the driver copies mapped pages through a buffer"}
 KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 
@@ -312,7 +312,7 @@ def _copies_on(
 
     sources = [tensor.data for tensor in away]
     for index, there in send_together(sources, send):
-        tensor, sources[index] = away[index], there  # nobody else may have the source any more
+        tensor, sources[index] = away[index], there  # nothing else may hold the source any more
         kept.pop(id(tensor), None)
         is_view = views.holds(tensor)
         if keep or is_view:
@@ -364,7 +364,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
-    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` anew.
+    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` again.
 
     Raises:
         OSError: nothing can be written into ``folder``.

@@ -1,8 +1,8 @@
 """The attention of diffusers' transformers, rewritten to call the pipeline's own attention and to need no mask.
 
 Upstream's processors pass masks for padding (HunyuanVideo one of N, HunyuanVideo 1.5 one of N x N: 12 GiB a copy at
-720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding stands at
-the end of each row, so the same result comes from leaving it out. Only the exact stock processors are replaced.
+720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding is at the
+end of each row, so leaving it out gives the same result. Only the exact stock processors are replaced.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def by_rows(
 def _by_open_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
 ) -> torch.Tensor:
-    """:func:`by_rows` for a graph that is to hold for any padding; padded queries, which nobody reads, are not zeroed.
+    """:func:`by_rows` for a graph that is to hold for any padding; padded queries are never read, so not zeroed.
 
     Nothing here compares one length with another, which would bind the graph to the lengths it was made with.
     """
@@ -225,7 +225,7 @@ def across(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read where no count tells.
+    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read if no count is known.
 
     Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
     """

@@ -34,7 +34,8 @@ class TokenSplit:
     """The split of one transformer.
 
     Args:
-        group: who computes. plan: what else is cut with the tokens.
+        group: who computes.
+        plan: what else is cut with the tokens.
 
     ``count`` and ``run`` are the video's tokens and this rank's, in the forward that runs.
     """
@@ -217,7 +218,8 @@ def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
     """The step after which transformers of a family run on all ranks of ``group``.
 
     Args:
-        plan: None for a family that cannot be split. title: of the family.
+        plan: None for a family that cannot be split.
+        title: of the family.
 
     Raises:
         UnsupportedError: such a family.

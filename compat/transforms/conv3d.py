@@ -85,7 +85,7 @@ def swap_conv3d(
         root: a VAE, a transformer, or one layer.
         choose: one form for all layers it covers; facts about the device, as :func:`choose_by` takes them; or a
             function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
-        report: told one line about the whole, and one for each layer that failed its comparison.
+        report: given one line about the whole, and one for each layer that failed its comparison.
 
     Raises:
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
@@ -173,7 +173,7 @@ def _check_free(module: nn.Module, label: str) -> None:
 
 
 def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
-    """The units in ``root``; ``left`` is told of the layers that cannot be swapped."""
+    """The units in ``root``; ``left`` is given the layers that cannot be swapped."""
     taken: set[nn.Module] = set()
     for name, module in root.named_modules():
         rewrite = swap_of(module)
@@ -189,7 +189,7 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
             taken.update(inside.values())
             obstacles = {key: reason for key, leaf in inside.items() if (reason := _obstacle(leaf))}
             left |= obstacles
-            # An adapter stands around the convolution it adapts.
+            # An adapter wraps the convolution that it adapts.
             outer = [getattr(child, "base_layer", child) for child in module.children()]
             leaves = {key: leaf for key, leaf in inside.items() if key not in obstacles}
             yield SwapUnit(name, module, leaves, tuple(leaf for leaf in outer if isinstance(leaf, nn.Conv3d)))

@@ -248,7 +248,7 @@ def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry,
     large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
     by_channel = taps == 1 or chunk > 0 or g.groups > 1 or large
     kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
-    # A library packs a kernel anew in each call, so of a large one half at a time: a percent slower, and less memory.
+    # A library packs a kernel again in each call, so of a large one half at a time: a percent slower, and less memory.
     halves = kernel.chunk(2) if large and not chunk else (kernel,)
     biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
 

@@ -166,7 +166,7 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
 
     Args:
         form: one of ``kernels.library.FORMS``.
-        epilogue: whether products may end in GELU, as :func:`gelu_fault` tells.
+        epilogue: whether products may end in GELU, as :func:`gelu_fault` says.
     """
     fused, whole = FusedSites(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
@@ -341,7 +341,7 @@ FUSIONS: dict[str, BlockFusion] = {
         gated=("ff", "ff_context"),
     ),
 }
-HALVED = (  # rotary tables in which each value stands twice, and which go from here to the blocks as they are
+HALVED = (  # rotary tables in which each value appears twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoRotaryPosEmbed",
     f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15RotaryPosEmbed",

@@ -142,7 +142,7 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def _bare(leaf: Any) -> bool:
-    """Whether ``leaf`` is a Linear that nobody hooked, wrapped or patched."""
+    """Whether ``leaf`` is a Linear without hooks, wrappers or patches."""
     hooked = leaf._forward_hooks or leaf._forward_pre_hooks or "forward" in vars(leaf)
     return type(leaf) is nn.Linear and not hooked
 

@@ -229,12 +229,12 @@ def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]
         yield GroupNorm(norm.num_groups, norm.eps, per_frame=per_frame)
         return
     with weights_on(norm, like=x) as (weight, bias):
-        yield GroupNorm(norm.num_groups, norm.eps, weight, bias, per_frame)
+        yield GroupNorm(groups=norm.num_groups, eps=norm.eps, weight=weight, bias=bias, per_frame=per_frame)
 
 
 @contextmanager
 def _voxel_norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
-    """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is no mean."""
+    """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is not a mean."""
     if full_name(norm) != VOXEL_NORM:
         with norm_of(norm, x) as plain:
             yield plain

@@ -110,7 +110,7 @@ class Preparation:
 
 
 def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` tells.
+    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` says.
 
     Args:
         timings: what each form takes on this device, where it was measured.

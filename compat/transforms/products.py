@@ -1,6 +1,6 @@
 """Products of 8-bit weights as they are stored: the activations are rounded to 8 bits too, a scale per token.
 
-Lossy, and off until somebody chooses it. It saves unpacking the weights, and 8-bit units multiply twice as fast as
+Lossy, and off by default. It saves unpacking the weights, and 8-bit units multiply twice as fast as
 16-bit ones. Layers with few tokens (modulations), other storage and patched weights compute as always.
 """
 

@@ -106,7 +106,9 @@ def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCach
         )
     if asked.device not in DEVICES:
         raise InputError(f"cache device {asked.device!r}", expected="device or cpu", fix="Choose one of these.")
-    return StepCacheSettings(kind, threshold, interval, asked.start, asked.end, asked.device)
+    return StepCacheSettings(
+        kind=kind, threshold=threshold, interval=interval, start=asked.start, end=asked.end, device=asked.device
+    )
 
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:

@@ -122,7 +122,8 @@ class Heads:
     """The operands of one call as (B, H, N, D), and how its result is laid out.
 
     Args:
-        mask: broadcast to (B, H, N, M), or None. gain: what queries are multiplied by for another scale than usual.
+        mask: broadcast to (B, H, N, M), or None.
+        gain: what queries are multiplied by for another scale than usual.
         split: whether the caller wants (B, H, N, D) back instead of (B, N, H * D).
     """
 
@@ -182,7 +183,7 @@ def scale_values(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrow_mask(mask: Tensor) -> Tensor:
-    """A mask for fp16 operands: what hides a key stays finite, so that a row with no key is no NaN."""
+    """A mask for fp16 operands: what hides a key stays finite, so that a row with no key is not NaN."""
     return mask.clamp(min=LEAST).to(HALF) if mask.is_floating_point() else mask
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from comfy.patcher_extension import PatcherInjection
+from comfy.sd import CLIP
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
@@ -63,6 +64,33 @@ class FittedEncoder:
                     leaf.__dict__.pop(name, None)
 
 
+class FittedCLIP(CLIP):
+    """A CLIP that computes with the encoders that its patcher loads.
+
+    Core's own keeps those it began with, also where Select CLIP Device gave it a patcher with others on another device.
+    """
+
+    @property
+    def cond_stage_model(self) -> Any:
+        """The encoders."""
+        return self.patcher.model
+
+    @cond_stage_model.setter
+    def cond_stage_model(self, encoders: Any) -> None:
+        """Nothing: core's clone passes on what it began with."""
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        """As core's, of this class."""
+        return of_fitted_class(super().clone(*args, **kwargs))
+
+
+def of_fitted_class(clip: Any) -> Any:
+    """``clip``, whose patcher from now on says which encoders compute; another pack's class stays as it is."""
+    if type(clip) is CLIP:
+        clip.__class__ = FittedCLIP
+    return clip
+
+
 def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if SETTINGS not in leaf.__dict__:
         leaf.__dict__[SETTINGS] = settings_of(leaf, x, fp32_output)
@@ -75,7 +103,8 @@ def fit_clip(
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
     Args:
-        clip: a CLIP. precision, attention: as on the node.
+        clip: a CLIP.
+        precision, attention: as on the node.
         machine: what is known of the device; None asks the one that the encoders load on.
 
     Raises:
@@ -91,7 +120,7 @@ def fit_clip(
     decisions = [fit.decisions[0] if fit.safe else said, fit.decisions[1], *_faults(clip.cond_stage_model)]
     if not fit.needed:
         return clip, decisions
-    fitted, encoder = clip.clone(), FittedEncoder(fit, fit.safe and machine.fp32_output)
+    fitted, encoder = of_fitted_class(clip.clone()), FittedEncoder(fit, fit.safe and machine.fp32_output)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.put_on, eject=encoder.take_off)])
     return fitted, decisions
 
@@ -103,7 +132,11 @@ def _faults(encoders: nn.Module) -> Iterator[Decision]:
             fault = fault_in_weight(name, tensor.data)
             if fault:
                 yield Decision(
-                    "weights", f"{name} holds {fault}", "another file of this encoder may be whole", "", True
+                    subject="weights",
+                    verdict=f"{name} holds {fault}",
+                    why="another file of this encoder may be whole",
+                    source="",
+                    alarming=True,
                 )
                 return
 

@@ -30,7 +30,7 @@ FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: t
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is one of the Linears of core or of packs that read packed files; some are no nn.Linear."""
+    """Whether ``module`` is one of the Linears of core or of packs that read packed files; some are not nn.Linear."""
     return type(module).__name__ == "Linear" and hasattr(module, "in_features")
 
 
@@ -90,7 +90,7 @@ def cast_weights(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | Non
 
 
 def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; whatever is no plain fp32 product stays core's."""
+    """The product of ``leaf`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     if not plain or is_native(leaf) or not math.isfinite(getattr(leaf, SETTINGS).reach):
         return type(leaf).forward(leaf, x, *args, **kwargs)

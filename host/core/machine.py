@@ -103,7 +103,8 @@ def fit_for(
 
     Args:
         dtype: in which core computes it.
-        precision: one of ``offered``. attention: one of :data:`ATTENTIONS`.
+        precision: one of ``offered``.
+        attention: one of :data:`ATTENTIONS`.
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
         offered: the precisions that the node lets people choose.
 

@@ -44,7 +44,8 @@ class FittedNetwork:
     """The wrapper around core's call of a network.
 
     Args:
-        fit: what the network is given. machine: the device.
+        fit: what the network is given.
+        machine: the device.
     """
 
     fit: Fit
@@ -97,7 +98,8 @@ def fit_model(
     """``model`` fitted to its device, and what was decided; the very object where nothing is needed.
 
     Args:
-        model: a MODEL. precision, attention, keep_latents: as on the node.
+        model: a MODEL.
+        precision, attention, keep_latents: as on the node.
         machine: what is known of the device; None asks the one that the model loads on.
 
     Raises:

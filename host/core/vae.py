@@ -194,7 +194,8 @@ def fit_vae(
     """A copy of ``vae`` whose results are checked on this device, and what was decided.
 
     Args:
-        vae: a VAE. precision, causal_masks, keep_latents: as on the node.
+        vae: a VAE.
+        precision, causal_masks, keep_latents: as on the node.
         machine: what is known of the device; None asks the one that the VAE loads on.
 
     Raises:
@@ -203,7 +204,9 @@ def fit_vae(
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):
-        raise InputError(f"a {type(vae).__name__} without weights", expected="a VAE", fix="Connect a VAE of a loader.")
+        raise InputError(
+            f"a {type(vae).__name__} without weights", expected="a VAE", fix="Connect a VAE from a loader."
+        )
     machine = machine or machine_of(vae.device)
     plain = vae.plain if isinstance(vae, FittedVAE) else type(vae)
     wide, decided = _precision(machine, vae.vae_dtype, precision)
@@ -298,6 +301,6 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
 def _hopeless(what: str, fault: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what}: {fault}, also in fp32 on the CPU",
-        expected="a VAE file that is whole",
+        expected="an intact VAE file",
         fix="Download the VAE again, or choose the one that belongs to this model.",
     )

@@ -2,7 +2,7 @@
 
 Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host.
 Core casts on the device and brings weights back, so a fitted model has its own copy of the network, as core's clones
-for a second GPU have. What is no bf16 shares its memory with the network that came in.
+for a second GPU have. What is not bf16 shares its memory with the network that came in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights 
 LIMIT = torch.finfo(torch.float16).max
 Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a module becomes
 
-_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as anybody uses the copy
+_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
 
 
 def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
@@ -48,7 +48,8 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
     """A clone of ``patcher`` over a copy of its network without bf16; None where the network cannot be had on the host.
 
     Args:
-        target: the dtype of each bf16 weight. label: what stands for ``target`` among the copies of a network.
+        target: the dtype of each bf16 weight.
+        label: what stands for ``target`` among the copies of a network.
     """
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
@@ -62,7 +63,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
         made.__dict__[BACKUPS] = ({}, {}, {}, set())
         copies[label] = weakref.ref(made)
     clone = patcher.clone(model_override=(made, made.__dict__[BACKUPS]))
-    clone.size = 0  # counted anew
+    clone.size = 0  # counted again
     return clone
 
 
@@ -87,7 +88,7 @@ def _on_host(patcher: Any) -> nn.Module | None:
 
 def _cast(network: nn.Module, target: Target) -> nn.Module:
     plain = (value for value in vars(network).values() if not isinstance(value, (nn.Module, dict, list, tuple, set)))
-    memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are no copies' own
+    memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are not copies' own
     for module in network.modules():
         for tensor in filter(_is_plain, (*module._parameters.values(), *module._buffers.values())):
             values = tensor.detach()

@@ -86,18 +86,17 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded.
 
-    If some probes have not run on this device yet, results are not announced; saved results are read silently,
-    so that this neither asks nor times the device, which may be in the middle of a run.
+    Saved results are read silently, so that this neither asks nor times the device, which may be in the middle of a
+    run; what was not probed yet is decided by the tables.
     """
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        state = folders.state_folder() if asked else None
         values = {
             name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
         }
-        request = request_for(values, device=facts(), state=state, quiet=True)
+        request = request_for(values, device=facts(), state=folders.state_folder(), quiet=True)
         read = load_paint if isinstance(request, PaintRequest) else load_placed
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
@@ -191,7 +190,9 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
         frames = int(plain["clip_seconds"] * plain.get("fps", family.defaults.fps))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
-    asked = Size(size.width, size.height, size.frames, guided, int(plain.get("window", 9)))
+    asked = Size(
+        width=size.width, height=size.height, frames=size.frames, guided=guided, window=int(plain.get("window", 9))
+    )
     run = f"{size.width}x{size.height}, {size.frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))

@@ -37,13 +37,13 @@ def first_run() -> str:
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
     steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
-    demo = next(iter(demo_models()), "")
-    at_once = f"No model yet. An LTX-Video workflow runs as it is: {demo!r} draws in the model's place."
-    return f"{at_once if demo else 'No model yet.'}\n{steps}"
+    drawn = [demo.removeprefix("demo: ").rpartition(" (")[0] for demo in demo_models()]
+    at_once = f" Workflows of {', '.join(drawn)} run at once: a small demo model draws coloured shapes in its place."
+    return f"No model yet.{at_once if drawn else ''}\n{steps}"
 
 
 def memory_now() -> dict[str, Any]:
-    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where nobody tells."""
+    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where unknown."""
     here, host = facts(), _facts_of("cpu")
     return {
         "device": {"name": here.name, "free": free_bytes(here.device), "total": here.total_bytes},

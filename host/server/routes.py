@@ -74,13 +74,13 @@ async def graph(request: web.Request) -> Any:
 
 
 async def probes(request: web.Request) -> Any:
-    """The machine after asking the device anew; refused while a run is on, whose memory and time it would take."""
+    """The machine after asking the device again; refused while a run is on, whose memory and time it would take."""
     await _idle(request)
     return await asyncio.to_thread(panel.machine, True)
 
 
 async def share(request: web.Request) -> Any:
-    """This machine as the file that its owner may share, to look at: the page saves it, and nobody sends it.
+    """This machine as the file that its owner may share, to look at: the page saves it, and it is not sent anywhere.
 
     Refused while a run is on, since probes that were not asked yet are.
     """
@@ -103,7 +103,7 @@ async def picture(request: web.Request) -> Any:
     identity = checked_id(request.match_info)
     picture_bytes = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
     if picture_bytes is None:
-        raise web.HTTPNotFound(text=_refusal("no picture", "an id of the list", "Refresh the list."))
+        raise web.HTTPNotFound(text=_refusal("no picture", "an id from the list", "Refresh the list."))
     return web.Response(body=picture_bytes, content_type="image/jpeg")
 
 
@@ -111,7 +111,7 @@ async def recover(request: web.Request) -> Any:
     """The node and the value that load one kept latent, after reading it whole to see that it is sound."""
     identity = checked_id(await body_of(request))
     if identity not in _ids():
-        raise InputError(f"no kept latent {identity!r}", expected="an id of the list", fix="Refresh the list.")
+        raise InputError(f"no kept latent {identity!r}", expected="an id from the list", fix="Refresh the list.")
     await asyncio.to_thread(recovery.load, identity)
     text = "The latents are fine. A node that loads them was added: connect it to AnyGPU Decode."
     return {"node": "AnyGPURecoverLatents", "widget": "kept", "value": identity, "text": text}
@@ -183,7 +183,7 @@ def checked_id(body: Mapping[str, Any]) -> str:
     """
     identity = body.get("id")
     if not isinstance(identity, str) or not IDENTITY.fullmatch(identity):
-        raise InputError("an id of another form", expected="an id of the list", fix="Choose one from the list.")
+        raise InputError("an id of another form", expected="an id from the list", fix="Choose one from the list.")
     return identity
 
 

@@ -36,10 +36,10 @@ class NodeRun:
         """How far the node is, such as ``sampling 3/20``."""
         self.entry["status"] = where
 
-    def finish(self, status: str, said: list[str]) -> None:
-        """The node has ended: what stays under it, and what was said on the way."""
+    def finish(self, status: str) -> None:
+        """The node has ended: what stays under it."""
         self._count(self._stage or "working")
-        self.entry.update(status=status, said=list(said), done=True)
+        self.entry.update(status=status, done=True)
 
     def snapshot(self) -> dict[str, Any]:
         """The record so far, for a message that leaves this thread."""

@@ -34,7 +34,7 @@ CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
 MARGIN = 2 / 512  # of the picture: two pixels at the size that the model paints
 JUMP = 0.03  # units of the frame: the weaker Canny threshold, 30 of 255, on a mesh whose depth range is about 1
 LOW, HIGH = 30, 80  # Canny thresholds of the reference, sums of absolute gradients
-TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are told apart in whole numbers, as OpenCV does
+TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are compared in whole numbers, as OpenCV does
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,9 @@ def gathered(
     cosines = surface.face_normals @ towards
     sure = trusted(view, exact)
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
-    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure, shows, cosines)
+    sight = _Sight(
+        view=view, depth=view.image(view.depth, background=-math.inf), sure=sure, pure=shows, cosines=cosines
+    )
     picture = picture if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))

@@ -115,7 +115,7 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
 def _sweep_in_order(
     colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The same in the reference's order: vertex after vertex, by faces, each at once from what stands there; slow."""
+    """The same in the reference's order: vertex after vertex, by faces, each from the values so far; slow."""
     import numpy as np
 
     target = colours.device

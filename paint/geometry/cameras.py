@@ -18,7 +18,7 @@ from ..choices import VIEWS
 RADIUS = 0.575  # of the farthest vertex
 AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
 VIEWS_LIMIT = 44  # every camera that the model has a name for
-KNOWN_ELEVATIONS: dict[str, tuple[int, ...] | None] = {  # family -> degrees; None: the network is told no camera
+KNOWN_ELEVATIONS: dict[str, tuple[int, ...] | None] = {  # family -> degrees; None: the network is given no camera
     "paint": (-90, -20, 0, 20, 90),
     "paint_pbr": None,
 }
@@ -82,7 +82,7 @@ def camera_table(
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
 
     Raises:
-        InputError: a value is no number or out of range, or the lists differ in length.
+        InputError: a value is not a number or out of range, or the lists differ in length.
     """
     lists = {
         name: _numbers(values, name)

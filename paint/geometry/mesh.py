@@ -242,7 +242,7 @@ class Beside:
         """
         place = (self.folder / name.strip()).resolve()
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
-            raise ValueError(f"{name!r} is no file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
+            raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
         return place.read_bytes()
 
     __getitem__ = get
@@ -310,7 +310,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     except Exception as error:  # each format's reader raises its own kinds
         raise CheckpointError(
             f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
-            expected="a whole mesh",
+            expected="an intact mesh",
             fix="Export or download it again.",
         ) from error
     if not len(getattr(scene, "faces", ())):

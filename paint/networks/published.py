@@ -70,7 +70,7 @@ def published(kind: str, part: str, key: str) -> str:
 
 
 def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
-    """``shapes`` without the image prompt that nobody feeds in turbo's .safetensors, and how many tensors that were.
+    """``shapes`` without the unused image prompt in turbo's .safetensors, and how many tensors that were.
 
     The set is key and value of each layer and four of a projection, 36 at full size. Only the whole set is left out; a
     part of it stays, and is reported as unexpected.

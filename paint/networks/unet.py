@@ -209,7 +209,13 @@ class UNet(nn.Module):
         return self.conv_out(self.dtypes.narrow(functional.silu(self.conv_norm_out(x))))
 
     def _residual(self, width: int, out_width: int) -> Residual:
-        return Residual(width, out_width, self.shape.time_width, self.shape.groups, self.dtypes)
+        return Residual(
+            width=width,
+            out_width=out_width,
+            time_width=self.shape.time_width,
+            groups=self.shape.groups,
+            dtypes=self.dtypes,
+        )
 
     def _transformer(self, name: str, width: int, heads: int) -> Transformer:
         return Transformer(width, self.shape.groups, self.layer_of(f"{name}_0", width, heads), self.dtypes)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import checked_leaves, execution_device, generator_for
 from ...compat.errors import InputError
+from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
@@ -169,7 +170,7 @@ def denoised(
             velocity = unet(torch.cat((noisy, rows), dim=1), step, text).cpu().float()
             guided = velocity[:1]
             if len(velocity) > 1:
-                guided = guided + settings.image_guidance * (velocity[1:2] - guided)
+                guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)
             if len(velocity) > 2:
                 guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
             clean = solver.clean(guided, index, x)

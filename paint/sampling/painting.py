@@ -276,7 +276,13 @@ def preview_of(latents: Tensor) -> Tensor:
 
 def _run(settings: PaintSettings, views: int, references: int) -> PaintRun:
     """What is asked by completed settings."""
-    return PaintRun(len(plan_of(settings)), 2 if settings.guidance != 1 else 1, settings.size, views, references)
+    return PaintRun(
+        steps=len(plan_of(settings)),
+        rows=2 if settings.guidance != 1 else 1,
+        size=settings.size,
+        views=views,
+        references=references,
+    )
 
 
 def _checked(

@@ -43,9 +43,20 @@ class Published:
 
 
 PUBLISHED: dict[str, Published] = {
-    "v2-0": Published("euler_ancestral", "trailing", 30, 2.0, GREY, "Hunyuan3D paint v2-0"),
-    "turbo": Published("lcm", "trailing", 10, 1.0, GREY, "Hunyuan3D paint turbo"),
-    "v2-1": Published("unipc", "trailing", 15, 3.0, WHITE, "Hunyuan3D paint PBR v2-1"),
+    "v2-0": Published(
+        scheduler="euler_ancestral",
+        spacing="trailing",
+        steps=30,
+        guidance=2.0,
+        background=GREY,
+        said="Hunyuan3D paint v2-0",
+    ),
+    "turbo": Published(
+        scheduler="lcm", spacing="trailing", steps=10, guidance=1.0, background=GREY, said="Hunyuan3D paint turbo"
+    ),
+    "v2-1": Published(
+        scheduler="unipc", spacing="trailing", steps=15, guidance=3.0, background=WHITE, said="Hunyuan3D paint PBR v2-1"
+    ),
 }
 DELIGHT_STEPS = 50
 

@@ -19,7 +19,7 @@ MODELS, LORAS = Path(__file__).parent / "models", Path(__file__).parent / "loras
 
 @functools.cache
 def demo_models() -> dict[str, Path]:
-    """Choice to folder, such as ``demo: LTX-Video (9 MB)``; those of the smallest family first."""
+    """Choice to folder, such as ``demo: LTX-Video (8 MB)``; those of the smallest family first."""
     named = {}
     for folder in find_models([MODELS]):
         with suppress(OSError):  # nodes list their choices even where a demo cannot be read

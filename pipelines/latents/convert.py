@@ -101,7 +101,16 @@ def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
     spatial, temporal = pipeline.spec.ratios
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
-    return Latents(samples, pipeline.family, "text", frames, height, width, pipeline.spec.defaults.fps, 0)
+    return Latents(
+        samples=samples,
+        family=pipeline.family,
+        task="text",
+        frames=frames,
+        height=height,
+        width=width,
+        fps=pipeline.spec.defaults.fps,
+        seed=0,
+    )
 
 
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:

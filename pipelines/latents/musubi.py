@@ -2,7 +2,7 @@
 
 A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
 compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
-:mod:`.musubi_items` makes it anew.
+:mod:`.musubi_items` makes it again.
 
 Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
 """
@@ -60,7 +60,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled.
 
     Raises:
-        UnsupportedError: an architecture that is no family of ours. CheckpointError: a tensor that is not as named.
+        UnsupportedError: an architecture that is not a family of ours. CheckpointError: a tensor that is not as named.
     """
     family, kind = _architecture(path, metadata)
     name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
@@ -86,7 +86,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative.
 
     Raises:
-        UnsupportedError: an architecture that is no family of ours. CheckpointError: an embedding is missing, or has
+        UnsupportedError: an architecture that is not a family of ours. CheckpointError: an embedding is missing, or has
             another shape.
     """
     family, kind = _architecture(path, metadata)
@@ -121,11 +121,12 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
     """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
 
     Args:
-        name: of the training item. dtype: one of :data:`DTYPES`; what was loaded from a cache keeps its own.
+        name: of the training item.
+        dtype: one of :data:`DTYPES`; what was loaded from a cache keeps its own.
 
     Raises:
         UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-        InputError: a name that is no file name. CheckpointError: the file cannot be written.
+        InputError: a name that is not a file name. CheckpointError: the file cannot be written.
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = architecture_of(str(known.get("family", "")), "latents")
@@ -147,7 +148,7 @@ def scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor
 
 
 def sized(latents: torch.Tensor) -> str:
-    """What stands behind the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    """What follows the name of a tensor of latents (C, T, H, W): its size and its dtype."""
     return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
 
 
@@ -163,8 +164,9 @@ def write_latents(
     """Write the tensors of a latent cache and return its path.
 
     Args:
-        known: width, height and frames of the item. read: metadata of the cache that it came from. section: the place
-            in the film of one of FramePack's.
+        known: width, height and frames of the item.
+        read: metadata of the cache that it came from.
+        section: the place in the film of one of FramePack's.
     """
     width, height, frames = (int(known[key]) for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
@@ -180,10 +182,11 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     One that was loaded from such a cache is written as it was read, padding included. All ranges of a video share it.
 
     Args:
-        caption: the text it was made of; empty takes what the prompt knows. dtype: one of :data:`DTYPES`.
+        caption: the text it was made of; empty takes what the prompt knows.
+        dtype: one of :data:`DTYPES`.
 
     Raises:
-        UnsupportedError: a family without an architecture there. InputError: a name that is no file name.
+        UnsupportedError: a family without an architecture there. InputError: a name that is not a file name.
     """
     kind = architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"

@@ -28,7 +28,9 @@ class Cut:
     """How a video becomes FramePack's sections.
 
     Args:
-        image: its encoded first frame. window: latent frames per section. order: one of :data:`SECTION_ORDERS`.
+        image: its encoded first frame.
+        window: latent frames per section.
+        order: one of :data:`SECTION_ORDERS`.
     """
 
     image: ImageCondition
@@ -49,7 +51,7 @@ def save_item(
     """Write what there is of one training item, and return the paths.
 
     Args:
-        cut: makes FramePack's sections of the latents. say: told how many there are and what is left out.
+        cut: makes FramePack's sections of the latents. say: called with how many there are and what is left out.
 
     Raises:
         InputError: neither latents nor a prompt, or latents and a prompt of two architectures.

@@ -40,7 +40,7 @@ class Kept:
     """One kept sampling.
 
     ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
-    for a whole one. What nobody knows is 0: the sizes and fps of latents that core sampled for another pack's model.
+    for a whole one. What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model.
     ``family`` is then that model's class, and ``latent_format`` core's class for its latents.
     """
 
@@ -65,7 +65,8 @@ class Sampled:
 
     Args:
         samples: of any shape, on any device; more than one where they are nested, such as video and audio.
-        family: of our pipeline, or the class of the model. latent_format: name of core's class for its latents.
+        family: of our pipeline, or the class of the model.
+        latent_format: name of core's class for its latents.
         frames, width, height: in pixels; 0 where they are unknown.
         unfinished: how far the sampling came, such as ``step 3 of 20``; empty for a whole one.
     """
@@ -142,7 +143,7 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
             raise CheckpointError(
                 f"no saved latents of {family!r}",
                 expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
-                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one of the list.",
+                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list.",
             )
         name = fitting[0]
     if name not in ids:
@@ -171,7 +172,7 @@ class KeptSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
-        """Where the newest unfinished sampling with the same ``key`` stands; None where there is none."""
+        """How far the newest unfinished sampling with the same ``key`` is; None if there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
                 continue
@@ -205,7 +206,10 @@ class KeptSections:
             self.folder, name, lambda path: _saved(path, latents, self.notify, origin), self.notify, self.limit_bytes
         ):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
-            self.notify("finished sections are saved: after a cancel or a crash, queue the same graph again to resume")
+            self.notify(
+                "finished sections are saved: after a cancel or a crash, queue the same graph again with seed "
+                f"{latents.seed} to resume"
+            )
 
 
 def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:
@@ -271,4 +275,18 @@ def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
     sizes = [f"{width}x{height}", f"{frames} frame{'s' if frames > 1 else ''}"] if width else []
     title = ", ".join(filter(None, (date.replace("T", " "), family, *sizes, f"seed {seed}", unfinished)))
     rough = str(record.get("latent_format", ""))
-    return Kept(name, title, family, size, date, seed, frames, width, height, fps, prompt, unfinished, rough)
+    return Kept(
+        id=name,
+        name=title,
+        family=family,
+        total_bytes=size,
+        date=date,
+        seed=seed,
+        frames=frames,
+        width=width,
+        height=height,
+        fps=fps,
+        prompt=prompt,
+        unfinished=unfinished,
+        latent_format=rough,
+    )

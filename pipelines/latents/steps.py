@@ -33,8 +33,11 @@ class KeptSteps:
     """Unfinished samplings in a folder, which several machines may share.
 
     Args:
-        folder: of their files. notify: told once where the disk fails. share: of the time that keeping may take.
-        cost: seconds that the last state took. spent: that all of them took since ``begun``.
+        folder: of their files.
+        notify: called once if the disk fails.
+        share: of the time that keeping may take.
+        cost: seconds that the last state took.
+        spent: that all of them took since ``begun``.
     """
 
     folder: Path
@@ -46,7 +49,7 @@ class KeptSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """Where the sampling of this ``key`` stands; None where there is none, or its file is damaged."""
+        """How far the sampling of this ``key`` is; None if there is none, or its file is damaged."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
@@ -62,8 +65,8 @@ class KeptSteps:
         """Whether another state takes no more than what is left of ``share`` of the time until now."""
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
-    def keep(self, key: str, state: StepState) -> None:
-        """Replace what is kept of this sampling. Never raises for a disk."""
+    def keep(self, key: str, state: StepState) -> bool:
+        """Replace what is kept of this sampling; returns whether the disk took it."""
         tensors = {LATENTS: state.latents.cpu()}  # waits for the device to finish the step: no cost of ours
         begun = time.perf_counter()
         solver: dict[str, Any] = {}
@@ -82,6 +85,7 @@ class KeptSteps:
             self.notify(f"unfinished steps cannot be kept: {error}")
         self.cost = time.perf_counter() - begun
         self.spent += self.cost
+        return not self.failed
 
     def drop(self, key: str) -> None:
         """Remove what is kept of this sampling."""
@@ -120,4 +124,4 @@ def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: 
         raise ValueError("values that no sampling has")
     state = bytes.fromhex(record["generator_state"])
     generator_for(0, state)  # raises where this is none
-    return StepState(done, section, tensors[LATENTS], solver, state)
+    return StepState(done=done, section=section, latents=tensors[LATENTS], solver=solver, generator_state=state)

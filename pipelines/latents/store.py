@@ -45,7 +45,8 @@ class Origin:
 
     Args:
         metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
-        record: further plain values for our own record. tensors: further tensors, under names of their own.
+        record: further plain values for our own record.
+        tensors: further tensors, under names of their own.
     """
 
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -63,7 +64,8 @@ def save_latent(
     """Write a LATENT, from any device; returns ``path``.
 
     Args:
-        say: told how many values were clamped. not_finite: ``refuse`` or ``clamp``.
+        say: called with how many values were clamped.
+        not_finite: ``refuse`` or ``clamp``.
 
     Raises:
         InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.

@@ -30,8 +30,8 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
     A null is left to the class, which may have a default for it.
 
     Args:
-        subject: whose it is, for the error, such as ``transformer``. rows: published configurations; names that none
-            of them has are left alone.
+        subject: whose it is, for the error, such as ``transformer``.
+        rows: published configurations; names that none of them has are left alone.
 
     Raises:
         CheckpointError: names the value.
@@ -93,7 +93,8 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
     """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
 
     Args:
-        subject: the part, for the error. tensors: how many its file has.
+        subject: the part, for the error.
+        tensors: how many its file has.
         check: raises when the user has cancelled; called now and then.
 
     Raises:

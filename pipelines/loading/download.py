@@ -37,9 +37,7 @@ ROOM_BYTES = 2**30  # left free on the disk
 STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
 BESIDE_GIB = 2.0  # of activations and the driver
 WAIT_SECONDS = 0.1  # between two looks at a cancel
-SILENT_SECONDS = (
-    120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and waits for a list for ever
-)
+SILENT_SECONDS = 120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and may wait for ever
 HASHED_BYTES = 2**20  # between two looks at a cancel, too
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a note that was edited
@@ -47,7 +45,7 @@ NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMA
 
 
 class Cancelled(Exception):
-    """Ends a download that nobody waits for any more."""
+    """Ends a download that was cancelled."""
 
 
 @dataclass(slots=True)
@@ -55,7 +53,9 @@ class Fetched:
     """How far one repository is; written by the thread that fetches.
 
     Args:
-        done, total: bytes. stage: what is done now. heard: when the Hub last sent something.
+        done, total: bytes.
+        stage: what is done now.
+        heard: when the Hub last sent something.
     """
 
     done: int = 0
@@ -67,7 +67,7 @@ class Fetched:
 
 
 def offers() -> dict[str, Offer]:
-    """Title of each family that somebody may start with to what to download, the smallest first."""
+    """Title of each family that one may start with to what to download, the smallest first."""
     each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
@@ -113,7 +113,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """In which form the transformer of an offer stays whole on a card; empty where nobody knows the card.
+    """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
 
     Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
     for Q4_K_M.
@@ -123,7 +123,7 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
     size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
     card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
     if size <= room:
-        return f"{card} stays whole as bf16, about {size:.1f} GiB."
+        return f"{card} fits in one piece as bf16, about {size:.1f} GiB."
     forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
     forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
     text = _whole(offer.quantised.get("text", ()), room)
@@ -131,11 +131,11 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
     name = next((name for name, gib in forms if gib <= room), "")
     if not name:
         return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
-    return f"{card} stays whole as {name}{beside}, by AnyGPU Compose Pipeline."
+    return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline."
 
 
 def _whole(files: Sequence[Quantised], room: float) -> str:
-    """The largest of ``files`` that stays whole in ``room`` GiB, else the smallest; empty without files."""
+    """The largest of ``files`` that fits into ``room`` GiB, else the smallest; empty without files."""
     fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
     return str(next(fitting, files[-1])) if files else ""
 
@@ -152,8 +152,10 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
     """What to do while there is no model: the smallest model that fits, its pages and folders, and where was searched.
 
     Args:
-        searched: the model folders; the first is where the model goes. machine: the machine in words.
-        memory_bytes: of the computer that holds the weights. card_bytes: of the device; 0 where it is the computer.
+        searched: the model folders; the first is where the model goes.
+        machine: the machine in words.
+        memory_bytes: of the computer that holds the weights.
+        card_bytes: of the device; 0 where it is the computer.
     """
     title, offer = smallest_for(memory_bytes)
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
@@ -196,8 +198,10 @@ def fetched(
     """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
 
     Args:
-        choice: of :data:`CHOICES`; ``no`` asks nobody and writes nothing. roots: the folders of model folders.
-        endpoint: another Hub, for mirrors and tests. card_bytes: of the device, for advice; 0 for none.
+        choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
+        roots: the folders of model folders.
+        endpoint: another Hub, for mirrors and tests.
+        card_bytes: of the device, for advice; 0 for none.
 
     Raises:
         InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
@@ -239,7 +243,8 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder.
 
     Args:
-        files: path to bytes. only: files and folders at its top; all where empty.
+        files: path to bytes.
+        only: files and folders at its top; all where empty.
     """
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
@@ -420,7 +425,7 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
 
 
 def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
-    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched anew."""
+    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched again."""
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"

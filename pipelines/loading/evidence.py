@@ -1,4 +1,4 @@
-"""What tells which model a checkpoint is: what its file says, the names around it, and the published configurations."""
+"""What shows which model a checkpoint is: what its file says, the names around it, and the published configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What tells which variant a checkpoint is, the surest first.
+    """What shows which variant a checkpoint is, the surest first.
 
     Args:
         notes: the metadata of its file.
@@ -98,7 +98,8 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     """The variant of a model, and what is said of it: a guess names what tells it, unless it is what one expects.
 
     Args:
-        asked: what the user chose; ``auto`` to guess. model: the folder that was chosen.
+        asked: what the user chose; ``auto`` to guess.
+        model: the folder that was chosen.
 
     Raises:
         InputError: a variant of another family.

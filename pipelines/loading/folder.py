@@ -66,22 +66,23 @@ class LoadRequest:
 
     Args:
         model: folder of a diffusers pipeline, or of a transformer alone.
-        base: folder of the pipeline that lends the parts a lone transformer lacks; ``auto`` searches.
+        base: folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches.
         image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides. device: None for the default device; facts that were
-            gathered before stand for the device they are of.
-        search: folders in which ``auto`` looks for other models. attention: which kernel the transformer's attention
-            runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables. quiet: goes
-            by what is kept there, so that the device is neither asked nor timed.
+        variant, precision, offload: choices; ``auto`` decides.
+        device: None for the default device; facts that were gathered before stand for the device they are of.
+        search: folders in which ``auto`` looks for other models.
+        attention: which kernel the transformer's attention runs, for this pipeline alone.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        quiet: goes by what is kept there, so that the device is neither asked nor timed.
         files: single files to compose the pipeline of; ``model`` is then the transformer's.
-        weights, text_weights: how those of transformer and text encoders are kept, of ``compat.quantized.CHOICES``.
+        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
         speed: fused kernels, compile, profile.
         devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``. keep_free_gb: memory of the device that offload ``auto`` leaves to others. stands_in_for: the
-            published model in whose place this demo model runs; empty otherwise.
+            ``device``.
+        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
         cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
-            to, with the bytes that a run may take there, None where nobody tells; empty for ``device`` alone.
+            to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
     """
 
     model: Path
@@ -198,7 +199,7 @@ def _sources(
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
     """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
 
-    Rewritten blocks refer to themselves, so that a pipeline nobody has any more stays until such cycles are looked for.
+    Rewritten blocks refer to themselves, so a pipeline that is no longer used stays until such cycles are collected.
     """
     room = free()
     if room >= wanted:
@@ -321,10 +322,10 @@ def _attention(
 
 
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
-    """The pipeline of single files, with what a folder named as base lends to it."""
+    """The pipeline of single files, with what a folder named as base provides."""
     wanted = family_in(files.parts["transformer"])
-    lenders = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
-    offered = {name: folder for lender in lenders for name, folder in lender.items()}
+    providers = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    offered = {name: folder for provider in providers for name, folder in provider.items()}
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.parts, *wanted.tools)}
     return composed(replace(files, provided=provided), progress)
 
@@ -348,7 +349,7 @@ def _folders_in(folder: Path) -> dict[str, Path]:
 
 
 def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
-    """The first folder beside the model, or in the search folders, that can lend the missing parts."""
+    """The first folder beside the model, or in the search folders, that has the missing parts."""
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
@@ -372,7 +373,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     else:
         for root in roots:
             files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
-            # One that stands alone was put there for this; that of another pipeline may be another training of it.
+            # One on its own was put there for this; that of another pipeline may be another training of it.
             for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
                 if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
                     return config.parent.parent

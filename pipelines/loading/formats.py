@@ -38,8 +38,11 @@ class Content:
     """One model in a file.
 
     Args:
-        kind: which, such as ``ltx/transformer`` or ``t5``. layout: in whose names. prefix: what all names begin with.
-        entries: its tensors under the names of the model. path: the file.
+        kind: which, such as ``ltx/transformer`` or ``t5``.
+        layout: in whose names.
+        prefix: what all names begin with.
+        entries: its tensors under the names of the model.
+        path: the file.
         unknown: names in the file that no rule of the layout knows.
     """
 
@@ -98,7 +101,9 @@ def _content(
         if other := other_model(entries):
             raise refusal(other, path) from None
         raise
-    return Content(layout.kind, layout.name, prefix, named, path, tuple(sorted(unknown)))
+    return Content(
+        kind=layout.kind, layout=layout.name, prefix=prefix, entries=named, path=path, unknown=tuple(sorted(unknown))
+    )
 
 
 def kinds(path: Path) -> tuple[str, ...]:
@@ -164,7 +169,14 @@ def _says(name: str, row: Mapping[str, Any]) -> bool:
 
 
 def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:
-    return Configured(row["config"], row["name"], row.get("task", ""), row.get("tools", {}), why, unused)
+    return Configured(
+        config=row["config"],
+        name=row["name"],
+        task=row.get("task", ""),
+        tools=row.get("tools", {}),
+        why=why,
+        unused=unused,
+    )
 
 
 def layouts() -> tuple[Layout, ...]:

@@ -31,7 +31,8 @@ class Row:
         swapped: the halves of the tensor's rows change places: shift and scale, or gate and projection.
         first_square: the first three targets have as many rows as the tensor's weight has columns, the last the rest.
         flat: axes of length one at the end are dropped: a convolution of one pixel that is a matrix in the model.
-        last: the name in the model for the highest ``#``, where it differs. heads: see ``TensorEntry.heads``.
+        last: the name in the model for the highest ``#``, where it differs.
+        heads: see ``TensorEntry.heads``.
     """
 
     source: str
@@ -48,13 +49,14 @@ class Layout:
     """How one release names the tensors of one model.
 
     Args:
-        kind: which model, such as ``ltx/transformer``. name: which release, for people.
+        kind: which model, such as ``ltx/transformer``.
+        name: which release, for people.
         marks: names that are there in this layout and in no other; ``|`` separates ways to write one.
         absent: names that must not be there.
         rows: the rules, or what makes them of the names in the file.
         words: parts of names that are replaced before the rules are asked.
-        ignored: regular expressions of tensors that are no part of the model.
-        half_of: the kind of which this is one half, in a file of its own; it is no model in a file that has the whole.
+        ignored: regular expressions of tensors that are not part of the model.
+        half_of: the kind of which this is one half, in a file of its own; ignored in a file that has the whole.
     """
 
     kind: str
@@ -103,7 +105,8 @@ def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | N
     """``entries`` of a file under the names of the model.
 
     Args:
-        entries: by their names in the file, without a prefix. path: the file, for the error.
+        entries: by their names in the file, without a prefix.
+        path: the file, for the error.
         unknown: takes up the names that no row knows, as long as they are few; None refuses them.
 
     Raises:

@@ -44,10 +44,15 @@ class LoRA:
     """One LoRA as a user chose it.
 
     Args:
-        path: its file. strength: times what it was trained for. blocks: filter as :func:`lora_keys.chosen` takes it.
-        mode: one of :data:`MODES`. match: what of the file belongs where. stamp: the file's size and time.
-        scales: alpha over rank by layer name, 1 where the file has no alpha. lengths: layers whose weights get their
-            lengths from the file (DoRA): that takes the weights themselves, in any mode.
+        path: its file.
+        strength: times what it was trained for.
+        blocks: filter as :func:`lora_keys.chosen` takes it.
+        mode: one of :data:`MODES`.
+        match: what of the file belongs where.
+        stamp: the file's size and time.
+        scales: alpha over rank by layer name, 1 where the file has no alpha.
+        lengths: layers whose weights get their lengths from the file (DoRA): that takes the weights themselves, in any
+            mode.
     """
 
     path: Path
@@ -74,7 +79,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     """``pipeline`` with one LoRA more, which its transformer gets when it is next held; says how many keys match.
 
     Args:
-        strength: -10 to 10; 0 leaves the pipeline as it is. blocks: such as ``double 0-9, single``; empty for all.
+        strength: -10 to 10; 0 leaves the pipeline as it is.
+        blocks: such as ``double 0-9, single``; empty for all.
         mode: ``separate`` computes beside each layer; ``merged`` adds to the weights, of which a copy is kept.
 
     Raises:
@@ -98,7 +104,15 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     if strength == 0.0:
         progress.notify(f"{path.stem} has no effect at strength 0")
         return pipeline
-    added = LoRA(path, strength, blocks, mode, match, (stat.st_size, stat.st_mtime_ns), _scales(match, entries, notes))
+    added = LoRA(
+        path=path,
+        strength=strength,
+        blocks=blocks,
+        mode=mode,
+        match=match,
+        stamp=(stat.st_size, stat.st_mtime_ns),
+        scales=_scales(match, entries, notes),
+    )
     added = replace(added, lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names))
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
@@ -110,7 +124,7 @@ def named(text: str) -> tuple[Path, float, str]:
     """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all where it names none.
 
     Raises:
-        InputError: no .safetensors file, or a strength that is no number.
+        InputError: no .safetensors file, or a strength that is not a number.
     """
     match = NAMED.fullmatch(text)
     try:
@@ -370,7 +384,7 @@ def _unload(module: Any) -> None:
 
 
 def _is_plain(leaf: nn.Module) -> bool:
-    """Whether what is added to ``weight`` stays: packed layers make theirs anew at each use."""
+    """Whether what is added to ``weight`` stays: packed layers make theirs again at each use."""
     weight = leaf._parameters.get("weight")
     return (
         isinstance(leaf, LEAVES) and weight is not None and type(weight.data) is torch.Tensor and weight.dtype in WIDE

@@ -1,6 +1,6 @@
 """The keys of a LoRA file, in any of the usual styles, as layers of a diffusers transformer.
 
-Three things differ: what stands in front (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
+Three things differ: the prefix (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
 name, the original release's, either with ``_`` for ``.`` as kohya's trainers write it) and what its tensors are called
 (:mod:`.lora_kinds`). Names of the original releases come from the same tables that read whole checkpoints.
 """
@@ -68,7 +68,8 @@ def matched(
     """Which tensors of a LoRA file belong to which layers.
 
     Args:
-        tensors: names and shapes in the file. layers: names and weight shapes of the transformer's layers.
+        tensors: names and shapes in the file.
+        layers: names and weight shapes of the transformer's layers.
         blocks: which blocks take part, such as ``double 0-9, single``; empty for all.
         biased: the layers that have a bias; None for all.
 
@@ -98,7 +99,9 @@ def matched(
         )
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
-    return Match(kept, sorted(unmatched), text, len(tensors), len(pairs) - len(kept))
+    return Match(
+        pairs=kept, unmatched=sorted(unmatched), text_encoder=text, total=len(tensors), filtered=len(pairs) - len(kept)
+    )
 
 
 def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> list[str]:
@@ -171,7 +174,7 @@ def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shap
         if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
             return {}
         rows = None if len(targets) == 1 else (sum(sizes[:index]), count)
-        pairs[target] = Pair(own, shape, rank, rows, row is not None and row.swapped)
+        pairs[target] = Pair(names=own, shape=shape, rank=rank, rows=rows, swapped=row is not None and row.swapped)
     return pairs
 
 

@@ -41,9 +41,11 @@ class Pair:
     """What a file has for one layer.
 
     Args:
-        names: of the tensors in the file, by role. shape: of the layer's weight. rank: what alpha is divided by; 0
-            where none is. rows: first row and count that are this layer's; None for all. swapped: whether the halves
-            of these rows change places.
+        names: of the tensors in the file, by role.
+        shape: of the layer's weight.
+        rank: what alpha is divided by; 0 where none is.
+        rows: first row and count that are this layer's; None for all.
+        swapped: whether the halves of these rows change places.
     """
 
     names: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Models that are not run here, told apart by names and shapes of their tensors, and what runs them."""
+"""Models that are not run here, recognised by names and shapes of their tensors, and what runs them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ELSEWHERE = (
 
 
 def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
-    """The model that is known by name although nothing here runs it; None for one that nobody here knows."""
+    """The model that is known by name although nothing here runs it; None for an unknown one."""
     return next((row for row in _rows() if _fits(row, entries)), None)
 
 
 def other_class(name: str) -> OtherModel | None:
-    """The model of a diffusers class that nothing here runs; None for one that nobody here knows."""
+    """The model of a diffusers class that nothing here runs; None for an unknown one."""
     return next((row for row in _rows() if row.classes and name.startswith(row.classes)), None)
 
 
@@ -38,7 +38,7 @@ def refusal(other: OtherModel, path: Path) -> CheckpointError:
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether its tensors are there, under any prefix, and the one that tells it apart has its number of columns."""
+    """Whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
     ends = {mark: next((name for name in entries if _is(name, mark)), "") for mark in row.marks}
     if not all(ends.values()):
         return False

@@ -47,13 +47,20 @@ class PartFiles:
     """Where a part is and what it is; headers were read, weights were not.
 
     Args:
-        name: part name. library, cls: what builds it. folder: its folder, or its file. config: its ``config.json``.
-        entries: its tensors. dtype: what floating tensors become. dtype_of: from name and shape of a floating tensor to
-            what it becomes instead; one that does not fit stays as ``dtype``.
-        storage: how its blocks' weights are kept in memory, of ``compat.quantized.CHOICES``. keeps_packed: whether
-            those that the file has packed stay as they are. by_bits: whether the device's own cast of bf16 is broken.
-        mapped: whether large tensors that need no cast may be views of the file. staged: whether such views go to a
-            device by way of ordinary memory. settings: attributes that the module gets once it is built.
+        name: part name.
+        library, cls: what builds it.
+        folder: its folder, or its file.
+        config: its ``config.json``.
+        entries: its tensors.
+        dtype: what floating tensors become.
+        dtype_of: from name and shape of a floating tensor to what it becomes instead; one that does not fit stays as
+            ``dtype``.
+        storage: how its blocks' weights are kept in memory, of ``packed.CHOICES``.
+        keeps_packed: whether those that the file has packed stay as they are.
+        by_bits: whether the device's own cast of bf16 is broken.
+        mapped: whether large tensors that need no cast may be views of the file.
+        staged: whether such views go to a device by way of ordinary memory.
+        settings: attributes that the module gets once it is built.
     """
 
     name: str
@@ -121,7 +128,7 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
         raise CheckpointError(
             f"no tensors in the weights of {str(folder)!r}", expected=f"the {name}", fix="Download this folder again."
         )
-    return PartFiles(name, library, cls, folder, config, entries, dtype)
+    return PartFiles(name=name, library=library, cls=cls, folder=folder, config=config, entries=entries, dtype=dtype)
 
 
 def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:

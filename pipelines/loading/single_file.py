@@ -131,7 +131,15 @@ def composed(request: Files, progress: Progress) -> Composed:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
     guessed = (Decision("model", configured.name, configured.why, AUTO, guessed=True),) if configured.why else ()
-    return Composed(family, task, files, folders, tools, folder_tools, guessed)
+    return Composed(
+        family=family,
+        task=task,
+        files=files,
+        folders=folders,
+        tools=tools,
+        folder_tools=folder_tools,
+        decisions=guessed,
+    )
 
 
 def _transformer(path: Path) -> Content:
@@ -150,7 +158,7 @@ def _transformer(path: Path) -> Content:
 
 
 def transformer_file(folder: Path) -> Path | None:
-    """The single file of a known transformer in a folder that is no model folder of diffusers'; None without one."""
+    """The single file of a known transformer in a folder that is not a model folder of diffusers'; None without one."""
     files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
     return next((file for file in files if any(kind.endswith(TRANSFORMER) for kind in kinds(file))), None)
 
@@ -172,7 +180,7 @@ def _content_for(
 ) -> Content | None:
     """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
 
-    None where a folder lends it, or where there is none.
+    None where a folder provides it, or where there is none.
     """
     kind = family.files[part].kind
     width = int(config.get(family.files[part].width) or 0)
@@ -183,7 +191,7 @@ def _content_for(
         content = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if content is None:
             raise CheckpointError(
-                f"{given.name!r} is no {part} of {family.title}",
+                f"{given.name!r} is not a valid {part} for {family.title}",
                 expected=f"{TITLES.get(kind, f'the VAE of {family.title}')}{f' of width {width}' if width else ''}",
                 fix=f"Choose another file as {part}, or auto.",
             )
@@ -228,7 +236,9 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
             other_half = _of_kind(other, wanted, 0)
             assert other_half is not None
             entries = {**own.entries, **other_half.entries}
-            return Content(kind, f"{own.layout}, with {other.name}", own.prefix, entries, path)
+            return Content(
+                kind=kind, layout=f"{own.layout}, with {other.name}", prefix=own.prefix, entries=entries, path=path
+            )
     raise CheckpointError(
         f"{path.name!r} is {own.layout} alone",
         expected=f"the {wanted.rpartition('_')[2]} too",
@@ -258,7 +268,9 @@ def _part(name: str, family: FamilySpec, content: Content, configured: Configure
     if left := (*content.unknown, *configured.unused):
         progress.notify(f"{name}: tensors that {configured.name} has no place for are left out: {listed(left)}")
     entries = {key: entry for key, entry in content.entries.items() if key not in configured.unused}
-    return PartFiles(name, library, cls, content.path, config, entries, torch.float32)
+    return PartFiles(
+        name=name, library=library, cls=cls, folder=content.path, config=config, entries=entries, dtype=torch.float32
+    )
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:

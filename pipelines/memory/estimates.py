@@ -93,7 +93,9 @@ def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int
         settings: with the size of the run.
         window: latent frames of one section of FramePack.
     """
-    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window)
+    size = Size(
+        width=settings.width, height=settings.height, frames=settings.frames, guided=settings.cfg > 1.0, window=window
+    )
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 

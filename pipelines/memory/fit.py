@@ -1,6 +1,6 @@
 """Makes a run fit: chooses the mode for each stage, refuses what cannot fit, and steps down after out of memory.
 
-Decides anew for each stage from the memory that is free at that moment: ``auto`` may load text encoders block by block
+Decides again for each stage from the memory that is free at that moment: ``auto`` may load text encoders block by block
 and the transformer as a whole. A mode that the user chose changes only after running out of memory.
 """
 
@@ -140,8 +140,9 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
 
     Args:
-        stage: ``text`` or ``sampling``. size: of the run; None where it is not known yet. run: what times are for,
-            where the modes that fit are compared by them; None to take them in their order.
+        stage: ``text`` or ``sampling``.
+        size: of the run; None where it is not known yet.
+        run: what times are for, where the modes that fit are compared by them; None to take them in their order.
 
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
@@ -215,7 +216,7 @@ def make_room_and_retry(
         if not done and once_more:
             done, once_more = "once more", False
         if not done:
-            setattr(error, GIVEN_UP, True)  # a stage around a step must not begin anew for it
+            setattr(error, GIVEN_UP, True)  # a stage around a step must not start again for it
             return False
         gc.collect()
         empty_cache(pipeline.offloader.device)

@@ -70,7 +70,7 @@ def forecast(
 
 
 def room_of(pipeline: Pipeline, stage: str, room: int | None, rooms: Rooms = free_bytes) -> int | None:
-    """Bytes that a stage may take where it computes: ``room`` on the pipeline's own device; None where nobody tells."""
+    """Bytes that a stage may take where it computes: ``room`` on the pipeline's own device; None where unknown."""
     device = pipeline.offloader.device_of(COMPUTES[stage])
     return room if room is None or device == pipeline.offloader.device else rooms(device)
 
@@ -81,7 +81,8 @@ def _needs(
     """Each stage beside what stays on its device from before.
 
     Args:
-        places: where each stage computes. decoding_room: bytes that the decode may take.
+        places: where each stage computes.
+        decoding_room: bytes that the decode may take.
     """
 
     def beside(first: str, second: str, count: int) -> int:

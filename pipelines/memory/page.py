@@ -61,9 +61,11 @@ def shown(
     """What each mode needs, in words and as bars.
 
     Args:
-        pipeline: a pipeline of any kind, with its offloader, facts and weights. title: what runs. more: beside it, in
-            the words. needs: the forecast of each mode, the fastest first. times: how long each mode takes, where
-            that is known.
+        pipeline: a pipeline of any kind, with its offloader, facts and weights.
+        title: what runs.
+        more: beside it, in the words.
+        needs: the forecast of each mode, the fastest first.
+        times: how long each mode takes, where that is known.
     """
     room, times = room_of(pipeline), times or {}
     text = _text(pipeline, title + more, needs, times, room)
@@ -71,7 +73,7 @@ def shown(
 
 
 def room_of(pipeline: Any) -> int | None:
-    """Bytes of the device that a run may take now; None where nobody tells."""
+    """Bytes of the device that a run may take now; None where unknown."""
     free = free_bytes(pipeline.offloader.device)
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 

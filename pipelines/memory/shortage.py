@@ -24,7 +24,7 @@ EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What one failed allocation tells.
+    """What one failed allocation reports.
 
     Args:
         asked_bytes, free_bytes: 0 and None where the message does not say.

@@ -34,7 +34,7 @@ class BlockPatches:
         outputs: for ``attn1`` (attention of the video) and ``attn2`` (of video to text): functions from what attention
             gives, (B, N, D) before its projection, and what is known of the place.
         values: double blocks whose attention hands its values on as they are.
-        options: what output patches are told beside block, heads and tokens of the video.
+        options: what output patches are given beside block, heads and tokens of the video.
     """
 
     double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,8 +98,9 @@ class Watch:
     """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was kept.
 
     Args:
-        networks: the transformers by their parts' names. doctor: of the pipeline, who looks at every step; None where
-            nobody asked for one: then the first and the last are looked at, where a transformer that overflows shows.
+        networks: the transformers by their parts' names.
+        doctor: of the pipeline, who looks at every step; None if none was asked for: then the first and the last
+            are looked at, where a transformer that overflows shows.
         tell: takes one line that the user should read.
     """
 
@@ -132,7 +134,7 @@ class Watch:
             return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
-        """Say what is wrong with finite latents, or that nothing is, where somebody asked for a doctor."""
+        """Say what is wrong with finite latents, or that nothing is, if a doctor was asked for."""
         if self.doctor is not None:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
@@ -141,8 +143,9 @@ class Safeguards(NamedTuple):
     """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
 
     Args:
-        again: told of an error in a step; returns whether to try this step again, from the latents it began with.
-        watch: over the transformer that is called. steps: keeps them, and knows of those done before.
+        again: called with an error in a step; returns whether to try this step again, from the latents it began with.
+        watch: over the transformer that is called.
+        steps: keeps them, and knows of those done before.
     """
 
     again: Again | None = None
@@ -154,14 +157,15 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
     """The safeguards of one run of the loop that holds the transformers of ``pipeline``.
 
     Args:
-        generator: whose state is kept with the steps. section: of the video, for a family that samples it in several.
+        generator: whose state is kept with the steps.
+        section: of the video, for a family that samples it in several.
     """
     steps = None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
     return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)
 
 
 def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """None where nobody asked for a doctor and precision ``auto`` has another one to go on with.
+    """None if no doctor was asked for and precision ``auto`` has another one to go on with.
 
     Also None on several devices: each would stop its search at the first layer that is wrong for its own tokens, while
     the others wait there.
@@ -201,23 +205,24 @@ def denoise(
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)
-    for index, time in enumerate(schedule.timesteps):
-        if index < done:
-            continue
-        progress.check()
-        before = latents
-        for attempt in retries(again, schedule.put_back()):
-            with attempt:
-                output = asked(before, time, index).float()
-                latents = advance(output, index, before)
-                if noise_mask is not None:
-                    latents = noise_mask.over(latents, schedule.levels[index + 1])
-                if watch is None and index in (0, count - 1):
-                    # A transformer that overflows does so at once: hours are not spent on a black video.
-                    require_finite(latents, "sampled latents" if index else "latents after the first step")
-        if steps is not None:
-            steps.keep(index + 1, latents, schedule)
-        progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+    with nullcontext() if steps is None else steps.kept_when_cut_short(count):
+        for index, time in enumerate(schedule.timesteps):
+            if index < done:
+                continue
+            progress.check()
+            before = latents
+            for attempt in retries(again, schedule.put_back()):
+                with attempt:
+                    output = asked(before, time, index).float()
+                    latents = advance(output, index, before)
+                    if noise_mask is not None:
+                        latents = noise_mask.over(latents, schedule.levels[index + 1])
+                    if watch is None and index in (0, count - 1):
+                        # A transformer that overflows does so at once: hours are not spent on a black video.
+                        require_finite(latents, "sampled latents" if index else "latents after the first step")
+            if steps is not None:
+                steps.keep(index + 1, latents, schedule)
+            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
     if watch is not None:
@@ -256,9 +261,9 @@ def retries(
                 result = run()
 
     Args:
-        again: told of each error; None to try once.
+        again: called with each error; None to try once.
         restore: puts things back as they were before the try, ahead of ``again``.
-        catches: kinds of errors that ``again`` is told of.
+        catches: kinds of errors that ``again`` is called with.
     """
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ import torch
 from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, state_of
+from ...compat.output_check import NotFinite
 from ...compat.precision import Precision
 from ...compat.ranks import Group
 from ..base import Latents, Pipeline, Progress, Prompt
@@ -31,7 +33,8 @@ class SectionState:
 
     Args:
         latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
-        lengths: latent frames there were after each section. generator_state: for the noise of the next one.
+        lengths: latent frames there were after each section.
+        generator_state: for the noise of the next one.
     """
 
     latents: torch.Tensor
@@ -43,7 +46,7 @@ class SectionStore(Protocol):
     """Saves finished sections, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> SectionState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
@@ -53,7 +56,7 @@ class InMemorySections:
     """Keeps finished sections during one sampling, so that none is lost if it has to start again.
 
     Args:
-        beyond: who keeps them for longer; None for nobody.
+        beyond: who keeps them for longer; None for none.
     """
 
     def __init__(self, beyond: SectionStore | None = None) -> None:
@@ -61,7 +64,7 @@ class InMemorySections:
         self.standing: SectionState | None = None
 
     def found(self, key: str) -> SectionState | None:
-        """Where this sampling stands, else where an earlier one does."""
+        """How far this sampling is, else how far an earlier one is."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -76,7 +79,9 @@ class StepState:
     """The state of a sampling between two steps.
 
     Args:
-        done: steps. section: of a sampling in sections, else 0. latents: as the loop has them.
+        done: steps.
+        section: of a sampling in sections, else 0.
+        latents: as the loop has them.
         solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
         generator_state: for noise that later steps draw.
     """
@@ -92,13 +97,13 @@ class StepStore(Protocol):
     """Saves unfinished steps, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> StepState | None:
-        """Where a sampling of the same ``key`` that was cut short stands; None where there is none."""
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
 
     def due(self) -> bool:
         """Whether enough time has passed that keeping a state costs next to nothing."""
 
-    def keep(self, key: str, state: StepState) -> None:
-        """Replace what is kept of this sampling."""
+    def keep(self, key: str, state: StepState) -> bool:
+        """Replace what is kept of this sampling; returns whether that was done."""
 
     def drop(self, key: str) -> None:
         """Forget this sampling: it has ended."""
@@ -112,16 +117,16 @@ class LeaderSteps:
     store: StepStore
 
     def found(self, key: str) -> StepState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
         """Whether it is time, on the leader."""
         return self.group.leads and self.store.due()
 
-    def keep(self, key: str, state: StepState) -> None:
-        """Replace what is kept; only the leader is ever asked to."""
-        self.store.keep(key, state)
+    def keep(self, key: str, state: StepState) -> bool:
+        """Replace what is kept, on the leader."""
+        return self.group.leads and self.store.keep(key, state)
 
     def drop(self, key: str) -> None:
         """Forget this sampling."""
@@ -137,7 +142,7 @@ class LeaderSections:
     store: SectionStore
 
     def found(self, key: str) -> SectionState | None:
-        """Where the leader's file says that this sampling stands."""
+        """How far this sampling is by the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -151,7 +156,10 @@ class Resuming:
     """What keeps the steps of one sampling; :class:`Pipeline` hands it on to the loop.
 
     Args:
-        store: where. key: of the sampling. progress: told where it goes on.
+        store: where.
+        key: of the sampling.
+        progress: told where it goes on.
+        seed: of the request, which a user must give again.
         broken: whether nothing more is kept, since what was kept may be what went wrong.
         skipped: steps that an earlier run had done.
     """
@@ -159,11 +167,12 @@ class Resuming:
     store: StepStore
     key: str
     progress: Progress
+    seed: int = 0
     broken: bool = False
     skipped: int = 0
 
     def abandon(self) -> None:
-        """Forget what is kept and keep nothing more: the sampling begins anew in another precision."""
+        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
         self.broken = True
         self.store.drop(self.key)
 
@@ -173,13 +182,17 @@ class Steps:
     """The steps of one run of the loop, kept by ``resuming``, which may go on after the last that was kept.
 
     Args:
-        generator: draws the noise of later steps. section: of a sampling in sections.
+        generator: draws the noise of later steps.
+        section: of a sampling in sections.
+        began: the solver's fields before its first step.
+        last: the state after the last step; None before the first and after the last.
     """
 
     resuming: Resuming
     generator: torch.Generator
     section: int = 0
     began: Mapping[str, Any] = field(default_factory=dict)
+    last: StepState | None = None
 
     def restored(self, latents: torch.Tensor, schedule: Schedule) -> tuple[torch.Tensor, int]:
         """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is kept."""
@@ -196,20 +209,46 @@ class Steps:
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
         self.resuming.skipped += state.done
+        self.last = state
         return state.latents.to(latents), state.done
 
     def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
-        """Keep the state after ``done`` steps where it is time to."""
-        if self.resuming.broken or done >= len(schedule) or not self.resuming.store.due():
+        """Note the state after ``done`` steps, and keep it where it is time to."""
+        self.last = None
+        if self.resuming.broken or done >= len(schedule):
             return
         changed = {name: value for name, value in vars(schedule.solver).items() if self._differs(name, value)}
         odd = [name for name, value in changed.items() if not _storable(value)]
         if odd:
-            log.warning("AnyGPU: steps are not kept: the solver's %s is no plain value", odd[0])
+            log.warning("AnyGPU: steps are not kept: the solver's %s is not a plain value", odd[0])
             self.resuming.broken = True
             return
-        state = StepState(done, self.section, latents, changed, state_of(self.generator))
-        self.resuming.store.keep(self.resuming.key, state)
+        solver = {name: list(value) if isinstance(value, list) else value for name, value in changed.items()}
+        self.last = StepState(
+            done=done, section=self.section, latents=latents, solver=solver, generator_state=state_of(self.generator)
+        )
+        if self.resuming.store.due():
+            self.resuming.store.keep(self.resuming.key, self.last)
+
+    @contextmanager
+    def kept_when_cut_short(self, count: int) -> Iterator[None]:
+        """Around the loop of ``count`` steps: a cancel or an error keeps the last step that was finished.
+
+        Values that are not finite keep none: the fault may be in the steps before.
+        """
+        try:
+            yield
+        except NotFinite:
+            raise
+        except BaseException:
+            if self.last is not None and not self.resuming.broken:
+                with suppress(Exception):  # the device may be what failed
+                    if self.resuming.store.keep(self.resuming.key, self.last):
+                        self.resuming.progress.notify(
+                            f"step {self.last.done} of {count} is saved: to go on from there, run it again with seed "
+                            f"{self.resuming.seed} and the same inputs"
+                        )
+            raise
 
     def finish(self) -> None:
         """Forget the steps: the loop has ended, and what it made is kept elsewhere."""
@@ -223,18 +262,19 @@ class Steps:
 
 
 def with_steps(
-    pipeline: Pipeline, store: StepStore, progress: Progress, stage: str, prompt: Prompt, *request: Any
+    pipeline: Pipeline, store: StepStore, progress: Progress, stage: str, seed: int, prompt: Prompt, *request: Any
 ) -> Pipeline:
     """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
 
     Args:
-        stage: what begins anew where steps cannot be kept, for the user.
+        stage: what starts again if steps cannot be kept, for the user.
+        seed: for the user, too.
         prompt, request: all that decides the latents.
     """
     if pipeline.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline
-    return replace(pipeline, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress))
+    return replace(pipeline, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress, seed))
 
 
 def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:

@@ -25,7 +25,8 @@ class LlavaInput:
 
     Args:
         positive, negative: PIL pictures beside the prompt and beside the negative prompt.
-        processor: the pipeline's image processor. interleave: every so many of the 576 picture states are kept.
+        processor: the pipeline's image processor.
+        interleave: every so many of the 576 picture states are kept.
     """
 
     positive: Any
@@ -86,8 +87,9 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     """Core's CONDITIONING of a HunyuanVideo text encoder under the names of :func:`llama_embeds`, on the CPU.
 
     Args:
-        embeds: (1, N, 4096), the template cropped already. extra: ``pooled_output`` (1, 768) and, where there is
-            padding, ``attention_mask``, whose last N entries are for these states.
+        embeds: (1, N, 4096), the template cropped already.
+        extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries are for
+            these states.
 
     Raises:
         InputError: no pooled CLIP vector.
@@ -162,7 +164,7 @@ def _fitting(
             expected="words only",
             fix="Remove it: the template has a place for the picture.",
         )
-    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which stands before the template too
+    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which comes before the template too
     around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
     text = shortened(tokenizer, text, limit - around + own, subject, progress)
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]

@@ -87,7 +87,14 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     texts = {name: str(record.get(name, "")) for name in TEXTS}
     sections = tuple(groups[group] for group in names[2:])
     has_negative = bool(record.get("opposed"))
-    return Prompt(str(record["family"]), groups[EMBEDS], groups[NEGATIVE] or None, sections, has_negative, texts)
+    return Prompt(
+        family=str(record["family"]),
+        embeds=groups[EMBEDS],
+        negative=groups[NEGATIVE] or None,
+        sections=sections,
+        has_negative=has_negative,
+        extra=texts,
+    )
 
 
 def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

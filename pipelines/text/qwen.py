@@ -68,8 +68,9 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
     """Core's CONDITIONING of a HunyuanVideo 1.5 text encoder under the names of :func:`qwen_embeds`, on the CPU.
 
     Args:
-        embeds: (1, N, 3584), the template cropped already. extra: ``attention_mask`` where there is padding, and
-            ``conditioning_byt5small`` (1, M, 1472) where the text quotes something.
+        embeds: (1, N, 3584), the template cropped already.
+        extra: ``attention_mask`` where there is padding, and ``conditioning_byt5small`` (1, M, 1472) where the text
+            quotes something.
     """
     mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
     states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
@@ -83,7 +84,8 @@ class Chat:
     It stands in for the tokenizer in upstream's encoding, whose template is not an argument.
 
     Args:
-        template: text with one ``{}``; empty for upstream's. crop: leading tokens to cut off; -1 finds them.
+        template: text with one ``{}``; empty for upstream's.
+        crop: leading tokens to cut off; -1 finds them.
     """
 
     def __init__(self, tokenizer: Any, template: str = "", crop: int = -1) -> None:

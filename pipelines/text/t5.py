@@ -51,7 +51,8 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
         fix = "Raise max_tokens; 0 takes the model's own limit."
         raise InputError(f"max_tokens leaves {room} tokens for the {subject}", expected="room for a word", fix=fix)
     lost = tokenizer.decode(tokens[kept:], skip_special_tokens=True)[:40].strip()
-    progress.notify(f"the {subject} is shortened from {total} to {room} tokens: what begins with {lost!r} is left out")
+    left = f"what begins with {lost!r}" if lost else "the rest"  # signs that the tokenizer does not know decode to none
+    progress.notify(f"the {subject} is shortened from {total} to {room} tokens: {left} is left out")
     return shorter
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ...compat.device.execution import HOST
 from ...compat.device.facts import free_bytes, value_or
+from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.memory.times import TimeForecast
 from ..base import Pipeline
@@ -20,11 +21,11 @@ WORTH = 0.9  # of the time, below which another mode is worth it
 def times_of(
     pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
 ) -> dict[str, TimeForecast]:
-    """How long a run takes under each mode that can be; empty where nobody knows the device's rates.
+    """How long a run takes under each mode that can be; empty if the device's rates are unknown.
 
     A forecast that fails costs the figure, never the page that shows it.
     """
-    usable = [mode for mode in modes if mode == "none" or pipeline.offloader.device.type != HOST.type]
+    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
     known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room, rooms), None) for mode in usable}
     return {mode: each for mode, each in known.items() if each is not None}
 

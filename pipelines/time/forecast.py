@@ -64,7 +64,7 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 def time_forecast(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> TimeForecast | None:
-    """How long a run takes under ``mode``, by default the pipeline's own; None where nobody knows the device's rates.
+    """How long a run takes under ``mode``, by default the pipeline's own; None if the device's rates are unknown.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
@@ -80,7 +80,7 @@ def time_forecast(
 def stage_time(
     pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
 ) -> StageTime | None:
-    """How long one stage takes; None where nobody knows the rates of its device.
+    """How long one stage takes; None if the rates of its device are unknown.
 
     Args:
         room: bytes of its device that it may take; None for all that it needs.
@@ -141,6 +141,6 @@ def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
 
 
 def _room(pipeline: Pipeline, stage: str) -> int | None:
-    """Bytes of its device that a stage may take now; None where nobody tells."""
+    """Bytes of its device that a stage may take now; None where unknown."""
     free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)

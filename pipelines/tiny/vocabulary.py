@@ -86,15 +86,19 @@ def llama3(words: str = WORDS) -> TokenizerFiles:
     )
 
 
-def qwen2() -> TokenizerFiles:
-    """The text tokenizer of HunyuanVideo 1.5: byte-level pairs with Qwen 2's split, and a chat template."""
+def qwen2(words: str = WORDS) -> TokenizerFiles:
+    """The text tokenizer of HunyuanVideo 1.5: byte-level pairs with Qwen 2's split, and a chat template.
+
+    Args:
+        words: get a token each, beside those of the chat.
+    """
     import inspect
 
     from diffusers import HunyuanVideo15Pipeline
     from tokenizers import normalizers
 
     system = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters["system_message"].default
-    texts = ["system\n", system, "\n", "user\n", "assistant\n", WORDS]
+    texts = ["system\n", system, "\n", "user\n", "assistant\n", words]
     tokenizer = _byte_level(QWEN2_SPLIT, texts, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     tokenizer.normalizer = normalizers.NFC()
     return _files(
@@ -193,7 +197,7 @@ def _byte_level(split: str, texts: Iterable[str], special: Iterable[str]) -> Any
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    # What stands between the special tokens is split on its own, so it is also learnt on its own.
+    # Text between the special tokens is split separately, so it is also learnt separately.
     runs = [run for text in texts for run in re.split(r"<\|\w+\|>|<image>|\{\}", text) if run]
     pieces, merges = _byte_pairs(splitter, runs)
     tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=merges))

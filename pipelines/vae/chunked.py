@@ -33,10 +33,11 @@ ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
 
 @dataclass(frozen=True, slots=True)
 class TilePosition:
-    """Where a piece stands in its plane, in cells of the piece: a core, and what is read around it.
+    """The position of a piece in its plane, in cells of the piece: a core, and what is read around it.
 
     Args:
-        rows, columns: (first, end) of the core. halo: cells read above, below, left and right of it.
+        rows, columns: (first, end) of the core.
+        halo: cells read above, below, left and right of it.
         height, width: of the plane.
     """
 
@@ -64,9 +65,11 @@ class CausalCache:
     """What a causal decoder remembers of the frames before, in host memory: whole planes, by layer.
 
     Args:
-        way: to the device and back. kept: by layer, (1, C, k - 1, H, W) of each convolution, keys and values
-            (1, 2C, T, H, W) of an attention. coming: what the chunk under way leaves for the next.
-        frames: latent frames behind it. place: where the piece that runs stands; None for the whole plane.
+        way: to the device and back.
+        kept: by layer, (1, C, k - 1, H, W) of each convolution, keys and values (1, 2C, T, H, W) of an attention.
+        coming: what the chunk under way leaves for the next.
+        frames: latent frames behind it.
+        place: position of the piece that runs; None for the whole plane.
     """
 
     way: Transfer

@@ -114,7 +114,15 @@ class Passes:
 
         group = self.pipeline.group
         together = None if group is None else partial(decoded_together, group)
-        work = Work(samples, plan.ratios, guard, self._judged(judge), smaller, watch.check, together)
+        work = Work(
+            latents=samples,
+            ratios=plan.ratios,
+            guard=guard,
+            judge=self._judged(judge),
+            smaller=smaller,
+            check=watch.check,
+            together=together,
+        )
 
         def run(vae: Any, transfer: Transfer) -> torch.Tensor:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
@@ -269,7 +277,7 @@ class Passes:
     def _told(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
         """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
 
-        None where the error says it best: it is no matter of the device.
+        None where the error says it best: it is not a matter of the device.
         """
         if kind == MEMORY:
             other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
@@ -326,7 +334,7 @@ def decoding(
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
-    return Passes(Plan(pipeline, "decoder", size, form, tile), progress)
+    return Passes(Plan(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
 
 
 def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
@@ -339,7 +347,9 @@ def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], prog
 def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
-    return Passes(Plan(pipeline, "encoder", (count, rows, columns), Form(), tile), progress)
+    return Passes(
+        Plan(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=Form(), advised=tile), progress
+    )
 
 
 def decoded(
@@ -348,7 +358,8 @@ def decoded(
     """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
 
     Args:
-        form: what the user asks; None for ``auto``. tile: pixels per tile that ``auto`` begins with; 0 for whole.
+        form: what the user asks; None for ``auto``.
+        tile: pixels per tile that ``auto`` begins with; 0 for whole.
     """
     with decoding(pipeline, samples.shape, progress, form, tile) as passes:
         return unsigned(passes.decode(samples))
@@ -368,7 +379,8 @@ def encoded(
     """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU.
 
     Args:
-        frames: (F, H, W, 3) in 0..1. mode: take the distribution's mode instead of a draw from ``seed``.
+        frames: (F, H, W, 3) in 0..1.
+        mode: take the distribution's mode instead of a draw from ``seed``.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -388,7 +400,7 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
     """``vae`` working in tiles of ``tile`` pixels, or whole for 0; its own settings come back afterwards."""
     before = {name: getattr(vae, name) for name in TILING if hasattr(vae, name)}
     ratio = int(getattr(vae, "spatial_compression_ratio", 0) or vae.config.get("spatial_compression_ratio", 8))
-    # A stride that is no whole number of latents would tear the tiles apart.
+    # A stride that is not a whole number of latents would tear the tiles apart.
     stride = max(ratio, int(tile * STRIDE) // ratio * ratio)
     sizes = {"stride": stride, "latent": tile // ratio, "sample": tile}
     wanted: dict[str, Any] = {"use_tiling": tile > 0}

@@ -38,7 +38,7 @@ class Activation:
     """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it.
 
     Args:
-        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None where nobody asked for them.
+        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None if they were not asked for.
     """
 
     plane: Tensor
@@ -147,7 +147,7 @@ class Stream:
         return place.core(run(*tiles)).contiguous()
 
     def _summed(self, piece: Tensor) -> Moments | None:
-        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None where nobody needs them."""
+        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None if they are not needed."""
         if not self.groups or piece.shape[1] % self.groups:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w
@@ -184,7 +184,7 @@ def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition
     """``region`` of a plane with ``halo`` cells around it, as far as there are any."""
     top, bottom, left, right = region
     around = min(halo, top), min(halo, height - bottom), min(halo, left), min(halo, width - right)
-    return TilePosition((top, bottom), (left, right), around, height, width)
+    return TilePosition(rows=(top, bottom), columns=(left, right), halo=around, height=height, width=width)
 
 
 def parted(region: Region, side: int) -> list[Region]:
@@ -203,7 +203,8 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
     """Frame-causal attention of a tile's queries over keys and values in host memory, a block of them at a time.
 
     Args:
-        query: (1, C, T, h, w) on the device. planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
+        query: (1, C, T, h, w) on the device.
+        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
 
     Returns:
         (1, C, T, h, w) in the dtype of ``query``. Scores are fp32; beside operands live one block and its scores.

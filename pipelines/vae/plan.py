@@ -227,7 +227,7 @@ class Plan:
         return next((each.stream for each in self.forms if 0 < each.stream < side), 0)
 
     def needed_bytes(self, attempt: Attempt) -> int:
-        """Bytes beside the weights that an attempt is forecast to take; 0 where nobody knows."""
+        """Bytes beside the weights that an attempt is forecast to take; 0 if unknown."""
         if not self.decodes or not self.pipeline.weights:
             return 0
         planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0
@@ -335,7 +335,14 @@ class Plan:
 def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, int]:
     """The form in which a decode of ``size`` begins with ``room`` bytes beside the weights, and the bytes it needs."""
     spec, cells = pipeline.spec, latent_shape(pipeline, size)
-    plan = Plan(pipeline, "decoder", decoder_size(pipeline, cells), Form(), spec.tile_for(cells), room)
+    plan = Plan(
+        pipeline=pipeline,
+        coder="decoder",
+        size=decoder_size(pipeline, cells),
+        form=Form(),
+        advised=spec.tile_for(cells),
+        room=room,
+    )
     return plan.attempt, plan.needed_bytes(plan.attempt)
 
 

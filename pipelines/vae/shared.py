@@ -21,7 +21,9 @@ class RegionTask:
     """A region to decode.
 
     Args:
-        latents: (1, C, T, h, w) on the host. attempt: in which form. time: of a VAE that takes one, on the host.
+        latents: (1, C, T, h, w) on the host.
+        attempt: in which form.
+        time: of a VAE that takes one, on the host.
     """
 
     latents: torch.Tensor

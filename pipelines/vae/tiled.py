@@ -34,7 +34,8 @@ class Region:
 
     Args:
         weights: how much it counts in the result, per row and per column of pixels; they add up to one everywhere.
-        frames: latent frames that are done. past: what a causal decoder remembers of them.
+        frames: latent frames that are done.
+        past: what a causal decoder remembers of them.
     """
 
     rows: tuple[int, int]
@@ -54,8 +55,10 @@ class Window:
     """Latent frames that are decoded together; upstream's own for HunyuanVideo, else all.
 
     Args:
-        latents: (1, C, T, h, w) on the host. pending: regions still to be decoded, the next one last.
-        video: (1, 3, F, H, W), fp32, on the host; filled as regions are done. covered: weights so far, (H, W).
+        latents: (1, C, T, h, w) on the host.
+        pending: regions still to be decoded, the next one last.
+        video: (1, 3, F, H, W), fp32, on the host; filled as regions are done.
+        covered: weights so far, (H, W).
     """
 
     latents: Tensor
@@ -125,7 +128,7 @@ class Work:
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def region(self, task: RegionTask, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
-        """Frames of one region that stands for itself."""
+        """Frames of one region on its own."""
         height, width = task.latents.shape[-2:]
         alone = Window(task.latents, [])
         self._region(alone, Region((0, height), (0, width)), task.attempt.frames, transfer, decode)
@@ -363,5 +366,7 @@ def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
-            tiles.append(Region(rows, columns, (by_row, by_column), region.frames, past))
+            tiles.append(
+                Region(rows=rows, columns=columns, weights=(by_row, by_column), frames=region.frames, past=past)
+            )
     return tiles[::-1]

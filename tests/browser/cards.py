@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import results
+from anygpu.pipelines.demo import demo_models
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, TALL = 640, 360
 INK, SOFT = (255, 255, 255), (255, 255, 255, 150)
-DRAWN_BY = {"ltx": "drawn by the 9 MB demo model", "paint": "the demo's mesh, from synthetic pictures"}
 COLOURS = {  # first letters of a workflow's name -> corners of its background
     "ltx": ((16, 82, 90), (57, 166, 132)),
     "hunyuan_video_15": ((76, 29, 89), (203, 78, 122)),
@@ -118,8 +118,7 @@ def card(workflow: Path) -> Image.Image:
     left, top = 40, 226
     if workflow.stem in results.RESULTS:
         show_result(picture, pen, *results.RESULTS[workflow.stem]())
-        by = next(text for start, text in DRAWN_BY.items() if workflow.stem.startswith(start))
-        pen.text((40, 334), by, SOFT, font(14))
+        pen.text((40, 334), drawn_by(workflow.stem), SOFT, font(14))
         return picture
     shown = inputs_of(kinds, sum(node["type"] == "LoadImage" for node in nodes))
     for draw, width in shown:
@@ -128,6 +127,14 @@ def card(workflow: Path) -> Image.Image:
     draw_arrow(pen, left, top)
     (draw_mesh if "SaveGLB" in kinds else draw_film)(pen, left + 66, top)
     return picture
+
+
+def drawn_by(name: str) -> str:
+    """What drew the result on the card of a workflow."""
+    for choice, folder in demo_models().items():
+        if name.startswith(folder.name):
+            return f"drawn by {choice}"
+    return "the demo's mesh, from synthetic pictures"
 
 
 def show_result(picture: Image.Image, pen: Pen, given: results.Strip, made: results.Strip) -> None:

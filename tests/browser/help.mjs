@@ -90,6 +90,7 @@ try {
 
   await page.locator(".anygpu-tab-button").click();
   const kept = page.locator(".anygpu-panel details").filter({ has: page.getByRole("heading", { name: "Saved latents" }) });
+  await kept.evaluate((part) => (part.open = true)); // it is folded at first
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();
   await kept.scrollIntoViewIfNeeded();
   await page.waitForTimeout(1500);

@@ -272,12 +272,12 @@ export async function firstRun(nodes2) {
     await showAll(page);
     const area = page.locator(".anygpu-first p");
     await area.waitFor();
-    assert.match(await area.textContent(), /^No model yet\..*'demo: LTX-Video.*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
+    assert.match(await area.textContent(), /^No model yet\. Workflows of LTX-Video, .* run at once: a small demo model .*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
     await page.context().grantPermissions(["clipboard-read", "clipboard-write"]);
     await page.locator(".anygpu-first button").evaluate((button) => button.click()); // small on the canvas
     await page.getByRole("button", { name: "Copied" }).waitFor();
     const text = await page.evaluate(() => navigator.clipboard.readText());
-    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "demo: LTX-Video"]) {
+    for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "a small demo model draws"]) {
       assert.ok(text.includes(wanted), `${wanted} in ${text}`);
     }
     assert.ok((await area.boundingBox()).height > 40, "the text can be read");
@@ -349,15 +349,22 @@ export async function markupIsText({ page }) {
   assert.ok(!texts.some((text) => /&#\d+;/.test(text)), "an entity is shown");
 }
 
-/** The help of each node with a picture, opened by the button over the selected node. */
+/** The help of each node, opened by the button over the selected node: not wider than the pane, with its pictures. */
 export async function helpIsShown(nodes2) {
   const folder = new URL("../../web/docs/", import.meta.url);
   const { browser, page, errors } = await openPage({ nodes2 });
   try {
     for (const type of (await readdir(folder)).sort()) {
       const text = await readFile(new URL(`${type}/en.md`, folder), "utf8");
+      const help = await openHelp(page, type);
+      await help.getByRole("heading", { name: /^# (.+)$/m.exec(text)[1], exact: true }).waitFor();
+      const wide = await help.evaluate((pane) => {
+        const { right } = pane.getBoundingClientRect();
+        return [...pane.querySelectorAll("*")].filter((part) => part.getBoundingClientRect().right > right + 1).map((part) => part.textContent.slice(0, 60));
+      });
+      assert.deepEqual(wide, [], `${type}: sticks out of the pane`);
       if (!text.includes("![")) continue;
-      const pictures = (await openHelp(page, type)).locator(`img[src*="/docs/${type}/"]`);
+      const pictures = help.locator(`img[src*="/docs/${type}/"]`);
       await pictures.first().scrollIntoViewIfNeeded();
       await page.waitForFunction((kind) => [...document.querySelectorAll(`img[src*="/docs/${kind}/"]`)].every((each) => each.naturalWidth > 0), type);
       assert.equal(await pictures.count(), text.split("![").length - 1, type);

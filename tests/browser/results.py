@@ -14,8 +14,9 @@ import torch
 from anygpu.paint.demo import demonstration
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.demo import demo_models
+from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.drawing import drawn
+from anygpu.pipelines.demo.scenes import EXAMPLE, first_frame, scene_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from PIL import Image, ImageDraw, ImageFont
 
@@ -36,9 +37,9 @@ Strip = list[Image.Image]
 
 
 @functools.cache
-def demo() -> Pipeline:
-    """The demo model that ships with the pack, in fp32."""
-    return load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
+def demo(family: str = "ltx") -> Pipeline:
+    """The demo model of a family that ships with the pack, in fp32."""
+    return load(LoadRequest(MODELS / family, precision="fp32", device="cpu"))
 
 
 def clip(text: str, **inputs: Any) -> torch.Tensor:
@@ -61,9 +62,14 @@ def evenly(frames: torch.Tensor, count: int = SHOWN) -> Strip:
     return pictures(frames[torch.linspace(0, len(frames) - 1, count).round().long()])
 
 
-def from_text(text: str) -> tuple[Strip, Strip]:
+def from_text(text: str, family: str = "ltx") -> tuple[Strip, Strip]:
     """What goes in beside the text, nothing, and what comes out."""
-    return [], evenly(drawn(demo(), text, SEED))
+    return [], evenly(drawn(demo(family), text, SEED))
+
+
+def from_first_frame(text: str) -> tuple[Strip, Strip]:
+    """The picture of a shape that FramePack starts from, and the clip."""
+    return pictures(first_frame(scene_in(text) or EXAMPLE)), evenly(drawn(demo("framepack"), text, SEED))
 
 
 def from_picture(text: str, start: str) -> tuple[Strip, Strip]:
@@ -96,6 +102,12 @@ RESULTS = {  # workflow -> what goes in and comes out
     "ltx_image_to_video": functools.partial(
         from_picture, "a red square moves right on yellow", "a red square moves right on yellow"
     ),
+    "hunyuan_video_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video"),
+    "hunyuan_video_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video"),
+    "mochi_text_to_video": functools.partial(from_text, PROMPTS[0], "mochi"),
+    "mochi_core_ksampler": functools.partial(from_text, PROMPTS[1], "mochi"),
+    "framepack_image_to_video": functools.partial(from_first_frame, PROMPTS[1]),
+    "framepack_core_ksampler": functools.partial(from_first_frame, PROMPTS[0]),
     "ltx_video_to_video": functools.partial(from_video, PROMPTS[1], "a red square moves right on yellow"),
     **dict.fromkeys(("paint_v2_0", "paint_pbr", "paint_turbo", "paint_second_pass", "paint_from_one_picture"), painted),
 }

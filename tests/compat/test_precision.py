@@ -132,6 +132,14 @@ def test_fp16_that_gives_nan_is_trusted_with_nothing_in_auto_and_works_where_it_
     assert precision_for(PLAIN, facts, "auto", GOOD).safe
 
 
+def test_what_speaks_against_fp16_is_named_where_bf16_is_refused_too():
+    for wrong in ("conv2d", "matmul"):
+        answers = told(**{"matmul__bf16": WRONG, f"{wrong}__fp16": WRONG})
+        decided = precision_for(PLAIN, profiles.facts_of("gfx1201"), "auto", answers)
+        assert decided.transformer is FP32
+        assert f"and fp16 does not work either ({wrong}.fp16 is wrong: as told)" in decided.why
+
+
 @pytest.mark.parametrize("choice", ["bf16", "fp16", "fp16-safe"])
 def test_an_explicit_choice_that_the_device_cannot_do_raises_with_the_reason(choice):
     name = choice.removesuffix("-safe")

@@ -24,7 +24,7 @@ with atheris.instrument_imports(
     sys.path.insert(0, str(HERE))
     from target import read_all
 
-warnings.simplefilter("ignore")  # of numpy, on scales that are no numbers
+warnings.simplefilter("ignore")  # of numpy, on scales that are not numbers
 MEMORY = Path("/dev/shm")
 
 if __name__ == "__main__":

@@ -235,3 +235,11 @@ def test_text_encoders_in_safe_fp16_and_with_bounded_attention(inside: Inside, n
     assert found["restored"] and not found["left"], "the CLIP that came in was changed"
     assert found["chunks"] and found["bounded"] <= 1e-5
     assert any("holds NaN or infinite values" in line for line in found["said"])
+
+
+def test_a_fitted_clip_under_cores_select_clip_device(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "on_second_device", name="T5")
+    assert found["changed"], "safe fp16 acts on the first device"
+    first, second = found["devices"]
+    assert first == second and first.endswith(":1")
+    assert found["before"] and found["after"], "another device, the same text"

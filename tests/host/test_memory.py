@@ -82,7 +82,7 @@ def test_unloading_everything_leaves_the_part_as_it_was_read(inside: Inside) -> 
     found = inside.play("memory", "out_of_memory")
     assert found["resident"] > 0
     assert (found["left"], found["classes"]) == (0, 0)
-    # What is copied are the tables of core's noise schedule, which are no weights.
+    # What is copied are the tables of core's noise schedule, which are not weights.
     assert found["copied"] < found["resident"] / 20, "weights that are at home already were copied back"
     assert found["equal"] and (found["on"], found["released"]) == ("acc", "cpu")
 

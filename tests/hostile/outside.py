@@ -253,7 +253,7 @@ def _assigned(node: ast.AST) -> tuple[list[ast.expr], list[ast.expr]]:
 
 
 def _meaning(value: ast.expr, names: dict[str, str]) -> str:
-    """What an expression stands for; empty where it is no part of an import."""
+    """What an expression stands for; empty where it is not part of an import."""
     if isinstance(value, ast.Attribute):
         first, *rest = chain(value) or [""]
         return ".".join([names[first], *rest]) if first in names else ""

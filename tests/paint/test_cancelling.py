@@ -1,4 +1,4 @@
-"""A cancel is obeyed in the middle of every stage that is no network: between any two operations, and while reading."""
+"""A cancel is obeyed in the middle of every stage without a network: between any two operations, and while reading."""
 
 from __future__ import annotations
 

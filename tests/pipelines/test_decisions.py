@@ -129,16 +129,20 @@ def test_what_is_downloaded_is_told_as_it_is_stored_there():
 @pytest.mark.parametrize(
     ("title", "gigabytes", "words"),
     [
-        ("LTX-Video", 8, "stays whole as bf16, about 3.6 GiB"),
+        ("LTX-Video", 8, "fits in one piece as bf16, about 3.6 GiB"),
         (
             "LTX-Video",
             4,
             "ltx-video-2b-v0.9-Q4_K_M.gguf of city96/LTX-Video-gguf (1.4 GB), with t5-v1_1-xxl-encoder-Q4",
         ),
         ("HunyuanVideo", 6, "is streamed in every form; the smallest useful one is hunyuan-video-t2v-720p-q3_k_m.gguf"),
-        ("HunyuanVideo", 12, "stays whole as hunyuan-video-t2v-720p-q5_k_m.gguf of calcuis/hunyuan-gguf (9.4 GB)"),
-        ("HunyuanVideo", 16, "stays whole as hunyuan-video-t2v-720p-q8_0.gguf of calcuis/hunyuan-gguf (14.0 GB)"),
-        ("HunyuanVideo", 48, "stays whole as bf16"),
+        (
+            "HunyuanVideo",
+            12,
+            "fits in one piece as hunyuan-video-t2v-720p-q5_k_m.gguf of calcuis/hunyuan-gguf (9.4 GB)",
+        ),
+        ("HunyuanVideo", 16, "fits in one piece as hunyuan-video-t2v-720p-q8_0.gguf of calcuis/hunyuan-gguf (14.0 GB)"),
+        ("HunyuanVideo", 48, "fits in one piece as bf16"),
         (
             "Mochi 1",
             12,
@@ -152,7 +156,7 @@ def test_what_is_downloaded_is_told_as_it_is_stored_there():
         (
             "FramePack",
             24,
-            "whole as FramePackI2V_HY_fp8_e4m3fn.safetensors of Kijai/HunyuanVideo_comfy (16.3 GB)",
+            "in one piece as FramePackI2V_HY_fp8_e4m3fn.safetensors of Kijai/HunyuanVideo_comfy (16.3 GB)",
         ),
         ("FramePack F1", 12, "is streamed in every form; the smallest useful one is FramePack_F1_I2V_HY_20250503_fp8"),
         ("LTX-Video 0.9.5", 4, "ltx-video-2b-v0.9.5-Q4_K_M.gguf of city96/LTX-Video-0.9.5-gguf (1.3 GB), with t5"),

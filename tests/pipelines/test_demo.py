@@ -134,6 +134,26 @@ def test_the_attention_that_the_small_mochi_is_trained_with_is_that_of_the_real_
 
 
 @pytest.mark.full
+def test_the_small_hunyuan_video_15_is_written_as_a_folder_that_draws_the_known_code(world, tmp_path):
+    import hunyuan_video_15  # beside ``world``
+    import hunyuan_video_15_vae as small
+
+    code, parts = small.code_of_clips(), hunyuan_video_15.models()
+    torch.nn.init.normal_(parts["transformer"].norm_out.linear.weight, std=0.01)  # zero before it is trained
+    hunyuan_video_15.write(parts, small.model(code), tmp_path)
+    pipeline = load(LoadRequest(tmp_path, precision="fp32", device="cpu"))
+    frames = drawing.drawn(pipeline, "a white square grows on blue", steps=1)
+    assert frames.shape == (9, 64, 64, 3) and bool(frames.isfinite().all())
+    vae, asked = pipeline.parts.read("vae"), scenes.scenes()[::97]
+    for clip, scene in zip(drawn_exactly(world, asked), asked, strict=True):
+        plain = code(clip.movedim(3, 0)[None] * 2 - 1) - code.mean.view(-1, 1, 1, 1)
+        with torch.no_grad():
+            back = vae.decode(small.flagged(plain) / small.SCALING).sample[0].permute(1, 2, 3, 0)
+        assert float(((back + 1) / 2 - clip).square().mean()) < 10**-2.1, "21 dB"
+        assert scenes.scene_of(((back + 1) / 2).clamp(0, 1)) == scene
+
+
+@pytest.mark.full
 def test_less_guidance_follows_the_prompt_less():
     pipeline = load(LoadRequest(MODELS / "hunyuan_video", precision="fp32", device="cpu"))
     asked = drawing.chosen_scenes(12)

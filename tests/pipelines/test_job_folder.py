@@ -80,5 +80,5 @@ def test_a_driver_that_is_silent_for_a_minute_is_shown_no_more(tmp_path: Path) -
 
 def test_a_job_file_that_is_no_text_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match="one job to a line"):
+    with pytest.raises(CheckpointError, match="one job per line"):
         lines_of(tmp_path / "a.jsonl")

@@ -68,7 +68,7 @@ def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"anygpu_job": 2}, "a job of version 2; expected version 1 or older. Update AnyGPU."),
-        ({"anygpu_job": True}, "no job but"),
+        ({"anygpu_job": True}, "instead of a job"),
         ({"kind": "song"}, "a job of kind 'song'; expected 'video'"),
         ({"promt": {}}, "unknown field 'promt' in the job; expected one of base, decode"),
         (

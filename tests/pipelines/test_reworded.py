@@ -15,6 +15,7 @@ from anygpu.compat.errors import PackError
 from anygpu.compat.precision import precision_for
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
+from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
@@ -23,6 +24,8 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from simulated import profiles
+
+from paint import stored
 
 TEXTS: dict[type, tuple[str, ...]] = {  # what holds a sentence of ours, and in which fields
     Decision: ("verdict", "why"),
@@ -96,6 +99,14 @@ def chosen(folder: Any) -> dict[str, Any]:
             pipeline.speed.attention.label,
             [step.order for step in pipeline.parts.prepare.steps],
             resume_key(pipeline, prompt, None, SampleSettings(64, 64, 9), FramePackSettings(1.0)),
+        )
+    for choices in ({}, {"attention": "native_math", "offload": "none", "weights": "safetensors"}):
+        painter = load_paint(PaintRequest(stored.checkpoint("paint", folder / "paint"), device="cpu", **choices))
+        made["paint", len(choices)] = (
+            [(decision.subject, decision.source, decision.alarming) for decision in painter.decisions],
+            in_short(painter),
+            painter.offloader.mode,
+            (painter.precision.transformer, painter.precision.text, painter.precision.vae),
         )
     return made
 

@@ -56,6 +56,19 @@ def test_an_over_long_prompt_is_shortened_and_said(mochi, recorded):
     assert negative.startswith("the negative prompt is shortened")
 
 
+def test_words_without_a_token_are_not_quoted_as_nothing(recorded):
+    class Unknowing:
+        def __call__(self, text, **_):
+            return {"input_ids": [0] * len(text.split())}
+
+        def decode(self, *_, **__):
+            return ""
+
+    progress = recorded()
+    shortened(Unknowing(), "word " * 9, 4, "prompt", progress)
+    assert progress.said == ["the prompt is shortened from 9 to 4 tokens: the rest is left out"]
+
+
 def test_a_shortened_prompt_is_its_beginning(mochi):
     """What is left is encoded as a prompt that was written so."""
     text = "a red fox jumps over"

@@ -20,7 +20,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 
     ``start`` and ``end`` are what the VAE says of the picture, mean and log variance (1, 32, 1, H / 8, W / 8): the
     latents are drawn when the video is sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the
-    start image (1, 729, 1152); upstream computes those of the end image too and does not use them, so here nobody does.
+    start image (1, 729, 1152); upstream also computes those of the end image, but does not use them.
 
     Raises:
         InputError: another frame, more than one picture, or a place that is taken.
@@ -52,7 +52,9 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
-    return ImageCondition("framepack", known, request.width, request.height, anchors)
+    return ImageCondition(
+        family="framepack", tensors=known, width=request.width, height=request.height, anchors=anchors
+    )
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:

@@ -119,11 +119,11 @@ def sample(
     times the end image's own strength scales its latents, the only thing the last section sees of it: 1 is upstream's
     video, 0 the one without an end image.
 
-    Single-frame mode samples one latent frame, which stands where the last one of the first window would stand, and
+    Single-frame mode samples one latent frame, which takes the place of the last one of the first window, and
     returns it alone. It was found on the FramePack I2V checkpoint.
 
     Args:
-        keeper: told of each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
+        keeper: given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
             Where it knows of the same video, sampling goes on after the last section that was finished.
 
     Raises:

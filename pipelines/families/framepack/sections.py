@@ -27,7 +27,8 @@ class Plan:
 
     Args:
         order: ``inverted_anti_drifting`` samples the last section first, ``vanilla`` the first one.
-        count: sections. window: latent frames per section.
+        count: sections.
+        window: latent frames per section.
         single: one latent frame is sampled instead, the last one of the window that follows the start image.
     """
 
@@ -87,7 +88,8 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     """The sections that cover ``frames`` pixel frames, as many as upstream's own pipeline would take.
 
     Args:
-        variant: decides the order ``auto``. ended: whether there is an end image.
+        variant: decides the order ``auto``.
+        ended: whether there is an end image.
 
     Raises:
         InputError: window, order or end strength out of range, or an end image where the order cannot reach one.

@@ -1,6 +1,6 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-The ways are told apart by the transformer's own configuration. ``token_replace`` puts the picture in the place of
+The ways are distinguished by the transformer's own configuration. ``token_replace`` puts the picture in the place of
 the first latent frame and leaves it there. ``latent_concat`` (33 channels) gives the transformer the picture and a mask
 beside the noise, and its first 4 pixel frames are thrown away, here as upstream: ``frames`` is what upstream calls
 ``num_frames``, so that one setting means one video in both, and 4 fewer come back. ``picture_concat`` (32 channels,

@@ -129,7 +129,7 @@ def sample(
     noise = noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     guidance = Guidance(settings, len(schedule))
-    forward = _Forward(pipeline, prompt, image, shape, scale, schedule)
+    forward = _Forward(pipeline=pipeline, prompt=prompt, image=image, shape=shape, scale=scale, schedule=schedule)
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_leaves(transformer, progress.check):
 

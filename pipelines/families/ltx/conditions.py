@@ -12,7 +12,7 @@ from ....compat.errors import InputError
 from ....compat.memory.transfer import Transfer
 from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
 from ...pictures import signed
-from ...sampling.loop import latent_shape, noise_for
+from ...sampling.loop import NoiseMask, latent_shape, noise_for, noise_mask_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
 from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoding
@@ -29,7 +29,8 @@ class Keyframe:
 
     Args:
         moments: what the VAE says of it, mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU.
-        frame: pixel frame at which it starts. strength: 0..1.
+        frame: pixel frame at which it starts.
+        strength: 0..1.
     """
 
     moments: torch.Tensor
@@ -74,9 +75,11 @@ class InitialTokens:
     """What sampling starts from, as tokens: first the pictures that stand outside the latent grid, then the video.
 
     Args:
-        tokens: (1, N, 128), fp32, on the device. noise: (1, N, 128), all noise that is in the video's own tokens.
-        place: what tells the transformer where the tokens are. held: (1, N), the strength of the picture in each
-            token; None without pictures. outside: how many tokens come before the video's own.
+        tokens: (1, N, 128), fp32, on the device.
+        noise: (1, N, 128), all noise that is in the video's own tokens.
+        place: tells the transformer where the tokens are.
+        held: (1, N), the strength of the picture in each token; None without pictures.
+        outside: how many tokens come before the video's own.
     """
 
     tokens: torch.Tensor
@@ -164,7 +167,11 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     name = f"{MOMENTS}_{len(anchors)}"
     tensors = {**known, name: encoded[MOMENTS], MEAN: encoded[MEAN], STD: encoded[STD]}
     return ImageCondition(
-        pipeline.family, tensors, request.width, request.height, (*anchors, (name, request.frame, request.strength))
+        family=pipeline.family,
+        tensors=tensors,
+        width=request.width,
+        height=request.height,
+        anchors=(*anchors, (name, request.frame, request.strength)),
     )
 
 
@@ -186,7 +193,7 @@ def encoded_moments(
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; what stands over is cut, and said.
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said.
 
     Raises:
         InputError: a picture that starts after the end.
@@ -266,7 +273,24 @@ def conditioned_start(
         noise = torch.cat([tokens[:, :outside], noise], dim=1)
     coordinates = coordinates.float()
     coordinates[:, 0] = coordinates[:, 0] * (1.0 / video.settings.fps)
-    return InitialTokens(tokens, noise, {"video_coords": coordinates}, held, outside)
+    return InitialTokens(tokens=tokens, noise=noise, place={"video_coords": coordinates}, held=held, outside=outside)
+
+
+def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
+    """What the noise mask keeps, as tokens; never where a picture is."""
+    from diffusers import LTXPipeline
+
+    if video.clean is None:
+        return None
+    given = noise_mask_for(video.settings, video.clean, start.noise)
+    if given is None:
+        return None
+    outside = start.noise[:, : start.outside]
+    clean = torch.cat([outside, LTXPipeline._pack_latents(given.clean)], dim=1)
+    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(given.mask)], dim=1)
+    if start.held is not None:
+        mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
+    return NoiseMask(clean, start.noise, mask)
 
 
 class _Encoded:

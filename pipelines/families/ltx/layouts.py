@@ -26,7 +26,7 @@ WORDS = (
     ("per_channel_statistics.std-of-means", "latents_std"),
 )
 IGNORED = (r"^per_channel_statistics\.(channel|mean-of-stds|mean-of-stds_over_std-of-means)$",)
-# Where each block of the release's two lists stands in diffusers' model: first release, 0.9.1, and 0.9.5 and later.
+# Where each block of the release's two lists is in diffusers' model: first release, 0.9.1, and 0.9.5 and later.
 ENCODER_090 = (
     "down_blocks.0 down_blocks.0.downsamplers.0 down_blocks.0.conv_out down_blocks.1 down_blocks.1.downsamplers.0 "
     "down_blocks.1.conv_out down_blocks.2 down_blocks.2.downsamplers.0 down_blocks.3 mid_block"
@@ -77,31 +77,31 @@ LAYOUTS: tuple[Layout, ...] = (
         absent=("audio_time_embed.linear.weight", "single_transformer_blocks.0.proj_mlp.weight"),
     ),
     Layout(
-        "ltx/vae",
-        "the VAE of LTX-Video 0.9.0 as released",
-        MARKS,
-        _vae(ENCODER_090, DECODER_090),
-        (TIMED,),
-        WORDS,
-        IGNORED,
+        kind="ltx/vae",
+        name="the VAE of LTX-Video 0.9.0 as released",
+        marks=MARKS,
+        rows=_vae(ENCODER_090, DECODER_090),
+        absent=(TIMED,),
+        words=WORDS,
+        ignored=IGNORED,
     ),
     Layout(
-        "ltx/vae",
-        "the VAE of LTX-Video 0.9.1 as released",
-        (*MARKS, TIMED, STRIDED),
-        _vae(ENCODER_090, DECODER_091),
-        (),
-        WORDS,
-        IGNORED,
+        kind="ltx/vae",
+        name="the VAE of LTX-Video 0.9.1 as released",
+        marks=(*MARKS, TIMED, STRIDED),
+        rows=_vae(ENCODER_090, DECODER_091),
+        absent=(),
+        words=WORDS,
+        ignored=IGNORED,
     ),
     Layout(
-        "ltx/vae",
-        "the VAE of LTX-Video 0.9.5 and later as released",
-        (*MARKS, TIMED),
-        _vae(ENCODER_095, DECODER_091),
-        tuple(STRIDED.split("|")),
-        WORDS,
-        IGNORED,
+        kind="ltx/vae",
+        name="the VAE of LTX-Video 0.9.5 and later as released",
+        marks=(*MARKS, TIMED),
+        rows=_vae(ENCODER_095, DECODER_091),
+        absent=tuple(STRIDED.split("|")),
+        words=WORDS,
+        ignored=IGNORED,
     ),
     Layout(
         "ltx/vae",

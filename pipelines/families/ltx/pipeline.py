@@ -35,12 +35,10 @@ from ...loading.evidence import Evidence
 from ...loading.part import SPATIAL_PADDING
 from ...memory.estimates import beside_transformer
 from ...sampling.loop import (
-    NoiseMask,
     Predict,
     denoise,
     latent_shape,
     noise_for,
-    noise_mask_for,
     safeguards_of,
     sampled_latents,
 )
@@ -53,7 +51,6 @@ from .conditions import (
     MEAN,
     MOMENTS,
     STD,
-    InitialTokens,
     TokenStepper,
     VideoInput,
     anchors_of,
@@ -61,6 +58,7 @@ from .conditions import (
     encode_image,
     encoded_moments,
     is_first_frame,
+    noise_mask,
     plain_start,
 )
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
@@ -90,7 +88,7 @@ PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the l
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe of the variant, and of this size where its sizes differ.
 
-    A transformer that lacks the blocks it names, of a size that nobody published, runs without STG.
+    A transformer that lacks the blocks it names, of an unpublished size, runs without STG.
     """
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
@@ -197,7 +195,13 @@ def sample(
     video = VideoInput(settings, device, clean, schedule.levels[0])
     start = (conditioned_start if conditioned else plain_start)(video, image, anchors, generator)
     renews = recipe.stochastic and settings.scheduler == "auto"
-    stepper = TokenStepper(schedule, start, recipe.image_noise if conditioned else 0.0, generator, renews)
+    stepper = TokenStepper(
+        schedule=schedule,
+        start=start,
+        image_noise=recipe.image_noise if conditioned else 0.0,
+        generator=generator,
+        renews=renews,
+    )
 
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
         return LTXPipeline._unpack_latents(tokens[:, start.outside :], *video.shape[2:])
@@ -214,7 +218,7 @@ def sample(
             predict,
             progress=progress,
             safeguards=safeguards_of(pipeline, progress, generator),
-            noise_mask=_noise_mask(video, start),
+            noise_mask=noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,
         )
@@ -294,7 +298,7 @@ class LtxGuidance:
         rows, level, share = self.settings.guidance_steps, self.levels[index], index / (len(self.levels) - 1)
         row = next((row for row in rows if row.level <= level), rows[-1])
         acts = self.settings.cfg_start <= share < self.settings.cfg_end
-        return row if acts else GuidanceStep(row.level, 1.0, row.stg, row.rescale, row.blocks)
+        return row if acts else replace(row, cfg=1.0)
 
     def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
         """The guided prediction (1, N, 128), fp32.
@@ -406,25 +410,8 @@ def _predictor(
     return predict
 
 
-def _noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
-    """What the noise mask keeps, as tokens; never where a picture is."""
-    from diffusers import LTXPipeline
-
-    if video.clean is None:
-        return None
-    given = noise_mask_for(video.settings, video.clean, start.noise)
-    if given is None:
-        return None
-    outside = start.noise[:, : start.outside]
-    clean = torch.cat([outside, LTXPipeline._pack_latents(given.clean)], dim=1)
-    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(given.mask)], dim=1)
-    if start.held is not None:
-        mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
-    return NoiseMask(clean, start.noise, mask)
-
-
 def is_condition(pipeline: Pipeline) -> bool:
-    """Whether the checkpoint is of ``LTXConditionPipeline``; where no index says so, its schedule tells."""
+    """Whether the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
     name = pipeline.tools["index"].get("_class_name")
     if name in SPEC.pipelines:
         return bool(name == CONDITION)
@@ -441,7 +428,8 @@ def ltx_schedule(
     """The schedule for one sampling.
 
     Args:
-        config: the scheduler's own. conditioned: whether it is the one of ``LTXConditionPipeline``.
+        config: the scheduler's own.
+        conditioned: whether it is the one of ``LTXConditionPipeline``.
         recipe: has the noise levels of a distilled model, and what is left out.
     """
     if not conditioned and recipe.timesteps is None:

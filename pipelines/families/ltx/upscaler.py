@@ -103,7 +103,7 @@ def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.
         if missing:
             raise CheckpointError(
                 f"no tensors {listed(missing)} in a latent upscaler",
-                expected="a whole file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
+                expected="a complete file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
                 fix="Download this file again.",
             )
         wanted = {name: entries[name] for name in network.state_dict()}

@@ -65,7 +65,7 @@ def _vae(names: Iterable[str]) -> tuple[Row, ...]:
         Row("encoder.output_norm.*", "encoder.norm_out.norm_layer.*"),
         Row("encoder.output_proj.*", "encoder.proj_out.*"),
     ]
-    # The number of a block is one more than its own where a plain layer stands before it.
+    # The number of a block is one more than its own where a plain layer comes before it.
     for index in range(most):
         rows += _resnet(f"decoder.blocks.0.{index + 1}", f"decoder.block_in.resnets.{index}")
         if index + 1 < first:

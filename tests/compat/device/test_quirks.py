@@ -55,7 +55,7 @@ def other(backend, **versions):
 
 @dataclass(frozen=True)
 class BugCase:
-    """A machine with the bug, one without, and what is then decided: of Care, or of the precision of a family."""
+    """A machine with the bug, one without, and what is then decided: a device policy, or the precision of a family."""
 
     here: Any
     elsewhere: Any

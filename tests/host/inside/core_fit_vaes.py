@@ -23,10 +23,12 @@ from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
 from anygpu.host.core.masks import lost_masks
+from simulated import accelerator
 
 from host.inside.core_fit import machine_named, turing
 from host.inside.core_tiny import HOST, error, fill
 from host.inside.core_tiny_vaes import CASES, latents_of, made, published
+from host.inside.sight import state
 
 SAID: list[str] = []
 
@@ -277,3 +279,43 @@ def text_fitted(name: str) -> dict[str, Any]:
         "chunks": len(calls),
         "said": [str(decision) for decision in said],
     }
+
+
+def on_second_device(name: str) -> dict[str, Any]:
+    """A CLIP fitted before and after core's Select CLIP Device, beside one fitted on the first of two devices."""
+    from comfy_extras import nodes_multigpu
+
+    devices = [torch.device(accelerator.NAME, index) for index in range(2)]
+
+    def loaded() -> Any:
+        clip, _ = text_encoder(name)
+        clip.patcher = comfy.model_patcher.CoreModelPatcher(clip.cond_stage_model, devices[0], HOST)
+        clip.patcher.set_model_compute_dtype(torch.float32)
+        clip.patcher.is_clip = True
+        clip.patcher.cached_patcher_init = (lambda: loaded().patcher, ())
+        return clip
+
+    def fitted_clip(clip: Any) -> Any:
+        return core_clip.fit_clip(clip, "fp16-safe", machine=turing())[0]
+
+    def selected(clip: Any) -> Any:
+        return nodes_multigpu.SelectCLIPDeviceNode.execute(clip, "gpu:1").result[0]
+
+    _, ids = text_encoder(name)
+    with state(get_all_torch_devices=lambda exclude_current=False: devices):
+        plain = on_its_device(loaded(), ids)
+        first = on_its_device(fitted_clip(loaded()), ids)
+        report: dict[str, Any] = {"changed": not torch.equal(first, plain), "devices": []}
+        for order, clip in (("before", selected(fitted_clip(loaded()))), ("after", fitted_clip(selected(loaded())))):
+            management.unload_all_models()
+            report[order] = bool(torch.equal(on_its_device(clip, ids), first))
+            report["devices"].append(str(clip.patcher.load_device))
+    return report
+
+
+def on_its_device(clip: Any, ids: torch.Tensor) -> torch.Tensor:
+    """As :func:`encoded`, with the ids on the device that core's CLIP names as that of its execution."""
+    management.load_models_gpu([clip.patcher])
+    device = clip.patcher.load_device
+    ids = ids.to(device)
+    return clip.cond_stage_model(ids, attention_mask=torch.ones_like(ids), dtype=torch.float32)[0].cpu()

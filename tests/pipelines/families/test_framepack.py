@@ -325,7 +325,7 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
     keeper.keys += [key_of(made, **changes) for changes in others]
     assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
     assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
-        "how parts are moved is no other video"
+        "how parts are moved is not another video"
     )
 
 

@@ -172,7 +172,7 @@ def test_what_is_missing_is_named_with_its_place(tiny_folder, tmp_path):
 def test_a_file_in_the_wrong_input_is_named(tiny_folder, tmp_path):
     files = layouts.whole_set("mochi", tiny_folder, tmp_path)
     files["vae"], files["text_encoder"] = files["text_encoder"], files["vae"]
-    with pytest.raises(CheckpointError, match=r"is no (vae|text_encoder) of Mochi 1"):
+    with pytest.raises(CheckpointError, match=r"is not a valid (vae|text_encoder) for Mochi 1"):
         load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
     with pytest.raises(CheckpointError, match="holds a T5 encoder; expected a transformer"):
         load(LoadRequest(files["vae"], device="cpu", files=Files({"transformer": files["vae"]})))

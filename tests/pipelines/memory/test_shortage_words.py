@@ -1,4 +1,4 @@
-"""A stage whose memory runs out steps down, in whatever words the back end says so: that is no fault of a kernel."""
+"""A stage whose memory runs out steps down, in whatever words the back end says so: that is not a fault of a kernel."""
 
 from __future__ import annotations
 

@@ -53,6 +53,46 @@ def test_a_sampling_goes_on_after_its_last_step(tiny_folder: Path, tmp_path: Pat
     assert not list((tmp_path / "steps").iterdir()), "a sampling that has ended leaves no state"
 
 
+@pytest.mark.parametrize("scheduler", SOLVERS)
+def test_a_cancel_inside_a_short_sampling_keeps_the_last_step_and_says_how_to_go_on(
+    tiny_folder: Path, tmp_path: Path, scheduler: str
+) -> None:
+    expected = sampled(opened("ltx", tiny_folder), None, Told(), scheduler=scheduler)
+    cancelled, pipeline, calls = Told(), opened("ltx", tiny_folder), []
+
+    def cut(*_: Any) -> None:
+        calls.append(cancelled.count)
+        if cancelled.count == 3:
+            raise Cut
+
+    with pipeline.parts["transformer"].register_forward_pre_hook(cut), pytest.raises(Cut):
+        sampled(pipeline, tmp_path, cancelled, share=0.0, scheduler=scheduler)
+    assert (
+        cancelled.said[-1] == "step 3 of 4 is saved: to go on from there, run it again with seed 3 and the same inputs"
+    )
+    watched = Told()
+    again = sampled(opened("ltx", tiny_folder), tmp_path, watched, share=0.0, scheduler=scheduler)
+    assert torch.equal(again.samples, expected.samples) and watched.count == STEPS - 3
+    assert not list((tmp_path / "steps").iterdir())
+
+
+@pytest.mark.parametrize("error", [NotFinite("NaN", expected="numbers", fix="None."), OSError("the disk is full")])
+def test_what_may_be_wrong_or_is_not_on_the_disk_is_not_said_to_be_saved(
+    tiny_folder: Path, tmp_path: Path, error: Exception
+) -> None:
+    if isinstance(error, OSError):
+        (tmp_path / "steps").write_text("a file in place of the folder")
+
+    def cut(count: int) -> None:
+        if count == 2:
+            raise error
+
+    watched = Told(cut)
+    with pytest.raises(type(error)):
+        sampled(opened("ltx", tiny_folder), tmp_path, watched, share=0.0)
+    assert not any("is saved" in line for line in watched.said) and not list(tmp_path.glob("steps/*"))
+
+
 def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     pipeline = opened("ltx", tiny_folder)
     with pytest.raises(Cut):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from anygpu import cli
 from anygpu.compat.memory.statistics import StageNeed, time_left
 from anygpu.compat.memory.times import StageTime, TimeForecast
@@ -51,6 +54,12 @@ def test_advice_says_what_more_memory_saves():
     assert choice.advice(needs, times, 16 * GB) == "", "everything fits"
     assert choice.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
     assert choice.advice(needs, times, None) == choice.advice(needs, {}, 8 * GB) == ""
+
+
+def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkeypatch):
+    monkeypatch.setattr(choice, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
+    pipeline = SimpleNamespace(offloader=SimpleNamespace(device=torch.device("cpu")))
+    assert list(choice.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
 
 
 def test_time_left_from_the_second_step_on():

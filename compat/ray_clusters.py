@@ -1,0 +1,44 @@
+"""Whether a Ray cluster lets this machine in, in seconds: ``ray.init`` alone asks for a quarter of an hour."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from .device.facts import first_line
+
+ASK_SECONDS = 10.0  # a head in the same network answers within milliseconds
+LOOK_SECONDS = 0.1  # between looks for a cancel
+
+
+def refusal(address: str, check: Callable[[], None]) -> str:
+    """Why the cluster at ``address`` does not let this machine in, in one line; empty where it does.
+
+    The wait of a head that does not answer goes on in a thread of its own, for less than a minute.
+
+    Args:
+        address: such as ``10.0.0.5:6379``, or ``auto``.
+        check: called while it waits; may raise.
+    """
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+            from ray._private.services import canonicalize_bootstrap_address_or_die
+            from ray._raylet import GcsClient
+
+            ensure_token_if_auth_enabled(None, create_token_if_missing=False)  # without one a client ends the process
+            GcsClient(address=canonicalize_bootstrap_address_or_die(address))
+            answers.append("")
+        except Exception as error:  # of Ray's many kinds, which differ between its versions
+            answers.append(first_line(error))
+
+    thread = threading.Thread(target=ask, name="ray-address", daemon=True)
+    thread.start()
+    until = time.monotonic() + ASK_SECONDS
+    while not answers and time.monotonic() < until:
+        check()
+        thread.join(LOOK_SECONDS)
+    return answers[0] if answers else f"no answer within {ASK_SECONDS:g} s"
