@@ -16,7 +16,7 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     """The progress of a node, on stand-ins for ComfyUI and the side bar, and the texts that it sends."""
     sent: list[str] = []
     server = SimpleNamespace(send_progress_text=lambda text, node: sent.append(text), send_sync=lambda *_event: None)
-    run = SimpleNamespace(finish=lambda *_ended: None, snapshot=dict)
+    run = SimpleNamespace(finish=lambda *_ended: None, snapshot=dict, entry={"said": []})
     stand_ins: dict[str, dict[str, Any]] = {
         "comfy": {},
         "comfy.model_management": {},
