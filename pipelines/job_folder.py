@@ -105,7 +105,13 @@ class JobFolder:
         return next((path for suffix in SUFFIXES if (path := self.results / f"{key}{suffix}").is_file()), None)
 
     def finish(self, key: str, record: Mapping[str, Any]) -> None:
-        """Say that the job of ``key`` is done, after its file has been written."""
+        """Say that the job of ``key`` is done, after its file has been written.
+
+        What a worker that died while it wrote left half done is removed.
+        """
+        for half in self.results.glob(f".{key}.*"):
+            with suppress(OSError):  # of another worker, which has just finished it too
+                half.unlink(missing_ok=True)
         _write(self.results / f"{key}.json", json.dumps(record, indent=1, sort_keys=True))
         with suppress(OSError):
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)

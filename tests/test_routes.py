@@ -262,7 +262,7 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": inputs}
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     pace = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
-    probe_results_of(facts_for("cpu"), state).remember("pace.float32", lambda: asdict(pace))
+    probe_results_of(facts_for("cpu"), state).remember("rates.float32", lambda: asdict(pace))
     _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
     assert told["pipelines"][0]["by_tables"] and told["forecasts"][0]["headline"].startswith("Fits, about ")
     assert [*told["forecasts"][0]["seconds"]] == ["text", "sampling", "decoding"]

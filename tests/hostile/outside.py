@@ -76,6 +76,7 @@ FILES = "files"  # a job whose files cannot be read or written
 HOST = "host/test_hostile.py"
 DOWNLOAD = "a download"
 FARM = "farm/test_chaos.py"  # a cluster whose workers, drivers and nodes are killed
+CLUSTER = "farm/test_comfyui.py"  # one that does not answer, wants another token, or ends
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
     **dict.fromkeys(
@@ -91,6 +92,18 @@ TABLE: dict[str, str] = {
             "psutil.net_if_addrs",
         ),
         FARM,
+    ),
+    **dict.fromkeys(
+        (
+            "ray._private.authentication.authentication_token_setup.ensure_token_if_auth_enabled",
+            "ray._private.services.canonicalize_bootstrap_address_or_die",
+            "ray._raylet.GcsClient",
+            "ray.cloudpickle",
+            "ray.cloudpickle.register_pickle_by_value",
+            "ray.exceptions.RayTaskError",
+            "ray.is_initialized",
+        ),
+        CLUSTER,
     ),
     **dict.fromkeys(("torch.Event", "torch.Stream"), STREAMS),
     **dict.fromkeys(

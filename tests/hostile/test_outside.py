@@ -35,7 +35,21 @@ from simulated import accelerator
 from test_routes import Pack, graph_of, pack  # noqa: F401
 
 from hostile.faults import ABSENT, LIES, TESTS, clip, misbehaving
-from hostile.outside import CONSTANT, DEVICE, DOWNLOAD, FACTS, FARM, FILES, FLAGS, HOST, JOB, STREAMS, TABLE, questions
+from hostile.outside import (
+    CLUSTER,
+    CONSTANT,
+    DEVICE,
+    DOWNLOAD,
+    FACTS,
+    FARM,
+    FILES,
+    FLAGS,
+    HOST,
+    JOB,
+    STREAMS,
+    TABLE,
+    questions,
+)
 from hostile.test_device import RAISED, TRITON_ERRORS
 
 ROUNDING = 1e-5
@@ -58,7 +72,7 @@ def test_every_question_to_the_outside_is_in_the_table() -> None:
 
 
 def test_who_is_said_to_attack_a_question_names_it() -> None:
-    known = {JOB, FACTS, STREAMS, FLAGS, FILES, CONSTANT, HOST, DOWNLOAD, FARM}
+    known = {JOB, FACTS, STREAMS, FLAGS, FILES, CONSTANT, HOST, DOWNLOAD, FARM, CLUSTER}
     assert set(TABLE.values()) == known
     text = (TESTS / HOST).read_text(encoding="utf-8")
     missing = [name for name, by in TABLE.items() if by == HOST and name.rpartition(".")[2] not in text]

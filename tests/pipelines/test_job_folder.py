@@ -40,6 +40,16 @@ def test_a_job_is_done_with_its_record_and_not_with_its_file(tmp_path: Path) -> 
     assert folder.failure(KEY) == "", "what is done has not failed"
 
 
+def test_what_a_dead_worker_left_half_written_goes_with_the_job(tmp_path: Path) -> None:
+    folder, key, other = JobFolder(tmp_path), "ab" * 32, "cd" * 32
+    folder.results.mkdir(parents=True, exist_ok=True)
+    left = [folder.results / f".{name}.mp4.03f263c4.mp4" for name in (key, other)]
+    for path in left:
+        path.write_bytes(b"half")
+    folder.finish(key, {})
+    assert [path.exists() for path in left] == [False, True] and folder.is_done(key)
+
+
 def test_a_cancel_is_a_file_until_the_job_is_asked_for_again(tmp_path: Path) -> None:
     folder = JobFolder(tmp_path)
     folder.cancel([KEY, "../../etc/passwd"])
