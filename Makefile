@@ -33,6 +33,8 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py train
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py finish
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py export
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video_15.py train
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video_15.py export
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py train
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py finish
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py export

@@ -14,6 +14,7 @@ from typing import Any
 
 import comfy.weight_adapter
 from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.samplers import CFGGuider
 from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_execution.utils import get_executing_context
 
@@ -68,7 +69,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a demo model samples in a published one's place: a corner, of its own size, of core's latents."""
+    """What a demo model samples in a published one's place: a corner of core's latents, of its own size, at its cfg."""
     own = of_checkpoint(pipeline).defaults
     spatial, temporal = pipeline.spec.ratios
     sides = (own.frames - 1) // temporal + 1, own.height // spatial, own.width // spatial
@@ -84,8 +85,13 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
         for name in ("noise", "latent_image", "denoise_mask"):
             given[name] = corner(given[name])
         given["latent_shapes"] = [given["latent_image"].shape]
+        said = [f"the demo model draws at its own size: {own.width}x{own.height}, {own.frames} frames"]
+        guider = executor.class_obj
+        if type(guider) is CFGGuider and guider.cfg != own.cfg:
+            said.append(f"and at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
+            guider.set_cfg(own.cfg)
         progress = _progress()
-        progress.notify(f"the demo model draws at its own size: {own.width}x{own.height}, {own.frames} frames")
+        progress.notify(", ".join(said))
         progress.show()
     return executor(*call.args, **call.kwargs)
 

@@ -45,13 +45,14 @@ def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
 
 
 def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_none_is_installed(folders, tmp_path):
-    demo, hunyuan, _, mochi = folders.demo_models()
+    demo, hunyuan, newer, _, mochi = folders.demo_models()
     assert folders.stand_in_for("LTX-Video") == folders.stand_in_for("publisher/LTX-Video-0.9.5") == demo
     assert folders.stand_in_for("hunyuanvideo-community/HunyuanVideo") == hunyuan
     assert folders.stand_in_for("HunyuanVideo-I2V") == "", "it wants a picture"
     assert folders.stand_in_for("FramePack_F1_I2V_HY_20250503") == "", "it samples from the start"
     assert folders.stand_in_for("mochi-1-preview") == mochi
-    assert folders.stand_in_for("HunyuanVideo-1.5-Diffusers-480p_t2v") == "", "no demo model of its family"
+    assert folders.stand_in_for("HunyuanVideo-1.5-Diffusers-480p_t2v") == newer
+    assert folders.stand_in_for("HunyuanVideo-1.5-Diffusers-480p_i2v") == "", "it wants a picture"
     assert folders.stand_in_for("mine") == folders.stand_in_for(demo) == ""
     assert folders.model_folder("demo: LTX-Video (1 MB)") == folders.model_folder(demo), (
         "saved before it was trained on"

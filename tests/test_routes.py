@@ -168,7 +168,8 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     assert str(pack.home / "models") in found["first_run"]
     assert "https://huggingface.co/Lightricks" in found["first_run"]
     assert (
-        "Workflows of LTX-Video, HunyuanVideo, FramePack, Mochi 1 run at once: a small demo model" in found["first_run"]
+        "Workflows of LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack, Mochi 1 run at once: a small demo model"
+        in found["first_run"]
     )
     assert pack.files() == {}, "reading wrote something"
 

@@ -19,6 +19,14 @@ from world import FRAMES, SIZE, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
 TEXT_WIDTH, HEADS, HEAD_WIDTH = 64, 4, 32
+LLAMA_SIZE = {  # also Qwen's
+    "hidden_size": TEXT_WIDTH,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,  # the pipelines take what the first one says
+    "max_position_embeddings": 8192,
+}
 SCENES, CLIPS = 16, 2  # in a batch, and clips of each
 POOL = 150  # clips of each shape and motion
 SPREAD = 0.15  # of their places, sizes and speeds
@@ -36,18 +44,13 @@ def tokens():
 
 
 def llama(rows: int, ids):
-    """Three layers: the pipelines take what the first one says."""
+    """The first text encoder."""
     from transformers import LlamaConfig, LlamaModel
 
     return LlamaModel(
         LlamaConfig(
             vocab_size=rows,
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=128,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=3,
-            max_position_embeddings=8192,
+            **LLAMA_SIZE,
             rms_norm_eps=1e-5,
             rope_theta=500000.0,
             bos_token_id=ids["<|begin_of_text|>"],
@@ -115,13 +118,18 @@ def pass_noise_through(transformer) -> None:
     out.weight[places.flatten(), torch.arange(values)] = (values / width) ** 0.5
     transformer.norm_out.linear.weight.zero_()
     transformer.norm_out.linear.bias.zero_()
-    for block in transformer.transformer_blocks:
-        block.norm1.linear.weight *= 0.3
-        block.norm1.linear.bias.view(6, width)[[2, 5]] = 0.5
-        block.norm1_context.linear.bias.view(6, width)[[2, 5]] = 0.5
+    open_gates(transformer)
     for block in transformer.single_transformer_blocks:
         block.norm.linear.weight *= 0.3
         block.norm.linear.bias.view(3, width)[2] = 0.5
+
+
+def open_gates(transformer) -> None:
+    """Start with blocks of two streams that add half of what they find, whatever the level."""
+    for block in transformer.transformer_blocks:
+        block.norm1.linear.weight *= 0.3
+        for norm in (block.norm1, block.norm1_context):
+            norm.linear.bias.view(6, -1)[[2, 5]] = 0.5  # the gates
 
 
 def look_by_place(transformer) -> None:

@@ -24,6 +24,7 @@ CONSTANT = 1024.0  # so large beside the other channels that a norm sees nothing
 LINEAR = 1e-3  # so small that silu is half of it
 BEYOND, SHARP = 10.0, 4.0  # more than any value; the slope that makes silu of their sum all or nothing
 FACTOR = 30.0  # by which a level's own values exceed the averages that its class adds
+RIDGE = 3e-7  # of the last fit: large rows that cancel each other would be lost in bf16
 CERTAIN = -14.0  # the logarithm of next to no variance
 
 
@@ -201,8 +202,9 @@ def less_means(weight: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def fit_last(encoder, code: Code) -> None:
-    """Set the last convolution to the least squares of the code on what comes before it."""
+    """Set the last convolution to the least squares of the code on what comes before it, all in bf16 as it is kept."""
     encoder.norm_out.gamma.fill_(0.1)
+    encoder.bfloat16().float()
     features: list[torch.Tensor] = []
     hooks = [encoder.mid_block.register_forward_hook(lambda *call: features.append(call[-1]))]
     hooks.append(encoder.conv_act.register_forward_hook(lambda *call: features.append(call[-1])))
@@ -217,11 +219,14 @@ def fit_last(encoder, code: Code) -> None:
     wanted = flagged(code(shown) - code.mean.view(-1, 1, 1, 1)) / SCALING
     wanted = functional.pad(wanted.movedim(1, -1).flatten(0, 3).double(), (0, CHANNELS))
     wanted[:, CHANNELS:] = CERTAIN
+    wanted -= added
     table = torch.cat([seen, torch.ones(len(seen), 1)], 1)
     scale = table.square().mean(0).sqrt()
     gram = (table / scale).T @ (table / scale)
-    ridge = 1e-9 * len(table) * torch.eye(len(gram))
-    solution = torch.linalg.solve(gram + ridge, (table / scale).T @ (wanted - added)) / scale[:, None]
-    fill(encoder.conv_out, solution[:-1].T.float(), solution[-1].float())
-    error = (table @ solution + added - wanted)[:, :VALUES].square().mean() / wanted[:, :VALUES].square().mean()
+    ridge = RIDGE * len(table) * torch.eye(len(gram))
+    solution = torch.linalg.solve(gram + ridge, (table / scale).T @ wanted) / scale[:, None]
+    kept = solution[:-1].bfloat16().double()
+    bias = (wanted - seen @ kept).mean(0)
+    fill(encoder.conv_out, kept.T.float(), bias.float())
+    error = (seen @ kept + bias - wanted)[:, :VALUES].square().mean() / (wanted + added)[:, :VALUES].square().mean()
     print(f"the encoder leaves {float(error):.4f} of the code's energy wrong", flush=True)

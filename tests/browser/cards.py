@@ -131,10 +131,8 @@ def card(workflow: Path) -> Image.Image:
 
 def drawn_by(name: str) -> str:
     """What drew the result on the card of a workflow."""
-    for choice, folder in demo_models().items():
-        if name.startswith(folder.name):
-            return f"drawn by {choice}"
-    return "the demo's mesh, from synthetic pictures"
+    choices = {folder.name: choice for choice, folder in demo_models().items() if name.startswith(folder.name)}
+    return f"drawn by {choices[max(choices, key=len)]}" if choices else "the demo's mesh, from synthetic pictures"
 
 
 def show_result(picture: Image.Image, pen: Pen, given: results.Strip, made: results.Strip) -> None:

@@ -104,6 +104,8 @@ RESULTS = {  # workflow -> what goes in and comes out
     ),
     "hunyuan_video_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video"),
     "hunyuan_video_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video"),
+    "hunyuan_video_15_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video_15"),
+    "hunyuan_video_15_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video_15"),
     "mochi_text_to_video": functools.partial(from_text, PROMPTS[0], "mochi"),
     "mochi_core_ksampler": functools.partial(from_text, PROMPTS[1], "mochi"),
     "framepack_image_to_video": functools.partial(from_first_frame, PROMPTS[1]),

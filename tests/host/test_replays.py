@@ -30,6 +30,8 @@ DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw
     "ltx_text_to_video": "a white triangle grows on black",
     "ltx_image_to_video": SCENE,
     "ltx_video_to_video": "a green square moves left on blue",  # the clip's square is red
+    "hunyuan_video_text_to_video": "a black triangle moves up on yellow",
+    "hunyuan_video_15_text_to_video": "a green square moves down on red",
     "mochi_text_to_video": "a yellow circle grows on blue",
 }
 
@@ -61,7 +63,9 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
 def drawable(prompt: Prompt, name: str) -> Prompt:
     """The replay of a workflow, with the demo model where that can run it."""
     models = {folder.name: choice for choice, folder in demo_models().items()}
-    return with_demo_model(prompt, models[name.partition("_")[0]], DRAWN[name]) if name in DRAWN else prompt
+    if name not in DRAWN:
+        return prompt
+    return with_demo_model(prompt, models[max(filter(name.startswith, models), key=len)], DRAWN[name])
 
 
 def seen(frames: np.ndarray) -> str:

@@ -58,7 +58,9 @@ def test_a_caption_and_its_scene_are_the_same():
     assert scenes.scene_in("a red fox walks through fresh snow") is None
 
 
-LATER = [pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "framepack", "mochi")]
+LATER = [
+    pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+]
 FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 
 
@@ -72,7 +74,7 @@ def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["hunyuan_video", "ltx", "mochi"])
+@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15", "ltx", "mochi"])
 def test_diffusers_own_pipeline_draws_the_same(name):
     import diffusers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -86,6 +88,8 @@ def test_diffusers_own_pipeline_draws_the_same(name):
     defaults = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[OWN_DEFAULTS]
     given = {"frame_rate": defaults["fps"]} if name == "ltx" else {}
     given |= {"negative_prompt": ""} if "cfg" in defaults else {}
+    if name != "hunyuan_video_15":  # its folder says how it is guided
+        given["guidance_scale"] = defaults.get("cfg") or defaults["guidance"]
     with torch.no_grad():
         frames = theirs(
             prompt,
@@ -93,7 +97,6 @@ def test_diffusers_own_pipeline_draws_the_same(name):
             height=64,
             num_frames=defaults["frames"],
             num_inference_steps=defaults["steps"],
-            guidance_scale=defaults.get("cfg") or defaults["guidance"],
             generator=torch.Generator().manual_seed(7),
             output_type="pt",
             **given,
@@ -102,16 +105,19 @@ def test_diffusers_own_pipeline_draws_the_same(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "cells"), [("hunyuan_video", (16, 3)), ("mochi", (12, 2))])
-def test_a_linear_vae_returns_what_it_encodes(world, name, cells):
+@pytest.mark.parametrize(
+    ("name", "cells", "db"),
+    [("hunyuan_video", (16, 3, 8, 8), 22), ("hunyuan_video_15", (32, 3, 4, 4), 21), ("mochi", (12, 2, 8, 8), 22)],
+)
+def test_a_linear_vae_returns_what_it_encodes(world, name, cells, db):
     pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
     asked = scenes.scenes()[::97]
     for clip, scene in zip(drawn_exactly(world, asked, FRAMES.get(name, 9)), asked, strict=True):
         latents = pipeline.spec.code.encode_video(pipeline, clip, 0, Silent())
-        assert latents.shape == (1, *cells, 8, 8)
+        assert latents.shape == (1, *cells)
         with torch.no_grad():
             back = pipeline.parts.read("vae").decode(latents).sample[0].permute(1, 2, 3, 0)
-        assert float(((back + 1) / 2 - clip).square().mean()) < 10**-2.2, "22 dB"
+        assert float(((back + 1) / 2 - clip).square().mean()) < 10 ** (-db / 10)
         assert scenes.scene_of(((back + 1) / 2).clamp(0, 1)) == scene
 
 
@@ -131,26 +137,6 @@ def test_the_attention_that_the_small_mochi_is_trained_with_is_that_of_the_real_
     for block in transformer.transformer_blocks:
         block.attn1.processor = mochi.Batched()
     assert torch.allclose(transformer(**given)[0], expected, atol=1e-5)
-
-
-@pytest.mark.full
-def test_the_small_hunyuan_video_15_is_written_as_a_folder_that_draws_the_known_code(world, tmp_path):
-    import hunyuan_video_15  # beside ``world``
-    import hunyuan_video_15_vae as small
-
-    code, parts = small.code_of_clips(), hunyuan_video_15.models()
-    torch.nn.init.normal_(parts["transformer"].norm_out.linear.weight, std=0.01)  # zero before it is trained
-    hunyuan_video_15.write(parts, small.model(code), tmp_path)
-    pipeline = load(LoadRequest(tmp_path, precision="fp32", device="cpu"))
-    frames = drawing.drawn(pipeline, "a white square grows on blue", steps=1)
-    assert frames.shape == (9, 64, 64, 3) and bool(frames.isfinite().all())
-    vae, asked = pipeline.parts.read("vae"), scenes.scenes()[::97]
-    for clip, scene in zip(drawn_exactly(world, asked), asked, strict=True):
-        plain = code(clip.movedim(3, 0)[None] * 2 - 1) - code.mean.view(-1, 1, 1, 1)
-        with torch.no_grad():
-            back = vae.decode(small.flagged(plain) / small.SCALING).sample[0].permute(1, 2, 3, 0)
-        assert float(((back + 1) / 2 - clip).square().mean()) < 10**-2.1, "21 dB"
-        assert scenes.scene_of(((back + 1) / 2).clamp(0, 1)) == scene
 
 
 @pytest.mark.full
