@@ -130,6 +130,7 @@ bench: $(READY)
 	$(PY) benchmarks/kernels_gpu.py
 	$(PY) benchmarks/models_gpu.py
 	OMP_NUM_THREADS=1 $(PY) benchmarks/growth.py
+	OMP_NUM_THREADS=1 $(PY) benchmarks/peers.py --families ltx hunyuan_video framepack mochi --repeats 1
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines
