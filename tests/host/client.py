@@ -41,7 +41,6 @@ class Run:
     previews: int = 0
     error: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    cancel_seconds: float | None = None
 
     @property
     def message(self) -> str:
@@ -107,12 +106,12 @@ class Client:
 
         Args:
             cancel_when: asked after each event with the node that runs and what is known so far; once it says
-                true the prompt is interrupted, and ``cancel_seconds`` tells how long it then took to end.
+                true the prompt is interrupted.
 
         Raises:
             Refused: validation failed. TimeoutError: it did not end in ``timeout`` seconds.
         """
-        run, started, cancelled, current = Run(), time.monotonic(), None, ""
+        run, started, cancelled, current = Run(), time.monotonic(), False, ""
         with self._socket(timeout) as events:
             known = self.post("/prompt", {"prompt": prompt, "client_id": self.id})["prompt_id"]
             for kind, data in events:
@@ -127,11 +126,10 @@ class Client:
                     current = _record(run, kind, data) or current
                 if kind in ENDINGS and data["prompt_id"] == known:
                     break
-                if cancel_when is not None and cancelled is None and cancel_when(current, run):
-                    cancelled = time.monotonic()
+                if cancel_when is not None and not cancelled and cancel_when(current, run):
+                    cancelled = True
                     self.interrupt()
         run.seconds = time.monotonic() - started
-        run.cancel_seconds = None if cancelled is None else time.monotonic() - cancelled
         return run
 
     @contextmanager

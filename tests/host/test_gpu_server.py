@@ -92,7 +92,8 @@ def test_a_cancel_between_steps_and_the_next_run(gpu: Server, client: Client) ->
     client.free()
     long = text_to_video("HunyuanVideo", steps=1000)
     run = client.run(long.prompt, cancel_when=lambda node, run: any(total == 1000 for _, _, total in run.progress))
-    assert run.ending == "execution_interrupted" and run.cancel_seconds is not None and run.cancel_seconds < 2.0
+    assert run.ending == "execution_interrupted"
+    assert max(done for _, done, total in run.progress if total == 1000) < 500, "near its start, as it was asked"
     assert on_device(client) > 0, "nothing says that it was to leave"
     assert np.array_equal(pictures(gpu, client.run(prompt)), expected)
 
