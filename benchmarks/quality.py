@@ -27,6 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 from anygpu.compat import precision
+from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
@@ -200,7 +201,11 @@ def main() -> int:
             keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
         for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
             whole = chosen and any(text in switch.name for text in given.only)
-            shown = clips(folder, switch, asked if whole else asked[:STRIP])
+            try:
+                shown = clips(folder, switch, asked if whole else asked[:STRIP])
+            except UnsupportedError as error:
+                print(f"{choice}, {switch.name}: {error}", flush=True)
+                continue
             strips[switch.name] = strip(shown)
             if whole:
                 keep([measured(choice, switch, shown, plain, asked)], given.dry)
@@ -260,12 +265,13 @@ Defaults and presets beside the table:
   are large, as they are in published models but not in these.
 - `weights` auto leaves them as in the file. If memory is short, int8 has a tenth of the squared error of fp8.
 - The step cache is off unless asked for. At each preset first_block costs least. It and pyramid cost more with each
-  preset, in every model; taylor does so in LTX-Video alone: with `balanced` HunyuanVideo's and Mochi's, with `quality`
-  FramePack's clips are further from fp32 than with the preset after it.
+  preset, in every model; taylor does so in LTX-Video alone: with `balanced` both HunyuanVideos' and Mochi's, with
+  `quality` FramePack's clips are further from fp32 than with the preset after it. HunyuanVideo 1.5 has no pyramid with
+  cfg above 1, and the model's own cfg is 3.
 - With GGUF, each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
   does.
-- `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4; Mochi loses
-  some with 8 already, and not in order.
+- `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4,
+  HunyuanVideo 1.5 with 8; Mochi loses some with 8 already, and not in order.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",
