@@ -258,8 +258,8 @@ async function looksRight(page, nodes2) {
 }
 
 /**
- * With every model taken away: the load node says what to download; a workflow of the demo model's family runs with it,
- * one of another says which files it needs.
+ * With every model taken away: the load node says what to download; a workflow that a demo model can draw runs with it,
+ * another says which files it needs.
  */
 export async function firstRun(nodes2) {
   const models = join(process.env.COMFYUI_BASE, "models", "diffusers");
@@ -287,12 +287,12 @@ export async function firstRun(nodes2) {
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
-    await loadWorkflow(page, await source("hunyuan_video_15_text_to_video"), "hunyuan_video_15_text_to_video");
+    await loadWorkflow(page, await source("hunyuan_video_15_image_to_video"), "hunyuan_video_15_image_to_video");
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
     const said = await notice(page);
-    assert.ok(said.Found.startsWith("no model 'HunyuanVideo-1.5-Diffusers-480p_t2v'"), JSON.stringify(said));
-    assert.ok(/^Download https:..huggingface.co.hunyuanvideo-community.HunyuanVideo-1.5-Diffusers-480p_t2v .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
+    assert.ok(said.Found.startsWith("no model 'HunyuanVideo-1.5-Diffusers-480p_i2v'"), JSON.stringify(said));
+    assert.ok(/^Download https:..huggingface.co.hunyuanvideo-community.HunyuanVideo-1.5-Diffusers-480p_i2v .* into .*AnyGPU Download Model/.test(said.Do), JSON.stringify(said));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();

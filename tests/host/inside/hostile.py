@@ -72,8 +72,15 @@ def dying_farm(folder: str) -> dict[str, str]:
         methods = ("ready", "submit", "standing", "result", "cancel")
         gateway = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
         ray, closed = ModuleType("ray"), [0]
-        told = {"init": lambda **_: None, "get_actor": lambda *_, **__: gateway, "get": get}
-        vars(ray).update(told, exceptions=SimpleNamespace(RayError=RayError), shutdown=lambda: closed.append(1))
+        vars(ray).update(
+            is_initialized=lambda: False,
+            init=lambda **_: None,
+            shutdown=lambda: closed.append(1),
+            get_actor=lambda *_, **__: gateway,
+            get=get,
+            wait=lambda calls, **_: (calls, []),
+            exceptions=SimpleNamespace(RayError=RayError, RayTaskError=()),
+        )
         return ray, closed
 
     job = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
@@ -84,7 +91,10 @@ def dying_farm(folder: str) -> dict[str, str]:
     for last in ("ready", "submit", "standing", "result"):
         ray, closed = cluster(last)
         modules = {"ray": ray, "ray._private": ModuleType("p"), "ray._private.authentication": ModuleType("a")}
-        with mock.patch.dict(sys.modules, {**modules, token.__name__: token}):
+        with (
+            mock.patch.dict(sys.modules, {**modules, token.__name__: token}),
+            mock.patch.object(farm, "refusal", lambda *_: ""),
+        ):
             try:
                 farm.render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
             except InputError as error:
