@@ -133,6 +133,9 @@ class Tools(dict[str, Any]):
         return self[name]
 
 
+Forwards = Mapping[str, tuple[tuple[int, ...], ...]]  # by text encoder: tokens of each text in each forward
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.

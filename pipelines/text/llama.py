@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ...compat.errors import InputError
-from ..base import ENCODING, Pipeline, Progress, PromptRequest
-from .t5 import EMBEDS, MASK, bare_pipeline, held_encoder, shortened, trimmed
+from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
+from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_pairs, shortened, trimmed
 
 POOLED = "pooled_prompt_embeds"
 CLIP_TOKENS = 77
@@ -64,23 +64,36 @@ def llama_embeds(
     with held_encoder(pipeline, "text_encoder", progress) as encoder:
         shown = {} if sight is None else {"image_processor": sight.processor}
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tools["tokenizer"], **shown)
-        for index, text in enumerate(texts):
+        for batch in in_pairs(texts, alone=sight is not None):
             looking = {}
             if sight is not None:
-                picture = sight.negative if index == 1 else sight.positive
+                picture = sight.negative if len(encoded) == 1 else sight.positive
                 looking = {"image": picture, "image_embed_interleave": sight.interleave}
-            states, mask = pipe._get_llama_prompt_embeds(
-                prompt=text, prompt_template=template, max_sequence_length=request.max_tokens, **where, **looking
+            found = pipe._get_llama_prompt_embeds(
+                prompt=batch, prompt_template=template, max_sequence_length=request.max_tokens, **where, **looking
             )
-            encoded.append(trimmed({EMBEDS: states, MASK: mask}))
-            progress.step(index + 1, 2 * len(texts), ENCODING)
+            encoded += by_text(*found)
+            progress.step(len(encoded), 2 * len(texts), ENCODING)
     pipeline.offloader.release("text_encoder")  # 16 GB that CLIP does not need beside it
     with held_encoder(pipeline, "text_encoder_2", progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
-        for index, text in enumerate(texts):
-            encoded[index][POOLED] = pipe._get_clip_prompt_embeds(text, **where).cpu()
-            progress.step(len(texts) + index + 1, 2 * len(texts), ENCODING)
+        pooled = pipe._get_clip_prompt_embeds(texts, **where).cpu()
+        progress.step(2 * len(texts), 2 * len(texts), ENCODING)
+    for embeds, vector in zip(encoded, pooled.split(1), strict=True):
+        embeds[POOLED] = vector
     return encoded[0], encoded[1], tuple(encoded[2:])
+
+
+def llama_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
+    """Tokens of each text in each forward of both encoders, all padded to one length.
+
+    Args:
+        request: the texts; None for a prompt and its negative.
+    """
+    count, looks = 2 + len(request.sections if request else ()), "vision_config" in pipeline.configs["text_encoder"]
+    tokens = pipeline.spec.memory.reference_tokens
+    llama = tuple((tokens,) * len(pair) for pair in in_pairs([""] * count, alone=looks))
+    return {"text_encoder": llama, "text_encoder_2": ((CLIP_TOKENS,) * count,)}
 
 
 def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:

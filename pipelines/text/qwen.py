@@ -10,7 +10,7 @@ import torch
 
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.errors import InputError
-from ..base import ENCODING, Pipeline, Progress, PromptRequest, Silent
+from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
 from .t5 import EMBEDS, held_encoder, shortened
 
 EMBEDS_2 = "prompt_embeds_2"
@@ -47,21 +47,21 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
 
 
-def qwen_lengths(pipeline: Pipeline, request: PromptRequest | None, usual: int) -> dict[str, tuple[int, ...]]:
-    """Tokens of each forward of both encoders: a text has as many as its chat, and ByT5 runs for quotations alone.
+def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None, usual: int) -> Forwards:
+    """Tokens of the text in each forward of both encoders: as many as its chat; ByT5 runs for quotations alone.
 
     Args:
         request: the texts; None for two of ``usual`` tokens that quote nothing.
     """
     if request is None:
-        return {"text_encoder": (usual, usual)}
+        return {"text_encoder": ((usual,), (usual,))}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     limit = request.max_tokens or pipeline.spec.defaults.max_tokens
     texts = [chat.fitting(text, limit, name, silent) for text, name in pair]
     quoted, tokenizer = _quoted(pipeline, texts, silent), pipeline.tools["tokenizer_2"]
-    glyphs = tuple(len(tokenizer(quote)["input_ids"]) for quote in quoted if quote is not None)
-    return {"text_encoder": tuple(map(chat.length, texts)), "text_encoder_2": glyphs}
+    glyphs = tuple((len(tokenizer(quote)["input_ids"]),) for quote in quoted if quote is not None)
+    return {"text_encoder": tuple((chat.length(text),) for text in texts), "text_encoder_2": glyphs}
 
 
 def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,11 @@ from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_leaves
 from ...compat.errors import InputError
-from ..base import ENCODING, Latents, Pipeline, Progress, Prompt, PromptRequest
+from ..base import ENCODING, Forwards, Latents, Pipeline, Progress, Prompt, PromptRequest
 from ..memory.estimates import beside_text
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
+ZEROED = "force_zeros_for_empty_prompt"
 
 
 @contextmanager
@@ -74,26 +75,54 @@ def t5_embeds(
         shortened(tokenizer, text, limit, subject, progress)
         for text, subject in ((request.text, "prompt"), (request.negative, "negative prompt"))
     ]
-    device = pipeline.offloader.device_of("text_encoder")
+    device, encoded = pipeline.offloader.device_of("text_encoder"), list[dict[str, torch.Tensor]]()
     with (
         held_encoder(pipeline, "text_encoder", progress) as encoder,
         without_unpacking(encoder),
     ):  # T5 asks for their dtypes
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
-        encoded = []
-        for index, text in enumerate(texts):
-            embeds, mask = pipe._get_t5_prompt_embeds(
-                [text], max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
+        for batch in in_pairs(texts, alone=_alone(texts, configuration.get(ZEROED, False))):
+            found = pipe._get_t5_prompt_embeds(
+                batch, max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
             )
-            encoded.append(trimmed({EMBEDS: embeds, MASK: mask}))
-            progress.step(index + 1, len(texts), ENCODING)
+            encoded += by_text(*found)
+            progress.step(len(encoded), len(texts), ENCODING)
     return tuple(encoded)
+
+
+def t5_forwards(request: PromptRequest | None, tokens: int, zeroed: bool = False) -> Forwards:
+    """Tokens of each text in each forward of T5.
+
+    Args:
+        request: the texts; None for two of ``tokens``.
+        tokens: to which texts are padded where the request names no other number.
+        zeroed: whether an empty text is zeroed.
+    """
+    texts = ("some", "some") if request is None else (request.text, request.negative)
+    length = (request.max_tokens if request is not None else 0) or tokens
+    return {"text_encoder": tuple((length,) * len(pair) for pair in in_pairs(texts, alone=_alone(texts, zeroed)))}
+
+
+def _alone(texts: Sequence[str], zeroed: bool) -> bool:
+    """Whether each text is encoded by itself: upstream zeroes a whole batch if its last text is empty."""
+    return zeroed and not all(texts)
+
+
+def in_pairs(texts: Sequence[str], alone: bool) -> list[list[str]]:
+    """The texts of each forward: two, for which streamed weights come once; or one ``alone``."""
+    count = 1 if alone else 2
+    return [list(texts[first : first + count]) for first in range(0, len(texts), count)]
 
 
 def bare_pipeline(cls: Any, **parts: Any) -> Any:
     """The diffusers pipeline ``cls`` with these of its parts and settings, and nothing else."""
     names = (name for name, given in inspect.signature(cls.__init__).parameters.items() if given.default is given.empty)
     return cls(**{**dict.fromkeys(name for name in names if name != "self"), **parts})
+
+
+def by_text(embeds: torch.Tensor, masks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """The embeddings of each text of a batch (B, N, D), trimmed, on the CPU."""
+    return [trimmed({EMBEDS: own, MASK: mask}) for own, mask in zip(embeds.split(1), masks.split(1), strict=True)]
 
 
 def trimmed(embeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,8 +7,9 @@ a size is kept, so that asking again costs nothing.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta
 from ...compat.transforms import fused
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Call, Pipeline, PromptRequest, SampleSettings
+from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
 from ..loading.part import decode_as_published
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
@@ -172,25 +173,33 @@ def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
         request: the texts; None for those of a usual length.
     """
     total = Work()
-    for part, lengths in text_lengths(pipeline, request).items():
+    for part, forwards in text_forwards(pipeline, request).items():
         config = pipeline.configs[part].get("text_config", pipeline.configs[part])
-        for tokens in lengths:
-            most = int(config.get("max_position_embeddings") or tokens)  # CLIP takes 77
-            total.update(_encoder_work(config, min(tokens, most), pipeline.precision.text.itemsize))
+        most = int(config.get("max_position_embeddings") or sys.maxsize)  # CLIP takes 77
+        for texts in forwards:
+            lengths = [min(tokens, most) for tokens in texts]
+            total.update(_encoder_work(config, lengths, pipeline.precision.text.itemsize))
     return total
 
 
-def text_lengths(pipeline: Pipeline, request: PromptRequest | None = None) -> dict[str, tuple[int, ...]]:
-    """Tokens of each forward of each text encoder that runs; of a usual prompt and its negative without ``request``."""
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> Forwards:
+    """Tokens of each text in each forward of each text encoder that runs.
+
+    Args:
+        request: the texts; None for a prompt and its negative of a usual length.
+    """
     spec, code = pipeline.spec, pipeline.spec.code
-    lengths: Mapping[str, tuple[int, ...]] = dict.fromkeys(spec.text_parts, (spec.memory.reference_tokens,) * 2)
-    if hasattr(code, "text_lengths"):
-        lengths = code.text_lengths(pipeline, request)
-    return {part: tokens for part, tokens in lengths.items() if tokens and part in pipeline.configs}
+    usual: Forwards = dict.fromkeys(spec.text_parts, ((spec.memory.reference_tokens,) * 2,))
+    found: Forwards = code.text_forwards(pipeline, request) if hasattr(code, "text_forwards") else usual
+    return {part: forwards for part, forwards in found.items() if forwards and part in pipeline.configs}
 
 
-def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work:
-    """One forward of a text encoder: T5, Llama, Qwen or CLIP, by what their configurations call their sides."""
+def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
+    """One forward of a text encoder: T5, Llama, Qwen or CLIP, by what their configurations call their sides.
+
+    Args:
+        lengths: tokens of each of its texts.
+    """
 
     def side(*names: str, default: int = 0) -> int:
         return next((int(config[name]) for name in names if config.get(name)), default)
@@ -200,7 +209,7 @@ def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work
     inner, wide = heads * head, side("d_ff", "intermediate_size")
     keys = side("num_key_value_heads", default=heads) * head
     gated = "gated" in str(config.get("feed_forward_proj")) or config.get("hidden_act") == "silu"
-    work, layers = Work(), side("num_layers", "num_hidden_layers")
+    work, layers, tokens = Work(), side("num_layers", "num_hidden_layers"), sum(lengths)
     for columns, rows, times in (
         (width, inner, 1),
         (width, keys, 2),
@@ -211,7 +220,7 @@ def _encoder_work(config: Mapping[str, Any], tokens: int, itemsize: int) -> Work
         moved = itemsize * (columns * rows + tokens * (columns + rows))
         work[PRODUCT, 2 * tokens * columns * rows, moved] += layers * times
     work[OTHER, 0, itemsize * tokens * width] += 10 * layers  # norms, residuals, activations
-    work[ATTENTION, 4 * tokens * tokens * inner, 4 * itemsize * tokens * inner] += layers
+    work[ATTENTION, 4 * sum(length**2 for length in lengths) * inner, 4 * itemsize * tokens * inner] += layers
     return work
 
 

@@ -25,7 +25,7 @@ from .counts import (
     image_work,
     sampling_work,
     sections_of,
-    text_lengths,
+    text_forwards,
     text_work,
 )
 
@@ -117,8 +117,9 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
 def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
     """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
     if stage == TEXT:
-        lengths = text_lengths(pipeline, run.texts)
-        parts, calls, work = tuple(lengths), max(map(len, lengths.values()), default=0), text_work(pipeline, run.texts)
+        forwards = text_forwards(pipeline, run.texts)
+        parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
+        work = text_work(pipeline, run.texts)
         beside = 0
     elif stage == IMAGE:
         parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0

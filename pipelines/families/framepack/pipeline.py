@@ -32,7 +32,7 @@ from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, samp
 from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
-from ...text.llama import POOLED, llama_embeds, llama_from_core
+from ...text.llama import POOLED, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding
 from ...vae.plan import Form
@@ -79,6 +79,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     return Prompt(SPEC.id, positive, negative, sections)
 
 
+text_forwards = llama_forwards
 prompt_from_core = llama_from_core
 
 

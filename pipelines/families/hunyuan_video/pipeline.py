@@ -45,7 +45,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import even_levels, schedule_for
-from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_from_core
+from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
@@ -130,6 +130,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     return Prompt(SPEC.id, positive, negative)
 
 
+text_forwards = llama_forwards
 prompt_from_core = llama_from_core
 
 

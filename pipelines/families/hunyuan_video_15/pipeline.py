@@ -14,6 +14,7 @@ from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.errors import InputError
 from ...base import (
     Call,
+    Forwards,
     ImageCondition,
     ImageRequest,
     Latents,
@@ -38,7 +39,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import Schedule, even_levels, schedule_for
-from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_from_core, qwen_lengths
+from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_forwards, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
@@ -87,9 +88,9 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 prompt_from_core = qwen_from_core
 
 
-def text_lengths(pipeline: Pipeline, request: PromptRequest | None) -> dict[str, tuple[int, ...]]:
-    """Tokens of each forward of each text encoder that runs for ``request``."""
-    return qwen_lengths(pipeline, request, SPEC.memory.reference_tokens)
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
+    """Tokens of each text in each forward of each text encoder that runs for ``request``."""
+    return qwen_forwards(pipeline, request, SPEC.memory.reference_tokens)
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:

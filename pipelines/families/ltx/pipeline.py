@@ -29,7 +29,18 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings, StageText
+from ...base import (
+    Call,
+    Forwards,
+    ImageCondition,
+    Latents,
+    Pipeline,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    StageText,
+)
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
 from ...loading.part import SPATIAL_PADDING
@@ -44,7 +55,7 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
-from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
 from .conditions import (
@@ -159,6 +170,11 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)
+
+
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
+    """Tokens of each text in each forward of T5."""
+    return t5_forwards(request, defaults_for(pipeline).max_tokens)
 
 
 prompt_from_core = t5_from_core

@@ -9,7 +9,7 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed
 from ....compat.guidance import BOTH, PROMPTED, by_halves
-from ...base import Call, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import Call, Forwards, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import TIME
 from ...sampling.guidance import Guidance
@@ -23,7 +23,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import Levels, schedule_for
-from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from ...text.t5 import EMBEDS, MASK, ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
 from .spec import CHANNELS, SPEC
@@ -35,9 +35,17 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """T5 embeddings of both texts; an empty negative prompt is zeroed where the model's index says so."""
     from diffusers import MochiPipeline
 
-    zeroed = bool(pipeline.tools["index"].get("force_zeros_for_empty_prompt", False))
-    positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=zeroed)
+    positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, **{ZEROED: _zeroed(pipeline)})
     return Prompt(SPEC.id, positive, negative)
+
+
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
+    """Tokens of each text in each forward of T5."""
+    return t5_forwards(request, SPEC.defaults.max_tokens, _zeroed(pipeline))
+
+
+def _zeroed(pipeline: Pipeline) -> bool:
+    return bool(pipeline.tools["index"].get(ZEROED, False))
 
 
 prompt_from_core = t5_from_core
