@@ -81,10 +81,10 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     wide, plain = estimates.decoding_terms(pipeline, size)
     text = max(
         (part for part in pipeline.weights if part.startswith("text_encoder")),
-        key=lambda part: pipeline.weights[part].total + estimates.text_bytes(pipeline, part),
+        key=lambda part: pipeline.weights[part].total + estimates.text_bytes(pipeline, part, estimates.PAIR),
     )
     terms = (
-        ("text", text, (estimates.text_term(pipeline, text), 0)),
+        ("text", text, (estimates.text_term(pipeline, text, estimates.PAIR), 0)),
         ("sampling", "transformer", estimates.sampling_terms(pipeline, size)),
         ("decoding", "vae", (wide, plain)),
         ("streaming", "vae", (estimates.streamed_term(pipeline, size, 0, 0, 16), 0)),

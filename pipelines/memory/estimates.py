@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.device.execution import HOST
+from ...compat.device.facts import free_bytes
+from ...compat.memory.offloader import HOSTED
 from ...compat.memory.parts import PartBytes, denoises, part_bytes
 from ..base import Pipeline, SampleSettings
 from ..family import FamilySpec
@@ -24,6 +27,7 @@ from ..loading.part import PartFiles
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
 MARGIN = 1.15  # what a forecast may be off by
+PAIR = 2  # texts: a prompt and its negative
 SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 
 
@@ -99,22 +103,33 @@ def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 
-def beside_text(pipeline: Pipeline, part: str) -> int:
+def texts_at_once(pipeline: Pipeline, part: str) -> int:
+    """Texts in one forward of a text encoder: two, for which streamed weights come once; one if two have no room."""
+    offloader, device = pipeline.offloader, pipeline.offloader.device_of(part)
+    free = free_bytes(device)
+    if free is None or device.type == HOST.type or offloader.mode == HOSTED or part not in pipeline.weights:
+        return PAIR
+    room = free + bytes_on(device, pipeline.parts.get(part)) - offloader.options.keep_free_bytes
+    needed = beside_text(pipeline, part, PAIR)
+    return PAIR if pipeline.weights[part].resident(offloader.mode, part, needed) + needed <= room else 1
+
+
+def beside_text(pipeline: Pipeline, part: str, texts: int) -> int:
     """Bytes that one forward of a text encoder needs beside its weights, with the margin of the forecast."""
-    return int(MARGIN * text_bytes(pipeline, part))
+    return int(MARGIN * text_bytes(pipeline, part, texts))
 
 
-def text_bytes(pipeline: Pipeline, part: str) -> int:
+def text_bytes(pipeline: Pipeline, part: str, texts: int) -> int:
     """Activations at the peak of a text encoder's forward."""
-    return int(pipeline.spec.memory.fit.text * text_term(pipeline, part)) + _dense(pipeline, part)
+    return int(pipeline.spec.memory.fit.text * text_term(pipeline, part, texts)) + _dense(pipeline, part)
 
 
-def text_term(pipeline: Pipeline, part: str) -> int:
+def text_term(pipeline: Pipeline, part: str, texts: int) -> int:
     """Bytes of one copy of a text encoder's widest activation."""
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
-    return pipeline.spec.memory.reference_tokens * wide * pipeline.precision.text.itemsize
+    return texts * pipeline.spec.memory.reference_tokens * wide * pipeline.precision.text.itemsize
 
 
 def _dense(pipeline: Pipeline, part: str) -> int:

@@ -13,7 +13,17 @@ from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..vae.plan import planned_decode
-from .estimates import SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
+from .estimates import (
+    PAIR,
+    SPARE,
+    TRANSFORMER,
+    VAE,
+    Size,
+    decoding_bytes,
+    sampling_bytes,
+    text_bytes,
+    transformer_bytes,
+)
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
 Rooms = Callable[[torch.device], int | None]
@@ -97,14 +107,16 @@ def _needs(
         stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
         kept = vae if stays else 0
     if text:
-        active = {part: text_bytes(pipeline, part) for part in text}
+        active = {part: text_bytes(pipeline, part, 1) for part in text}
         needs = (
             StageNeed(
                 "text",
                 beside("text", "decoding", kept),
                 weights[p].resident(mode, p, active[p]),
                 active[p],
-                ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p]),
+                ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p])
+                + text_bytes(pipeline, p, PAIR)
+                - active[p],
             )
             for p in text
         )

@@ -11,7 +11,8 @@ import torch
 
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
-from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_pairs, shortened, trimmed
+from ..memory.estimates import PAIR, texts_at_once
+from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_batches, shortened, trimmed
 
 POOLED = "pooled_prompt_embeds"
 CLIP_TOKENS = 77
@@ -61,10 +62,11 @@ def llama_embeds(
     # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
     tools["tokenizer"].padding_side = "right"
     encoded: list[dict[str, torch.Tensor]] = []
-    with held_encoder(pipeline, "text_encoder", progress) as encoder:
+    count = 1 if sight is not None else texts_at_once(pipeline, "text_encoder")
+    with held_encoder(pipeline, "text_encoder", count, progress) as encoder:
         shown = {} if sight is None else {"image_processor": sight.processor}
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tools["tokenizer"], **shown)
-        for batch in in_pairs(texts, alone=sight is not None):
+        for batch in in_batches(texts, count):
             looking = {}
             if sight is not None:
                 picture = sight.negative if len(encoded) == 1 else sight.positive
@@ -75,9 +77,10 @@ def llama_embeds(
             encoded += by_text(*found)
             progress.step(len(encoded), 2 * len(texts), ENCODING)
     pipeline.offloader.release("text_encoder")  # 16 GB that CLIP does not need beside it
-    with held_encoder(pipeline, "text_encoder_2", progress) as encoder:
+    count = texts_at_once(pipeline, "text_encoder_2")
+    with held_encoder(pipeline, "text_encoder_2", count, progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
-        pooled = pipe._get_clip_prompt_embeds(texts, **where).cpu()
+        pooled = torch.cat([pipe._get_clip_prompt_embeds(batch, **where).cpu() for batch in in_batches(texts, count)])
         progress.step(2 * len(texts), 2 * len(texts), ENCODING)
     for embeds, vector in zip(encoded, pooled.split(1), strict=True):
         embeds[POOLED] = vector
@@ -92,7 +95,7 @@ def llama_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forward
     """
     count, looks = 2 + len(request.sections if request else ()), "vision_config" in pipeline.configs["text_encoder"]
     tokens = pipeline.spec.memory.reference_tokens
-    llama = tuple((tokens,) * len(pair) for pair in in_pairs([""] * count, alone=looks))
+    llama = tuple((tokens,) * len(batch) for batch in in_batches([""] * count, 1 if looks else PAIR))
     return {"text_encoder": llama, "text_encoder_2": ((CLIP_TOKENS,) * count,)}
 
 

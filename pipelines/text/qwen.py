@@ -11,7 +11,8 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
-from .t5 import EMBEDS, held_encoder, shortened
+from ..memory.estimates import texts_at_once
+from .t5 import EMBEDS, by_text, held_encoder, in_batches, shortened
 
 EMBEDS_2 = "prompt_embeds_2"
 QUOTED_TOKENS = 256
@@ -21,7 +22,7 @@ SUBJECTS = ("prompt", "negative prompt")
 def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
 
-    N and M count valid tokens only: the texts are encoded without padding. M is 0 for a text that quotes nothing.
+    N and M count valid tokens only. M is 0 for a text that quotes nothing.
 
     Raises:
         InputError: a template_crop that leaves nothing.
@@ -29,39 +30,39 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     texts = [chat.fitting(text, request.max_tokens, name, progress) for text, name in pair]
-    lengths = [chat.length(text) for text in texts]
-    quoted = _quoted(pipeline, texts, progress)
-    total, states = len(texts) + sum(quote is not None for quote in quoted), []
+    longest, quoted = max(map(chat.length, texts)), _quoted(pipeline, texts, progress)
+    total = len(texts) + sum(quote is not None for quote in quoted)
     from diffusers import HunyuanVideo15Pipeline
 
     device = pipeline.offloader.device_of("text_encoder")
-    with held_encoder(pipeline, "text_encoder", progress) as encoder:
-        for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-            embeds, mask = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
-                encoder, chat, [text], device, tokenizer_max_length=length - chat.crop, crop_start=chat.crop
+    count, states = texts_at_once(pipeline, "text_encoder"), list[torch.Tensor]()
+    with held_encoder(pipeline, "text_encoder", count, progress) as encoder:
+        for batch in in_batches(texts, count):
+            found = HunyuanVideo15Pipeline._get_mllm_prompt_embeds(
+                encoder, chat, batch, device, tokenizer_max_length=longest - chat.crop, crop_start=chat.crop
             )
-            states.append(embeds[:, mask[0].bool()].cpu())
-            progress.step(index + 1, total, ENCODING)
+            states += [text[EMBEDS] for text in by_text(*found)]
+            progress.step(len(states), total, ENCODING)
     pipeline.offloader.release("text_encoder")  # 15 GB that ByT5 does not need beside it
     glyphs = _glyph_embeds(pipeline, texts, quoted, progress, total)
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
 
 
 def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None, usual: int) -> Forwards:
-    """Tokens of the text in each forward of both encoders: as many as its chat; ByT5 runs for quotations alone.
+    """Tokens of each text in each forward of both encoders: those of the longest chat; ByT5 runs for quotations alone.
 
     Args:
         request: the texts; None for two of ``usual`` tokens that quote nothing.
     """
     if request is None:
-        return {"text_encoder": ((usual,), (usual,))}
+        return {"text_encoder": ((usual, usual),)}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     limit = request.max_tokens or pipeline.spec.defaults.max_tokens
     texts = [chat.fitting(text, limit, name, silent) for text, name in pair]
     quoted, tokenizer = _quoted(pipeline, texts, silent), pipeline.tools["tokenizer_2"]
     glyphs = tuple((len(tokenizer(quote)["input_ids"]),) for quote in quoted if quote is not None)
-    return {"text_encoder": tuple((chat.length(text),) for text in texts), "text_encoder_2": glyphs}
+    return {"text_encoder": ((max(map(chat.length, texts)),) * len(texts),), "text_encoder_2": glyphs}
 
 
 def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def _glyph_embeds(
         return glyphs
     tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
     with (
-        held_encoder(pipeline, "text_encoder_2", progress) as encoder,
+        held_encoder(pipeline, "text_encoder_2", 1, progress) as encoder,
         without_unpacking(encoder),
     ):  # T5 asks for their dtypes
         for done, index in enumerate(wanted):

@@ -16,16 +16,16 @@ from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_leaves
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Latents, Pipeline, Progress, Prompt, PromptRequest
-from ..memory.estimates import beside_text
+from ..memory.estimates import PAIR, beside_text, texts_at_once
 
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
 ZEROED = "force_zeros_for_empty_prompt"
 
 
 @contextmanager
-def held_encoder(pipeline: Pipeline, part: str, progress: Progress) -> Iterator[Any]:
-    """A text encoder on its device, with room for its forward; a cancel is obeyed inside of it."""
-    hold = pipeline.offloader.hold(part, beside_text(pipeline, part), progress)
+def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
+    """A text encoder on its device, with room for a forward of so many texts; a cancel is obeyed inside of it."""
+    hold = pipeline.offloader.hold(part, beside_text(pipeline, part, texts), progress)
     with hold as encoder, checked_leaves(encoder, progress.check):
         yield encoder
 
@@ -76,12 +76,13 @@ def t5_embeds(
         for text, subject in ((request.text, "prompt"), (request.negative, "negative prompt"))
     ]
     device, encoded = pipeline.offloader.device_of("text_encoder"), list[dict[str, torch.Tensor]]()
+    count = 1 if _alone(texts, configuration.get(ZEROED, False)) else texts_at_once(pipeline, "text_encoder")
     with (
-        held_encoder(pipeline, "text_encoder", progress) as encoder,
+        held_encoder(pipeline, "text_encoder", count, progress) as encoder,
         without_unpacking(encoder),
     ):  # T5 asks for their dtypes
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
-        for batch in in_pairs(texts, alone=_alone(texts, configuration.get(ZEROED, False))):
+        for batch in in_batches(texts, count):
             found = pipe._get_t5_prompt_embeds(
                 batch, max_sequence_length=request.max_tokens, device=device, dtype=pipeline.precision.text
             )
@@ -100,7 +101,8 @@ def t5_forwards(request: PromptRequest | None, tokens: int, zeroed: bool = False
     """
     texts = ("some", "some") if request is None else (request.text, request.negative)
     length = (request.max_tokens if request is not None else 0) or tokens
-    return {"text_encoder": tuple((length,) * len(pair) for pair in in_pairs(texts, alone=_alone(texts, zeroed)))}
+    batches = in_batches(texts, 1 if _alone(texts, zeroed) else PAIR)
+    return {"text_encoder": tuple((length,) * len(batch) for batch in batches)}
 
 
 def _alone(texts: Sequence[str], zeroed: bool) -> bool:
@@ -108,9 +110,8 @@ def _alone(texts: Sequence[str], zeroed: bool) -> bool:
     return zeroed and not all(texts)
 
 
-def in_pairs(texts: Sequence[str], alone: bool) -> list[list[str]]:
-    """The texts of each forward: two, for which streamed weights come once; or one ``alone``."""
-    count = 1 if alone else 2
+def in_batches(texts: Sequence[str], count: int) -> list[list[str]]:
+    """The texts of each forward, at most ``count``."""
     return [list(texts[first : first + count]) for first in range(0, len(texts), count)]
 
 

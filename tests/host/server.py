@@ -327,7 +327,7 @@ def tiny_home() -> Path:
 
 
 def main() -> None:
-    """Serve until interrupted: ``python tests/host/server.py [port]``, to look at the workflows by hand."""
+    """Serve until interrupted, to look at the workflows by hand: ``python -m host.server [port]`` in ``tests``."""
     import tempfile
 
     try:

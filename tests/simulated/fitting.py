@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
@@ -64,7 +65,8 @@ class LeafByLeaf(StandaloneOffloader):
             return
         cpu_offload(module, self.device, offload_buffers=True)
         try:
-            yield module
+            with own_tensors(module):  # a VAE's mean and deviation are read outside of its forward
+                yield module
         finally:
             remove_hook_from_module(module, recurse=True)
 

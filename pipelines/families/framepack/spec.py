@@ -30,7 +30,7 @@ from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=8.16, streamed=13.29)
+FIT = Fit(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
 
 BESIDE = (  # what a lone transformer takes from other folders
     replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),

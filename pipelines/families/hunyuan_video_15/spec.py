@@ -24,7 +24,7 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.27)
+FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 FEW_STEPS = "few steps"
 # Transformer, VAE and ByT5 in fp32.
 STORED = {

@@ -211,7 +211,7 @@ def test_cancel_is_obeyed_inside_every_forward(run: Any, recorded: Any) -> None:
 
     calls = {
         "qwen": (prompt, 0),
-        "byt5": (prompt, 2),
+        "byt5": (prompt, 1),
         "siglip": (image, 0),
         "transformer": (lambda p: _sampled(made, p), 1),
         "decoder": (lambda p: stages.decode(made.pipeline, made.latents, p), 0),
