@@ -40,6 +40,8 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/framepack.py export
 	OMP_NUM_THREADS=1 $(PY) training/mochi.py train
 	OMP_NUM_THREADS=1 $(PY) training/mochi.py export
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py train
+	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py export
 
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)

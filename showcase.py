@@ -16,6 +16,7 @@ import torch
 
 from .compat.device.facts import facts_for
 from .paint import demo
+from .paint.choices import demo_paint_models
 from .pipelines import stages, tiny
 from .pipelines.base import FramePackSettings, ImageRequest, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from .pipelines.demo import demo_models, drawing
@@ -137,6 +138,12 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
         wrong, verdict = _verdict(checks)
         failed += wrong
         notify(f"{choice}: {folder / f'{model.name}_drawn.png'}, {verdict}, {time.monotonic() - began:.1f} s")
+    for choice, model in demo_paint_models().items():
+        began, checks = time.monotonic(), demo.paint(model, folder)
+        wrong, verdict = _verdict(checks)
+        failed += wrong
+        notify(f"{choice}: {folder / f'{model.name}_painted.png'}, {verdict}, {time.monotonic() - began:.1f} s")
+        lines.append(_section(choice, ("A ring in two colours, painted after its picture.",), checks))
     sheet = _contact_sheet(strips, folder / "contact_sheet.png")
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
     notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")

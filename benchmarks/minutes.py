@@ -3,7 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/minutes.py                # appends to benchmarks/results/minutes.csv
     OMP_NUM_THREADS=1 python benchmarks/minutes.py --families ltx delight
 
-One block of each kind, of delighting the whole UNet; weights that are all alike, fp32, CPU, one thread.
+One block of each kind, of delighting the whole UNet; weights that are all alike, fp32, CPU, one thread. The device is
+probed once, before anything is loaded, as in use: later the C library has memory to spare that the system has filled,
+and copies that need no new pages are up to three times as quick.
 Seconds are CPU time of the process, so other programs disturb them little. `corrected_s` is what is said after a run of
 the first size: the forecast times how much longer that one was.
 """
@@ -128,7 +130,7 @@ def delighted(pace: Pace) -> Iterator[tuple[str, float, float]]:
         yield f"{side}x{side}x1", pace.seconds(work), seconds(partial(unet, *given))
 
 
-def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
+def rows(family: str, folder: Path, pace: Pace) -> Iterator[dict[str, Any]]:
     """The rows of one family."""
     measures: dict[str, Callable[[Pace], Iterator[tuple[str, float, float]]]] = {}
     if family == "delight":
@@ -140,7 +142,7 @@ def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
             measures["decoding"] = partial(decoded, pipeline)
     for stage, measure in measures.items():
         first: list[StageCost] = []
-        for size, modelled, spent in measure(_measured(HOST, torch.float32, clock)):
+        for size, modelled, spent in measure(pace):
             later = corrected(stage, modelled, PROBED, first).seconds
             row = {"family": family, "stage": stage, "size": size, "forecast_s": round(modelled, 3)}
             yield {
@@ -160,8 +162,9 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(__file__).resolve().parent.parent / ".build" / "time"
     folder.mkdir(parents=True, exist_ok=True)
-    for family in parser.parse_args().families:
-        append("minutes", ({**machine(), **row} for row in rows(family, folder)))
+    arguments, pace = parser.parse_args(), _measured(HOST, torch.float32, clock)
+    for family in arguments.families:
+        append("minutes", ({**machine(), **row} for row in rows(family, folder, pace)))
 
 
 if __name__ == "__main__":

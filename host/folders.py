@@ -10,7 +10,7 @@ import folder_paths
 
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
-from ..paint.choices import PAGES, is_paint_folder
+from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_loras, demo_models
 from ..pipelines.latents.steps import FOLDER
 from ..pipelines.loading.download import published_family, remedy
@@ -139,12 +139,23 @@ def paint_models() -> dict[str, Path]:
     return _named(roots(MODEL_KEYS), models)
 
 
+def paint_choices() -> list[str]:
+    """The choices of the node that loads paint models: the user's, then those that ship with the pack."""
+    return [*paint_models(), *demo_paint_models()] or [NO_PAINT_MODEL]
+
+
+def paint_stand_in(name: str) -> str:
+    """The demo model that runs in the place of a published one while no paint model is installed; empty for none."""
+    named = Path(name).name in STANDS_IN_FOR and not paint_models()
+    return next(iter(demo_paint_models()), "") if named else ""
+
+
 def paint_path(name: str) -> Path:
     """The folder or file of a listed paint model, as :func:`path_of` finds it."""
     searched = roots(MODEL_KEYS)
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
     fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
-    return path_of(name, paint_models(), searched, what, fix)
+    return path_of(name, {**demo_paint_models(), **paint_models()}, searched, what, fix)
 
 
 def paint_provider_choices() -> list[str]:

@@ -80,8 +80,10 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
     from ..paint.networks.compile import settings_for
 
     given = {**PAINT_INPUTS, **inputs}
+    instead = folders.paint_stand_in(given["model"])
     return PaintRequest(
-        folders.paint_path(given["model"]),
+        folders.paint_path(instead or given["model"]),
+        stands_in_for=given["model"] if instead else "",
         vae=folders.paint_provider_folder(given["vae"]),
         image_encoder=folders.paint_provider_folder(given["image_encoder"]),
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,

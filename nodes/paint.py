@@ -51,7 +51,7 @@ class LoadPaintPipeline(io.ComfyNode):
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL],
+                    "model", options=folders.paint_choices(),
                     tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 io.Combo.Input(
@@ -280,7 +280,7 @@ class PaintViews(io.ComfyNode):
         chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
         inputs = PaintInputs(references=references, normals=normals, positions=positions, cameras=cameras, dino=dino)
         painted = paint_views(pipeline, inputs, chosen, progress)
-        progress.finish(f"{len(painted.views)} views of {view_size} pixels")
+        progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
         shown = preview.sheet(painted.views, cls)
         return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)
 

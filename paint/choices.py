@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from contextlib import suppress
 from pathlib import Path
 
 from ..compat.decision import AUTO
@@ -26,11 +28,30 @@ VIEWS = (  # azimuth and elevation in degrees, and how much a view counts, as pu
     (180, -90, 0.05),
 )
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
+MODELS = Path(__file__).parent / "models"  # that ship with the pack
+DEMO_SIZE = 128  # pixels of a view of theirs
+STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0")
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
     "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1",
     "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
 }
+
+
+@functools.cache
+def demo_paint_models() -> dict[str, Path]:
+    """Choice to folder of what ships with the pack, such as ``demo: Hunyuan3D paint (26 MB)``; none where none is."""
+    named = {}
+    with suppress(OSError):  # nodes list their choices even where a demo cannot be read
+        for folder in sorted(filter(is_paint_folder, MODELS.iterdir())):
+            size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+            named[f"demo: Hunyuan3D {folder.name.partition('_')[2]} ({round(size / 1e6)} MB)"] = folder
+    return named
+
+
+def is_demo(source: Path) -> bool:
+    """Whether a pipeline was read from what ships with the pack."""
+    return source.parent == MODELS
 
 
 def is_paint_folder(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from ..compat.precision import PAINT, Precision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
-from .choices import PAGES
+from .choices import DEMO_SIZE, PAGES
 from .choices import VARIANTS as VARIANTS
 from .estimates import paint_bytes
 from .networks import published as networks
@@ -53,6 +53,7 @@ class PaintRequest:
         state: folder where probe results are kept; None asks the device nothing and relies on the tables.
         compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
         quiet: goes by what is kept in ``state``, so that the device is not asked.
+        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
     """
 
     model: Path
@@ -67,6 +68,7 @@ class PaintRequest:
     state: Path | None = None
     compiled: CompileSettings | None = None
     quiet: bool = False
+    stands_in_for: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class PaintPipeline(KnownToHost):
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
         weights: bytes of each part on the device.
         probes: what the device answered; None where nothing is kept.
+        stands_in_for: as :class:`PaintRequest` has it.
     """
 
     family: str
@@ -94,6 +97,7 @@ class PaintPipeline(KnownToHost):
     decisions: tuple[Decision, ...] = ()
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
     probes: ProbeStore | None = None
+    stands_in_for: str = ""
 
     @property
     def patcher(self) -> Any:
@@ -132,8 +136,7 @@ def load_paint(
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)
-    shape = networks.shape_for(kind, config)
-    operands = precision.compute or precision.transformer
+    shape, operands = networks.shape_for(kind, config), precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae))
     attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
     dtypes = Dtypes(precision.compute, precision.residual)
@@ -160,9 +163,10 @@ def load_paint(
         configs=configs,
         source=request.model,
         compiled=compiled,
-        decisions=(precision.decision, offload, attention.decision, *_remarks(place, stored, dropped)),
+        decisions=(precision.decision, offload, attention.decision, *_remarks(request, place, stored, dropped)),
         weights=weights,
         probes=probes,
+        stands_in_for=request.stands_in_for,
     )
 
 
@@ -242,8 +246,11 @@ def _config(place: Path) -> Mapping[str, Any]:
     return networks.STABLE_DIFFUSION_2
 
 
-def _remarks(place: Path, stored: Weights, dropped: int) -> list[Decision]:
+def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) -> list[Decision]:
     remarks = []
+    if request.stands_in_for:
+        why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
+        remarks.append(Decision("model", f"paints simple bodies at {DEMO_SIZE}x{DEMO_SIZE}", why, AUTO))
     if both_kinds(place):
         why = "the folder has .bin and .safetensors, which may differ"
         remarks.append(Decision("weights", f"{stored.path.name} was read", why))

@@ -41,7 +41,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
-    if getattr(pipeline, "stands_in_for", ""):  # pipelines that paint have none
+    if pipeline.stands_in_for:
         what = f"demo model in place of {pipeline.stands_in_for!r}"
     return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 

@@ -62,6 +62,16 @@ def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_n
     assert folders.stand_in_for("LTX-Video") == ""
 
 
+def test_the_paint_demo_is_the_last_choice_and_stands_in_while_no_paint_model_is_installed(folders, tmp_path):
+    (demo,) = folders.paint_choices()
+    assert demo == "demo: Hunyuan3D paint (26 MB)" and (folders.paint_path(demo) / "unet" / "config.json").is_file()
+    assert folders.paint_stand_in("hunyuan3d-paint-v2-0") == folders.paint_stand_in("a/hunyuan3d-delight-v2-0") == demo
+    assert folders.paint_stand_in("hunyuan3d-paintpbr-v2-1") == folders.paint_stand_in("mine") == ""
+    for part in ("unet", "vae"):
+        (tmp_path / "hunyuan3d-mine" / part).mkdir(parents=True)
+    assert folders.paint_choices() == ["hunyuan3d-mine", demo] and folders.paint_stand_in("hunyuan3d-paint-v2-0") == ""
+
+
 def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypatch):
     monkeypatch.setattr(folders, "demo_models", dict)
     assert folders.model_choices() == [folders.NO_MODEL]

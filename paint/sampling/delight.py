@@ -16,11 +16,12 @@ from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
+from ..choices import is_demo
 from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
-from ..pictures import WHITE, checked_pictures, over, recentred, resized
+from ..pictures import GREY, WHITE, checked_pictures, over, recentred, resized
 from ..shortage import explained
 from ..times import PaintRun, expected
 from .painting import preview_of, tell_sampled
@@ -73,6 +74,10 @@ def delight_image(
         InputError: another pipeline, an unusable picture, or a setting out of range.
     """
     progress = progress or Silent()
+    if is_demo(pipeline.source):
+        progress.notify("the demo model leaves light and shadow in the picture, which is put on grey")
+        plain = over(checked_pictures(picture, "picture to delight")[0], GREY)
+        return resized(plain[None], settings.size, settings.size)[0]
     if pipeline.family != "delight":
         raise InputError(
             f"a {pipeline.family} pipeline for delighting",

@@ -15,6 +15,7 @@ from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
+from ..choices import DEMO_SIZE, is_demo
 from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
@@ -145,6 +146,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             fix="Load a Hunyuan3D paint folder; the delight model has its own node.",
         )
     own = PUBLISHED[pipeline.variant]
+    settings = _as_demo(pipeline, settings, progress)
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
         raise InputError(
@@ -173,6 +175,16 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         steps=settings.steps or own.steps,
         guidance=settings.guidance or own.guidance,
     )
+
+
+def _as_demo(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
+    """``settings`` at the size that the demo model was trained for, which is said; those of others as they are."""
+    if not is_demo(pipeline.source):
+        return settings
+    size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
+    if size != settings.size:
+        progress.notify(f"the demo model paints at its own size: view_size {settings.size} -> {size}")
+    return replace(settings, size=size)
 
 
 def plan_of(settings: PaintSettings) -> Schedule:

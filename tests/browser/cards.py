@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import results
+from anygpu.paint.choices import demo_paint_models
 from anygpu.pipelines.demo import demo_models
 from PIL import Image, ImageDraw, ImageFont
 
@@ -132,7 +133,11 @@ def card(workflow: Path) -> Image.Image:
 def drawn_by(name: str) -> str:
     """What drew the result on the card of a workflow."""
     choices = {folder.name: choice for choice, folder in demo_models().items() if name.startswith(folder.name)}
-    return f"drawn by {choices[max(choices, key=len)]}" if choices else "the demo's mesh, from synthetic pictures"
+    if choices:
+        return f"drawn by {choices[max(choices, key=len)]}"
+    (painter,) = demo_paint_models()
+    after_a_picture = results.RESULTS[name] is results.after_picture
+    return f"painted by {painter}" if after_a_picture else "the demo's mesh, from synthetic pictures"
 
 
 def show_result(picture: Image.Image, pen: Pen, given: results.Strip, made: results.Strip) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.paint.demo import demonstration
+from anygpu.paint.choices import demo_paint_models
+from anygpu.paint.demo import PAIRS, demonstration, painted_ring
+from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import MODELS
@@ -89,6 +91,14 @@ def from_video(text: str, start: str) -> tuple[Strip, Strip]:
 
 
 @functools.cache
+def after_picture() -> tuple[Strip, Strip]:
+    """The picture of a ring, and the ring that the demo model painted after it, turning."""
+    (model,) = demo_paint_models().values()
+    picture, _, frames = painted_ring(load_paint(PaintRequest(model, device="cpu")), PAIRS[0], frames=12)
+    return pictures(picture[None]), pictures(frames[:SHOWN])
+
+
+@functools.cache
 def painted() -> tuple[Strip, Strip]:
     """A torus before and after it was painted from synthetic pictures, which no paint model made, turning."""
     shown = demonstration(frames=12, frame_size=200)
@@ -111,7 +121,8 @@ RESULTS = {  # workflow -> what goes in and comes out
     "framepack_image_to_video": functools.partial(from_first_frame, PROMPTS[1]),
     "framepack_core_ksampler": functools.partial(from_first_frame, PROMPTS[0]),
     "ltx_video_to_video": functools.partial(from_video, PROMPTS[1], "a red square moves right on yellow"),
-    **dict.fromkeys(("paint_v2_0", "paint_pbr", "paint_turbo", "paint_second_pass", "paint_from_one_picture"), painted),
+    **dict.fromkeys(("paint_v2_0", "paint_turbo", "paint_second_pass", "paint_from_one_picture"), after_picture),
+    "paint_pbr": painted,
 }
 
 

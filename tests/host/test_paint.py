@@ -223,3 +223,29 @@ def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Cl
     assert ("6", 6, 6) in run.progress, "a view each"
     assert "paint v2-0" in run.texts_of("1")[-1]
     assert run.texts_of("6")[-1].split("\n")[0].endswith("filled from neighbouring areas")
+
+
+def test_with_no_model_installed_a_ball_takes_the_picture_s_colours(server: Server, client: Client) -> None:
+    paint_models.install(server)
+    models = server.base / "models" / "diffusers"
+    away = models.rename(models.with_name("away"))
+    models.mkdir()
+    green = np.zeros((96, 96, 4), np.uint8)
+    green[16:80, 16:80] = 40, 200, 60, 255
+    Image.fromarray(green).save(server.base / "input" / "green.png")
+    try:
+        prompt = replay(next(path for path in painted() if path.stem == "paint_turbo"))
+        prompt[named(prompt, "LoadImage")]["inputs"]["image"] = "green.png"
+        prompt[named(prompt, "AnyGPUTextureMesh")]["inputs"]["texture_size"] = 256
+        run = client.run(prompt)
+    finally:
+        models.rmdir()
+        away.rename(models)
+    assert run.ending == "execution_success", run.message
+    said = [text for _, text in run.texts]
+    for words in ("paints simple bodies", "paints at its own size", "leaves light and shadow"):
+        assert any(words in text for text in said), (words, said)
+    facts, data = glb(saved(server, prompt, run))
+    index = facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"]
+    red, green, blue = picture(facts, data, index).reshape(-1, 3).mean(0)
+    assert green > 1.5 * max(red, blue), (red, green, blue)

@@ -194,7 +194,7 @@ class Job:
     def _lists(self, device: Any) -> None:
         """What the nodes list when they are defined: one that raises is missing in ComfyUI."""
         folders = sys.modules["anygpu.host.folders"]
-        for kind in ("model", "provider", "paint_provider", "upscaler"):
+        for kind in ("model", "provider", "paint", "paint_provider", "upscaler"):
             assert all(type(name) is str for name in getattr(folders, f"{kind}_choices")()), kind
         assert folders.paint_models() == {}
 

@@ -1,0 +1,65 @@
+"""The demo model that ships with the pack: found by its name, it paints a mesh after a picture, at its own size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.paint import demo
+from anygpu.paint.choices import DEMO_SIZE, demo_paint_models
+from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.pictures import GREY
+from anygpu.paint.sampling.delight import delight_image
+from anygpu.paint.sampling.painting import PaintSettings, completed
+from anygpu.pipelines.decisions import status_of
+
+STEPS = 6  # of 30
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """The demo model."""
+    (model,) = demo_paint_models().values()
+    return load_paint(PaintRequest(model, device="cpu"))
+
+
+def test_it_is_listed_with_its_size_and_has_a_card():
+    ((choice, model),) = demo_paint_models().items()
+    assert choice == "demo: Hunyuan3D paint (26 MB)"
+    assert f"# {choice.partition(' (')[0]}\n" in (model / "README.md").read_text(encoding="utf-8")
+
+
+def test_it_paints_the_colours_of_the_picture_and_not_others(pipeline):
+    surface = Surface.of(demo.ring())
+    rights = [demo.photographs(surface, pair) for pair in demo.PAIRS]
+    inside = demo.photographs(surface, ((1.0,) * 3,) * 2, 0.0) > 0.99
+    for right, other, pair in zip(rights, rights[::-1], demo.PAIRS, strict=True):
+        _, views, _ = demo.painted_ring(pipeline, pair, frames=1, steps=STEPS)
+        assert views.shape == (6, DEMO_SIZE, DEMO_SIZE, 3)
+        own, others = ((views - each).abs()[inside].mean() for each in (right, other))
+        assert own < demo.CARRIED and others > demo.BY_CHANCE, (pair, own, others)
+
+
+def test_it_paints_at_its_own_size_and_says_so(pipeline, recorded):
+    said = recorded()
+    assert completed(pipeline, PaintSettings(512), said).size == DEMO_SIZE
+    assert said.said == [f"the demo model paints at its own size: view_size 512 -> {DEMO_SIZE}"]
+    assert completed(pipeline, PaintSettings(1024, latents=torch.zeros(6, 4, 32, 32)), said).size == 256
+    other = replace(pipeline, source=Path("hunyuan3d-paint-v2-0"))
+    assert completed(other, PaintSettings(512), recorded()).size == 512
+
+
+def test_in_place_of_delight_it_leaves_the_light_and_says_so(pipeline, recorded):
+    said, picture = recorded(), torch.zeros(32, 32, 4)
+    assert torch.equal(delight_image(pipeline, picture, progress=said), torch.full((512, 512, 3), GREY))
+    assert said.said == ["the demo model leaves light and shadow in the picture, which is put on grey"]
+
+
+def test_what_it_stands_in_for_is_decided_and_said():
+    (model,) = demo_paint_models().values()
+    made = load_paint(PaintRequest(model, device="cpu", stands_in_for="hunyuan3d-paint-v2-0"))
+    assert status_of(made).startswith("demo model in place of 'hunyuan3d-paint-v2-0': ")
+    assert any("paints simple bodies at 128x128" in str(decision) for decision in made.decisions)
