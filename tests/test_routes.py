@@ -289,6 +289,16 @@ def test_a_pipeline_composed_of_files_is_told_like_one_of_a_folder(pack, tiny_fo
     assert [stage["peak"] for stage in told["stages"]] == [stage.total + stage.ahead for stage in needs.stages]
 
 
+def test_the_demo_model_that_paints_is_told_at_its_own_size(pack):
+    prompt = {"1": {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": "hunyuan3d-paint-v2-0"}}}
+    for node, size in (("2", 128), ("3", 512)):
+        prompt[node] = {"class_type": "AnyGPUPaintViews", "inputs": {"pipeline": ["1", 0], "view_size": size}}
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    assert status == 200 and any("in place of" in str(each) for each in found["pipelines"][0]["decisions"])
+    own, asked = ([stage["peak"] for stage in each["stages"]] for each in found["forecasts"])
+    assert own == asked
+
+
 def test_a_pipeline_that_paints_is_told_too(pack):
     stored.checkpoint("paint", pack.home / "models")
     loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["paint"], "offload": "auto"}}
@@ -349,7 +359,7 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     monkeypatch.setattr(
         forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
     )
-    _, needs, _ = forecasting.RUNS[node](given, SimpleNamespace(family=kind))
+    _, needs, _ = forecasting.RUNS[node](given, SimpleNamespace(family=kind, source=Path(kind)))
     needs("none", None)
     assert set(seen) == {counted}
 

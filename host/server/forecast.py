@@ -13,6 +13,7 @@ from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.memory.times import TimeForecast
 from ...paint import times as painting
+from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import Pipeline, SampleSettings
@@ -212,7 +213,7 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
     guided = None if scale is None else int(scale != 1.0)
     if plain.get("text_guidance", 1.0) != 1.0:
         guided = 2  # rows beside the first
-    size = int(plain.get("view_size", plain.get("size", 0)))
+    size = DEMO_SIZE if is_demo(pipeline.source) else int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
 
     def times(mode: str, room: int | None) -> TimeForecast | None:
