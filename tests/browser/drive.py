@@ -65,7 +65,8 @@ def drive(script: str, arguments: list[str]) -> int:
             server.start().every_model()
             for name in LORAS:
                 lora_files.write(server, name)
-            paint_models.install(server)
+            demo = script == "paint.mjs" and "--pictures" in arguments
+            (paint_models.only_the_demo if demo else paint_models.install)(server)
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
             status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=7200).returncode

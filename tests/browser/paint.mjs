@@ -1,5 +1,5 @@
 // The texturing workflows in ComfyUI's real frontend: run to a GLB that its 3D preview opens, looked at by what it draws.
-// With --pictures it also writes a screenshot of each into docs/images/.
+// With --pictures the demo model paints, in its own time, and a screenshot of each goes into docs/images/.
 import assert from "node:assert/strict";
 import { mkdir } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
@@ -102,7 +102,7 @@ for (const name of names) {
     await loadWorkflow(page, await source(name), name);
     await showAll(page);
     await standIn(page);
-    await shrinkPainting(page);
+    if (!PICTURES) await shrinkPainting(page);
     await queue(page);
     const seen = await ended(page, 400000);
     assert.equal(seen.ending, "execution_success", seen.message);

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from anygpu.paint.baking.synthetic import torus
-from anygpu.paint.geometry.mesh import Mesh, write_glb
+from anygpu.paint.demo import PAIRS, photographs, ring
+from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
 from paint.shapes import sphere
+from PIL import Image
 
-from host.server import Server
+from host.server import PICTURE, Server
 from paint import stored
 
 NAMES = {
@@ -28,6 +30,18 @@ def install(server: Server) -> None:
     for name in (*NAMES, DINO):
         server.weights_on(home / name, name)
     write_meshes(server.base / "input")
+
+
+def only_the_demo(server: Server) -> None:
+    """A mesh and a cut-out picture for the demo model, which paints where no paint model is installed."""
+    mesh = ring()
+    surface = Surface.of(mesh)
+    path = server.base / "input" / MESH
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_glb(path, mesh, torch.full((16, 16, 3), 0.5))
+    alpha = photographs(surface, ((1.0,) * 3,) * 2, 0.0)[0][..., :1]
+    picture = torch.cat((photographs(surface, PAIRS[0])[0], alpha), -1)
+    Image.fromarray((picture.clamp(0, 1) * 255).byte().numpy()).save(server.base / "input" / PICTURE)
 
 
 def built(tiny_folder: Path) -> Path:
