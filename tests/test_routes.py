@@ -299,6 +299,20 @@ def test_the_demo_model_that_paints_is_told_at_its_own_size(pack):
     assert own == asked
 
 
+def test_a_node_that_delights_is_told_of_delight_alone(pack):
+    loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["delight"]}}
+    prompt = {"1": loader}
+    for node, kind in (("2", "AnyGPUDelightImage"), ("3", "AnyGPUPaintViews")):
+        prompt[node] = {"class_type": kind, "inputs": {"pipeline": ["1", 0]}}
+
+    def told() -> list[str]:
+        return [each["node"] for each in pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]]
+
+    assert told() == ["3"], "the demo model, which leaves light"
+    stored.checkpoint("delight", pack.home / "models")
+    assert told() == ["2"]
+
+
 def test_a_pipeline_that_paints_is_told_too(pack):
     stored.checkpoint("paint", pack.home / "models")
     loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["paint"], "offload": "auto"}}

@@ -30,6 +30,7 @@ from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_re
 from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
+DELIGHTS = "AnyGPUDelightImage"
 LARGEST = 1e9  # of a number that a widget holds
 CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
@@ -59,10 +60,16 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
     forecasts = []
     for node in _of(prompt, RUNS):
         loader = _loader_of(prompt, node)
-        pipeline, paints = pipelines.get(loader), RUNS[prompt[node]["class_type"]] is _painted
-        if pipeline is not None and isinstance(pipeline, PaintPipeline) == paints:
-            forecasts.append({"node": node, "loader": loader, **_forecast(prompt[node], pipeline)})
+        if _runs(prompt[node]["class_type"], pipelines.get(loader)):
+            forecasts.append({"node": node, "loader": loader, **_forecast(prompt[node], pipelines[loader])})
     return {"pipelines": cards, "forecasts": forecasts}
+
+
+def _runs(kind: str, pipeline: Any) -> bool:
+    """Whether a node of this class runs this pipeline: a painting takes no video model, and only delight delights."""
+    if isinstance(pipeline, PaintPipeline):
+        return RUNS[kind] is _painted and (pipeline.family == "delight") == (kind == DELIGHTS)
+    return pipeline is not None and RUNS[kind] is not _painted
 
 
 def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
@@ -233,7 +240,7 @@ RUNS: dict[
 ] = {  # the size of a run, its stages and their time
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
-    "AnyGPUDelightImage": _painted,
+    DELIGHTS: _painted,
     "AnyGPUPaintViews": _painted,
     "AnyGPUTextureMesh": _painted,
 }
