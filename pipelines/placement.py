@@ -145,7 +145,7 @@ def _chosen(
     fixed = {stage for stage in home if COMPUTES[stage] in request.devices}
     ways = [way for places in _shares(home, fixed, cards) if (way := _way(places, cards)) is not None]
     if not ways:
-        return home, f"it fits neither there nor on {others}"
+        return home, f"a run of the model's own size fits neither there nor on {others}"
     now = next((way for way in ways if way.places == home), None)
     best = _quickest(ways, cards, cards[own].kind)
     if now is None:

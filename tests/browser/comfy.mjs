@@ -27,7 +27,8 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
   const errors = [];
   page.on("pageerror", (error) => errors.push(`pageerror: ${error.message}`));
   page.on("console", (message) => {
-    if (message.type() === "error" && !HARMLESS.test(message.text())) errors.push(`console: ${message.text()}`);
+    if (message.type() !== "error" || HARMLESS.test(message.text())) return;
+    errors.push(`console: ${message.text()} ${message.location().url}`);
   });
   await fetch(`${URL_OF_SERVER}/api/settings`, {
     method: "POST",

@@ -38,6 +38,7 @@ STANDING_IN = (
     "workflows.mjs",
 )  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
+LOG_END = 8000  # characters of ComfyUI's log that are shown where a script fails
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
 
 
@@ -70,6 +71,8 @@ def drive(script: str, arguments: list[str]) -> int:
             told = {"COMFYUI_URL": server.url, "COMFYUI_BASE": folder, "COMFYUI_PID": str(server.pid)}
             variables = {**os.environ, **told, "CHROMIUM": chromium}
             status = subprocess.run([node, str(HERE / script), *arguments], env=variables, timeout=7200).returncode
+            if status:
+                print(server.log[-LOG_END:], file=sys.stderr)
         finally:
             server.stop()
     if "--pictures" in arguments:

@@ -79,7 +79,7 @@ async function strangerReads({ page }, shot) {
   await rows.filter({ hasText: "sampling" }).filter({ hasText: "fits" }).waitFor();
   await part(page, "This graph").getByText("ComfyUI loads, streams and evicts the weights").first().waitFor();
   await costs(page);
-  const last = part(page, "Last run").locator("table").first();
+  const last = part(page, "Last run").locator("table").filter({ has: page.locator("th", { hasText: "peak" }) });
   for (const stage of ["text", "sampling", "decoding"]) {
     const row = last.locator("tr").filter({ has: page.locator("th", { hasText: `${stage}, comfyui` }) });
     await row.waitFor();
