@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
 
 install: $(READY)
 
@@ -70,6 +70,15 @@ test-floors:
 	$(FLOORS)/bin/python -m pip install --quiet "setuptools>=77" wheel "pytest>=8" aiohttp -r .build/floors.txt
 	$(FLOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not farm and not host and not browser" $(FLOOR_TESTS)
+
+# The wheel with the farm, in an environment of its own, far from the tree: what a user runs, and what a worker imports.
+WHEEL := .build/wheel
+test-wheel:
+	rm -rf $(WHEEL) build && $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet $(INDEX) -c constraints.txt torch
+	$(WHEEL)/bin/python -m pip install --quiet -c constraints.txt ".[farm]"
+	cd $(WHEEL) && bin/anygpu report && bin/anygpu demo --output demo && bin/anygpu-farm --help
+	cd $(WHEEL) && bin/python -c "import ray, anygpu.farm.worker, anygpu.farm.driver, anygpu.farm.gateway"
 
 # Ray with two workers and two nodes on this machine; jobs whose workers, drivers and nodes are killed.
 test-farm: $(READY)

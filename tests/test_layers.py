@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "cli.py": {"compat", "pipelines", "paint", "showcase"},
     "__init__.py": {"nodes"},
 }
-SKIPPED = {"tests", "benchmarks", "training", "build", "demo", "node_modules"}
+SKIPPED = {"tests", "benchmarks", "training", "build", "demo", "node_modules", "setup.py"}
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for top in ROOT.iterdir()
