@@ -43,20 +43,25 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py train
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py export
 
+# Workers of the tests. One that crashes ends the run, and so does a test of more than TEST_SECONDS, with all its stacks.
+TEST_SECONDS ?= 150
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+LIMITED := $(WORKERS) -o faulthandler_timeout=$(TEST_SECONDS) -o faulthandler_exit_on_timeout=true
+
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.
 accelerator: $(READY)
 	@cd tests && ../$(PY) -c "from simulated import library; library.reason() or library.built()"
 
 # Bytecode is kept between runs even where the environment says not to: each worker compiles 400 files otherwise.
 test: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full and not farm and not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) -m "not full and not farm and not host and not browser"
 
 test-full: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not farm and not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m "not farm and not host and not browser"
 
 # The fast tests, with files that obey Windows' rules (tests/windows.py).
 test-windows: $(READY) accelerator
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --windows-rules -m "not full and not farm and not host and not browser"
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) --windows-rules -m "not full and not farm and not host and not browser"
 
 # Every package at the oldest version that requirements.txt and the README allow, in an environment of its own.
 FLOORS := .build/floors
@@ -84,14 +89,14 @@ test-wheel:
 test-farm: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[farm] --no-build-isolation
 	$(PY) -m pip install --quiet --disable-pip-version-check kubernetes-validate check-jsonschema  # schemas of recipes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m farm tests/farm
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m farm tests/farm
 
 # Each worker has a ComfyUI of its own.
 test-host: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile -m "not full" tests/host
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m "not full" tests/host
 
 test-full-host: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile tests/host
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) tests/host
 
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,6 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How long the full run looks for files that break a reader, and Windows' rules for files."""
     parser.addoption("--fuzz-seconds", type=float, default=600.0, help="of each fuzzer in tests/fuzz")
     parser.addoption("--windows-rules", action="store_true", help="files obey Windows' rules (tests/windows.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """End a worker's forks with it: they hold its pipes, and after a crash a run would wait for the last of them."""
+    if hasattr(config, "workerinput") and sys.platform == "linux":
+        import ctypes
+
+        at_parents_death = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+        os.register_at_fork(after_in_child=partial(ctypes.CDLL(None).prctl, at_parents_death, signal.SIGKILL))
 
 
 @pytest.fixture(autouse=True)
