@@ -1,8 +1,7 @@
-"""Speed as a user meets it: what is said, what a step cache skips, what is refused, and what a profile holds."""
+"""Speed as a user meets it: what is said, what a step cache skips and what is refused."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from anygpu.compat.transforms.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAY
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.profiling import Profile
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.speed import SpeedRequest, form_for, with_step_cache
 
@@ -193,19 +191,6 @@ def test_the_line_says_what_runs(tiny_folder, recorded):
 def test_explicit_kernels_that_cannot_run_are_an_error(tiny_folder):
     with pytest.raises(UnsupportedError, match="kernels 'triton' on cpu"):
         loaded_for("ltx", tiny_folder, SpeedRequest("triton"))
-
-
-def test_a_profile_names_stages_blocks_and_operations_and_costs_nothing_without(tiny_folder, recorded, tmp_path):
-    profile = Profile(tmp_path / "trace.json")
-    pipeline = loaded_for("ltx", tiny_folder, SpeedRequest(profile=profile))
-    sampled(pipeline, recorded())
-    assert [path.name for path in profile.written] == ["trace-encode-prompt-001.json", "trace-sample-001.json"]
-    names = [event.get("name", "") for event in json.loads(profile.written[1].read_text())["traceEvents"]]
-    assert names.count("anygpu stage: sample") == 1
-    assert names.count("anygpu block: transformer.transformer_blocks.1") == STEPS
-    assert names.count("anygpu op: transformer.transformer_blocks.1.attn2") == STEPS
-    plain = loaded_for("ltx", tiny_folder).parts["transformer"]
-    assert not any(block._forward_pre_hooks or block._forward_hooks for block in plain.transformer_blocks)
 
 
 def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):

@@ -1,0 +1,46 @@
+"""A profile names stages, blocks and operations. It is made in a process of its own, since tracing is native code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from anygpu.pipelines import tiny
+
+STEPS = 3
+RUN = """
+import sys
+from pathlib import Path
+
+import torch
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.profiling import Profile
+from anygpu.pipelines.speed import SpeedRequest
+
+model, trace, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+speed = SpeedRequest(profile=Profile(trace))
+with torch.no_grad():
+    pipeline = load(LoadRequest(model, precision="fp32", device="cpu", speed=speed), Silent())
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
+    stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=steps, seed=3, cfg=1.0), Silent())
+print(*(path.name for path in speed.profile.written))
+plain = load(LoadRequest(model, device="cpu"), Silent()).parts["transformer"]
+assert not any(block._forward_pre_hooks or block._forward_hooks for block in plain.transformer_blocks)
+"""
+
+
+def test_a_profile_names_stages_blocks_and_operations_and_costs_nothing_without(tiny_folder: Path, tmp_path: Path):
+    command = [sys.executable, "-c", RUN, tiny.build("ltx", tiny_folder), tmp_path / "trace.json", str(STEPS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["trace-encode-prompt-001.json", "trace-sample-001.json"]
+    events = json.loads((tmp_path / "trace-sample-001.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert names.count("anygpu stage: sample") == 1
+    assert names.count("anygpu block: transformer.transformer_blocks.1") == STEPS
+    assert names.count("anygpu op: transformer.transformer_blocks.1.attn2") == STEPS
+    assert names.count("aten::addmm") > STEPS
