@@ -26,6 +26,7 @@ class Profile:
     def __init__(self, path: Path) -> None:
         self.path, self.running = path, False
         self.written: list[Path] = []
+        self._open: list[tuple[nn.Module, Any]] = []  # modules that run now, and their ranges
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -46,8 +47,8 @@ class Profile:
             yield
 
     def step(self) -> Step:
-        """What gives the modules of a part that was just read their ranges; after all other changes."""
-        return Step(Order.COMPILE, "profile ranges", ranged)
+        """The step that gives the modules of a part that was just read their ranges; after all other changes."""
+        return Step(Order.COMPILE, "profile ranges", self._ranged)
 
     def _free(self, stage: str) -> Path:
         """The next numbered file of a stage; a person compares runs, so none is written over."""
@@ -58,58 +59,66 @@ class Profile:
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
+        """A trace of the block in ``target``.
+
+        Ranges end before their trace does, also those that a cancel left open: torch writes the end of a range into
+        the trace that began it, and where that one is gone already, the process dies at a later trace's end.
+        """
         from torch.profiler import profile, supported_activities
 
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.running = True
-        try:
-            with profile(activities=supported_activities()) as trace:
+        with profile(activities=supported_activities()) as trace:
+            self.running = True
+            try:
                 yield
-        finally:
-            self.running = False
+            finally:
+                self.running = False
+                self._close_down_to(0)
         trace.export_chrome_trace(str(target))
         self.written.append(target)
 
+    def _ranged(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        """Give the blocks of ``module`` and their children ranges; returns what takes them off, None without blocks.
 
-def ranged(part: str, module: nn.Module) -> Callable[[], None] | None:
-    """Ranges around the blocks of ``module`` and what they are made of; what takes them off, None where it has none.
+        Blocks are the members of its lists. A compiled block is one range: its inside is one graph.
+        """
+        handles: list[Any] = []
+        for name, owner in module.named_modules():
+            if not isinstance(owner, nn.ModuleList):
+                continue
+            for index, block in enumerate(owner):
+                handles += self._range(f"{RANGE} block: {part}.{name}.{index}", block)
+                if not hasattr(block, COMPILED):
+                    for child_name, child in block.named_children():
+                        if not isinstance(child, nn.ModuleList):
+                            handles += self._range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child)
+        if not handles:
+            return None
 
-    Blocks are the members of its lists. A compiled block is one range: its inside is one graph.
-    """
-    handles: list[Any] = []
-    for name, owner in module.named_modules():
-        if not isinstance(owner, nn.ModuleList):
-            continue
-        for index, block in enumerate(owner):
-            handles += _range(f"{RANGE} block: {part}.{name}.{index}", block)
-            if not hasattr(block, COMPILED):
-                for child_name, child in block.named_children():
-                    if not isinstance(child, nn.ModuleList):
-                        handles += _range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child)
-    if not handles:
-        return None
+        def removed() -> None:
+            for handle in handles:
+                handle.remove()
 
-    def removed() -> None:
-        for handle in handles:
-            handle.remove()
+        return removed
 
-    return removed
+    def _range(self, text: str, module: nn.Module) -> tuple[Any, Any]:
+        """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
+        before = module.register_forward_pre_hook(partial(self._enter, text), prepend=True)
+        return before, module.register_forward_hook(self._leave, always_call=True)
 
+    def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:
+        from torch.profiler import record_function
 
-def _range(text: str, module: nn.Module) -> tuple[Any, Any]:
-    """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
-    opened: list[Any] = []
-    before = module.register_forward_pre_hook(partial(_open, text, opened), prepend=True)
-    return before, module.register_forward_hook(partial(_close, opened), always_call=True)
+        if self.running:
+            self._open.append((module, record_function(text)))
+            self._open[-1][1].__enter__()
 
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """End the range of ``module`` and those inside it that an exception left open."""
+        depth = max((place for place, (owner, _) in enumerate(self._open) if owner is module), default=len(self._open))
+        self._close_down_to(depth)
 
-def _open(text: str, opened: list[Any], module: nn.Module, inputs: Any) -> None:
-    from torch.profiler import record_function
-
-    opened.append(record_function(text))
-    opened[-1].__enter__()
-
-
-def _close(opened: list[Any], module: nn.Module, inputs: Any, output: Any) -> None:
-    if opened:
-        opened.pop().__exit__(None, None, None)
+    def _close_down_to(self, depth: int) -> None:
+        """End the open ranges above the first ``depth``, innermost first."""
+        while len(self._open) > depth:
+            self._open.pop()[1].__exit__(None, None, None)
