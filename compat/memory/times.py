@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..device.execution import HOST
-from ..device.facts import DeviceFacts, indexed
+from ..device.facts import DeviceFacts, first_line, indexed
 from ..device.rates import published_rates
 from ..device.work import PUBLISHED
+from ..errors import PackError, UnsupportedError
 from .offloader import HOSTED
 from .statistics import StageCost, duration, kept_stages
+
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 TEXT = "text"
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
@@ -64,6 +69,49 @@ class TimeForecast:
         """About how long, such as ``about 14 min (11 to 18 min)``."""
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
         return f"about {duration(self.seconds)} ({span(low, high)})"
+
+
+class Times(dict[str, TimeForecast]):
+    """How long a run takes by offload mode; ``why`` one is left out, in one line, is empty where none is."""
+
+    why = ""
+
+    @property
+    def unknown(self) -> str:
+        """What people read in place of a time; empty where none is missing."""
+        return f"time unknown: {self.why}" if self.why else ""
+
+
+def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
+    """What ``ask`` forecasts for each mode that a pipeline of any kind can have."""
+    times, moved = Times(), pipeline.offloader.device.type != HOST.type
+    for mode in modes:
+        if moved or mode in ("none", HOSTED):
+            time, why = known_or_why(lambda mode=mode: ask(mode))  # type: ignore[misc]
+            times.why = times.why or why
+            if time is not None:
+                times[mode] = time
+    return times
+
+
+def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
+    """What a forecast says, else None and why in one line: it stops neither a page nor a run, and is never silent."""
+    try:
+        return ask(), ""
+    except PackError as error:
+        return None, error.found
+    except Exception as error:
+        log.warning("AnyGPU: a forecast failed, please report this", exc_info=True)
+        return None, f"the forecast failed ({type(error).__name__}: {first_line(error)})"
+
+
+def unknown_rates(facts: DeviceFacts) -> UnsupportedError:
+    """The error for a device of which nobody knows how fast it is."""
+    return UnsupportedError(
+        f"{facts.name} was not timed yet, and no data sheet of it is known",
+        expected="a device that was timed, or one of compat/device/rates.py",
+        fix="Load a model on it: that times it once.",
+    )
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:

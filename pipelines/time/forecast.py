@@ -8,11 +8,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...compat.device.facts import DeviceFacts, facts_for, free_bytes, value_or
+from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Pace, pace_of
-from ...compat.memory.times import TEXT, StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
+from ...compat.memory.times import (
+    TEXT,
+    StageTime,
+    TimeForecast,
+    alike,
+    copied_seconds,
+    corrected,
+    kept_by,
+    known_or_why,
+    link_of,
+    unknown_rates,
+)
 from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
@@ -63,28 +74,33 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 
 def time_forecast(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
-) -> TimeForecast | None:
-    """How long a run takes under ``mode``, by default the pipeline's own; None if the device's rates are unknown.
+) -> TimeForecast:
+    """How long a run takes under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
         rooms: the same for the devices of parts that compute elsewhere.
+
+    Raises:
+        UnsupportedError: the rates of a device are unknown.
     """
     mode = mode or pipeline.offloader.mode
     names = (TEXT, *((IMAGE,) if pipeline.task == "image" else ()), SAMPLING, DECODING)
-    stages = [stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names]
-    known = tuple(stage for stage in stages if stage is not None)
-    return TimeForecast(mode, known) if len(known) == len(names) else None
+    stages = (stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names)
+    return TimeForecast(mode, tuple(stages))
 
 
 def stage_time(
     pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
-) -> StageTime | None:
-    """How long one stage takes; None if the rates of its device are unknown.
+) -> StageTime:
+    """How long one stage takes.
 
     Args:
         room: bytes of its device that it may take; None for all that it needs.
         stays: whether its weights are on the device from an earlier run.
+
+    Raises:
+        UnsupportedError: the rates of its device are unknown.
     """
     mode = mode or pipeline.offloader.mode
     device = pipeline.offloader.device_of(PARTS[stage])
@@ -98,7 +114,7 @@ def stage_time(
     facts, probes = _machine_of(pipeline, device)
     pace = pace_of(facts, probes, dtype)
     if pace is None:
-        return None
+        raise unknown_rates(facts)
     rows = kept_by(pipeline)
     link = 0.0 if stays else link_of(facts, rows)
     modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
@@ -137,8 +153,8 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """How long a stage that begins now takes; a forecast that fails stops no run."""
-    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)), None)
+    """How long a stage that begins now takes; None if unknown: a forecast that fails stops no run."""
+    return known_or_why(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)))[0]
 
 
 def _room(pipeline: Pipeline, stage: str) -> int | None:

@@ -74,8 +74,10 @@ def test_what_a_model_was_taught_is_forecast_where_nothing_is_asked(paint_folder
     assert planned(delight_folder) == times.PaintRun(steps=50, rows=1, size=512, views=1)
 
 
-def test_where_rates_are_unknown_nothing_is_said(paint_folder, monkeypatch):
+def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
     run = times.planned_run(pipeline, 64, 2, 2)
     monkeypatch.setattr(times, "pace_of", lambda *_: None)
-    assert times.times_of(pipeline, run, MODES) == {} and times.expected(pipeline, "painting", run) == {}
+    found = times.times_of(pipeline, run, MODES)
+    assert found == {} and found.unknown == "time unknown: CPU was not timed yet, and no data sheet of it is known"
+    assert times.expected(pipeline, "painting", run) == {}
