@@ -82,6 +82,7 @@ class PaintPipeline(KnownToHost):
         weights: bytes of each part on the device.
         probes: what the device answered; None where nothing is kept.
         stands_in_for: as :class:`PaintRequest` has it.
+        attention: what runs, in a word or two.
     """
 
     family: str
@@ -98,6 +99,7 @@ class PaintPipeline(KnownToHost):
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
     probes: ProbeStore | None = None
     stands_in_for: str = ""
+    attention: str = ""
 
     @property
     def patcher(self) -> Any:
@@ -167,6 +169,7 @@ def load_paint(
         weights=weights,
         probes=probes,
         stands_in_for=request.stands_in_for,
+        attention=attention.label,
     )
 
 

@@ -24,6 +24,7 @@ from ..compat.memory.times import (
     copied_seconds,
     corrected,
     kept_by,
+    key_of,
     known_or_why,
     link_of,
     times_by_mode,
@@ -98,11 +99,26 @@ def times_of(pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], roo
     return times_by_mode(pipeline, modes, lambda mode: paint_times(pipeline, run, mode, room))
 
 
-def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, float]:
-    """What ``stage_cost`` takes of a stage that begins now: as modelled and as forecast; nothing if unknown."""
+def work_key(pipeline: PaintPipeline) -> str:
+    """The key of all that changes the work of a stage or its rate, as that of a video pipeline."""
+    return key_of(
+        precision=str(pipeline.precision),
+        demo=pipeline.stands_in_for,
+        torch=pipeline.facts.torch_version,
+        attention=pipeline.attention,
+        compiled={part: blocks.settings for part, blocks in pipeline.compiled.items()},
+    )
+
+
+def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, Any]:
+    """What ``stage_cost`` takes of a stage that begins now: as modelled, as forecast, its key; nothing if unknown."""
     free = free_bytes(pipeline.offloader.device)
     time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free))
-    return {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    if time is None:
+        return {}
+    return {
+        "modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": work_key(pipeline)
+    }
 
 
 def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime:
@@ -129,7 +145,7 @@ def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, ro
         calls=run.steps if part == "unet" else 1,
         beside=0,
     )
-    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
+    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device, work_key(pipeline)))
 
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -197,13 +198,29 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
     return median(rates) if rates else 0.0 if published is None else published.to_device
 
 
-def alike(rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device) -> list[StageCost]:
-    """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
-    title, precision = f"{pipeline.family} {pipeline.variant}", str(pipeline.precision)
+def key_of(**told: Any) -> str:
+    """The key of all that is ``told``: plain values, and dataclasses with all their fields; nothing of what is empty."""
+    return json.dumps({name: value for name, value in told.items() if value}, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def alike(
+    rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device, work: str
+) -> list[StageCost]:
+    """Runs of the same stage of this model on this device that did the same ``work``; of this mode where there are any.
+
+    Others, and those of which the work is unknown, say nothing: another kernel or fewer steps take another time.
+    """
+    title = f"{pipeline.family} {pipeline.variant}"
     usable = [
         row
         for row in rows
-        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, str(device), precision)
+        if (row.stage, row.pipeline, row.device, row.work) == (stage, title, str(device), work)
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
     ]

@@ -4,7 +4,9 @@ runs of the same kind showed."""
 from __future__ import annotations
 
 import sys
+import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from ...compat.memory.times import (
     copied_seconds,
     corrected,
     kept_by,
+    key_of,
     known_or_why,
     link_of,
     unknown_rates,
@@ -28,7 +31,7 @@ from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..vae.plan import planned_decode
+from ..vae.plan import Form, planned_decode
 from .counts import (
     IMAGE_ENCODER,
     batches_of,
@@ -46,11 +49,40 @@ PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size, its settings, complete, and its texts where they are known."""
+    """What is asked of a run: its size, its settings, complete, its texts where they are known, its form of decoding."""
 
     size: Size
     settings: SampleSettings
     texts: PromptRequest | None = None
+    form: Form = Form()
+
+
+def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
+    """The key of all that changes the work of a stage or its rate, and that the model of its time does not know.
+
+    A run is kept under it and forecast by it, so that only runs of one key correct each other.
+    """
+    speed, adapters, own = pipeline.speed, pipeline.offloader.adapters, dict[str, Any]()
+    if stage == SAMPLING:
+        rows = run.settings.guidance_steps
+        own = {
+            "step cache": pipeline.step_cache,
+            "adapters": 0 if adapters is None else zlib.crc32(repr(adapters.key).encode()),
+            "watched": pipeline.doctor is not None,
+            "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
+        }
+    elif stage == DECODING:
+        own = {"form": None if run.form == Form() else run.form}
+    return key_of(
+        precision=str(pipeline.precision),
+        fallbacks=sorted(pipeline.parts.fallbacks),
+        storage=dict(pipeline.storage),
+        ranks=0 if pipeline.group is None else pipeline.group.world.size,
+        demo=pipeline.stands_in_for,
+        torch=pipeline.facts.torch_version,
+        speed=speed and (speed.request, speed.forms, speed.epilogue, sorted(speed.compiled), speed.attention.label),
+        **own,
+    )
 
 
 def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
@@ -118,7 +150,8 @@ def stage_time(
     rows = kept_by(pipeline)
     link = 0.0 if stays else link_of(facts, rows)
     modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
-    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
+    known = alike(rows, pipeline, stage, mode, device, work_key(pipeline, stage, run))
+    return corrected(stage, modelled, pace.source, known)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
