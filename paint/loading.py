@@ -125,7 +125,6 @@ def load_paint(
         CheckpointError: files are missing, damaged, or of another model.
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
-    progress = progress or Silent()
     with reading(request.model):
         place = _unet_place(request.model)
         stored = weights_in(place, "UNet", request.weights)
@@ -134,7 +133,7 @@ def load_paint(
     with torch.device("meta"):
         made = networks.networks_for(kind, config)
     networks.require_fitting(kind, shapes, made, str(stored.path))
-    progress.check()
+    (progress or Silent()).check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)

@@ -116,9 +116,7 @@ def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, An
     time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free))
     if time is None:
         return {}
-    return {
-        "modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": work_key(pipeline)
-    }
+    return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": work_key(pipeline)}
 
 
 def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime:

@@ -321,7 +321,7 @@ def running(
     ):
         try:
             yield
-            if asked is not None:  # at the end: the stage may have fallen back
+            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
                 cost.work = work_key(pipeline, stage.cost, asked)
             if pipeline.resuming is not None and pipeline.resuming.skipped:  # a part of it: no measure of the whole
                 cost.modelled_seconds = cost.forecast_seconds = 0.0

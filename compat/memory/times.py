@@ -15,7 +15,7 @@ import torch
 from ..device.execution import HOST
 from ..device.facts import DeviceFacts, first_line, indexed
 from ..device.rates import published_rates
-from ..device.work import PUBLISHED
+from ..device.work import PUBLISHED, TIMED
 from ..errors import PackError, UnsupportedError
 from .offloader import HOSTED
 from .statistics import StageCost, duration, kept_stages
@@ -108,10 +108,11 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
 
 def unknown_rates(facts: DeviceFacts) -> UnsupportedError:
     """The error for a device of which nobody knows how fast it is."""
+    untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
     return UnsupportedError(
-        f"{facts.name} was not timed yet, and no data sheet of it is known",
+        f"{facts.name} {untimed}, and no data sheet of it is known",
         expected="a device that was timed, or one of compat/device/rates.py",
-        fix="Load a model on it: that times it once.",
+        fix="Run a model on it once.",
     )
 
 
@@ -199,7 +200,7 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
 
 
 def key_of(**told: Any) -> str:
-    """The key of all that is ``told``: plain values, and dataclasses with all their fields; nothing of what is empty."""
+    """The key of all that is ``told``: plain values, and dataclasses with all their fields; what is empty left out."""
     return json.dumps({name: value for name, value in told.items() if value}, sort_keys=True, default=_plain)
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.device.probe_store import OK
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta
 from ...compat.transforms import fused
-from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
+from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
 from ..loading.part import decode_as_published
@@ -31,6 +32,7 @@ from ..vae.tiled import decoder_call, pieces_of
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
 IMAGE_ENCODER = "image_encoder"
+FP32_OUTPUT = "output.fp16_to_fp32"  # the probe of products with fp16 operands
 Cells = tuple[int, int, int]  # latent frames, rows, columns
 
 
@@ -79,7 +81,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     epilogue = bool(pipeline.speed and pipeline.speed.epilogue)
     precision = pipeline.precision
     dtype = precision.compute or precision.transformer
-    wide = precision.safe and fp32_output_works(pipeline.offloader.device_of(TRANSFORMER))
+    wide = precision.safe and pipeline.probes is not None and pipeline.probes[FP32_OUTPUT].status == OK
     key = (TRANSFORMER, pipeline.family, pipeline.variant, _text(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:

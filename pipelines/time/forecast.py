@@ -49,12 +49,12 @@ PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size, its settings, complete, its texts where they are known, its form of decoding."""
+    """What is asked of a run: its size, its settings, complete, its texts and form of decoding where they are known."""
 
     size: Size
     settings: SampleSettings
     texts: PromptRequest | None = None
-    form: Form = Form()
+    form: Form | None = None
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
@@ -72,7 +72,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
             "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
         }
     elif stage == DECODING:
-        own = {"form": None if run.form == Form() else run.form}
+        own = {"form": None if run.form == Form() else run.form}  # one that no forecast knows beforehand
     return key_of(
         precision=str(pipeline.precision),
         fallbacks=sorted(pipeline.parts.fallbacks),

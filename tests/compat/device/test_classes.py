@@ -58,7 +58,12 @@ def answer(ask, *given):
 
 def answers(facts) -> dict[str, object]:
     """All that the tables say of a device."""
-    models = (*(family.precision for family in FAMILIES.values()), precisions.PAINT, precisions.HALF_TEXT, precisions.PLAIN)
+    models = (
+        *(family.precision for family in FAMILIES.values()),
+        precisions.PAINT,
+        precisions.HALF_TEXT,
+        precisions.PLAIN,
+    )
     return {
         "limits": limits(facts),
         "precision": [
@@ -94,7 +99,9 @@ def test_another_vendor_s_device_runs_torch_s_own_attention_and_no_vendor_s():
 
 def test_a_pipeline_is_loaded_and_forecast_the_same(added, tiny_folder, tmp_path):
     def told(facts):
-        request = LoadRequest(build("ltx", tiny_folder), device=facts, state=tmp_path, attention="native_flash", quiet=True)
+        request = LoadRequest(
+            build("ltx", tiny_folder), device=facts, state=tmp_path, attention="native_flash", quiet=True
+        )
         pipeline = load(request)
         return pipeline.decisions, plan_line(pipeline), memory_plan(pipeline, Size(64, 64, 9))[0]
 

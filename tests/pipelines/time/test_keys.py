@@ -127,7 +127,9 @@ def test_what_only_sampling_skips_changes_no_other_stage(plain):
 
 def test_a_guidance_that_is_not_counted_and_a_form_that_is_asked_for_are_of_their_own(plain):
     run = forecast.planned_run(plain, ASKED)
-    skipping = replace(run, settings=replace(run.settings, guidance_steps=(GuidanceStep(cfg=3.0, stg=1.0, blocks=(1,)),)))
+    skipping = replace(
+        run, settings=replace(run.settings, guidance_steps=(GuidanceStep(cfg=3.0, stg=1.0, blocks=(1,)),))
+    )
     tiled = replace(run, form=Form("tiled"))
     before = told(plain, run), told(plain, run, DECODING)
     kept(plain, skipping, 1.4)
@@ -176,8 +178,8 @@ IN_KEY = {  # field -> the choice above that shows it
         "facts": "torch",
     },
     LoadRequest: {
-        "precision": "precision", "attention": "attention", "weights": "stored weights", "text_weights": "stored weights",
-        "speed": "compile", "stands_in_for": "demo",
+        "precision": "precision", "attention": "attention", "weights": "stored weights",
+        "text_weights": "stored weights", "speed": "compile", "stands_in_for": "demo",
     },
     SampleSettings: {"guidance_steps": "guidance"},
 }  # fmt: skip
@@ -195,7 +197,8 @@ NOT_IN_KEY = {  # field -> why it changes no time, or where its time is known
     },
     SampleSettings: {
         **dict.fromkeys(("width", "height", "frames", "steps", "cfg", "cfg_start", "cfg_end"), "counted"),
-        **dict.fromkeys(("seed", "fps", "guidance", "shift"), "other values, the same work"), "stg": "in guidance_steps",
+        **dict.fromkeys(("seed", "fps", "guidance", "shift"), "other values, the same work"),
+        "stg": "in guidance_steps",
         **dict.fromkeys(("scheduler", "guidance_rescale", "noise_mask", "latents"), "sums over latents, no forward"),
         "sigmas": "the steps are counted", "denoise": "as many steps as asked",
     },

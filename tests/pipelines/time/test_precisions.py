@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat import precision as precisions
+from anygpu.compat.device.probe_store import OK, UNUSABLE, ProbeResult
 from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Work, counting
 from anygpu.compat.precision import PRECISION, Precision
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
@@ -51,12 +52,12 @@ def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_folder, monkeypatch, name):
+def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_folder, name):
     pipeline, size = loaded_for(CASES[name], tiny_folder, "cpu"), Size(64, 64, CASES[name].frames)
     bf16 = counts.transformer_work(replace(pipeline, precision=Precision(BF16, BF16, BF16, "")), size)
-    for wide in (False, True):
-        monkeypatch.setattr(counts, "fp32_output_works", lambda _, wide=wide: wide)
-        safe = counts.transformer_work(replace(pipeline, precision=SAFE), size)
+    for status in (UNUSABLE, OK):
+        probes = {counts.FP32_OUTPUT: ProbeResult(status, "")}
+        safe = counts.transformer_work(replace(pipeline, precision=SAFE, probes=probes), size)
         assert computing(safe) == computing(bf16) and safe.bytes > bf16.bytes
 
 
