@@ -73,7 +73,7 @@ class TimeForecast:
 
 
 class Times(dict[str, TimeForecast]):
-    """How long a run takes by offload mode; ``why`` one is left out, in one line, is empty where none is."""
+    """How long a run takes by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
 
     why = ""
 
