@@ -17,6 +17,8 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 DTYPES: dict[str, torch.dtype] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # of transformer, text encoders, VAE
+ALL_BF16: Dtypes = (BF16, BF16, BF16)
 SAFE = "fp16-safe"
 ON_CPU = "on a CPU"
 CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
@@ -79,7 +81,7 @@ def _safe(text: torch.dtype, why: str) -> Precision:
 _OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"
 _MAC = "bf16 halves the largest part; the VAE stays accurate in fp32"
 
-PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins
+PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins over its dtypes
     "cpu": Precision(FP32, FP32, FP32, "a CPU computes fp32 fastest and exactly"),
     "cuda-sm80+": Precision(BF16, BF16, BF16, "this GPU has bf16 tensor cores and the models were trained in it"),
     "cuda-old": _safe(FP32, _OLD),
@@ -96,23 +98,26 @@ class ModelPrecision:
     """Where the dtypes of a model differ from the common rows.
 
     Args:
-        rows: arch class to the row that wins over the common one.
+        rows: dtypes of a common row to the row that wins over it, on any device.
         half_text: whether upstream runs its text encoders in fp16, which a T5 cannot.
         half_unet: whether it is a UNet with 2-D convolutions, which upstream runs in fp16 with its encoders.
     """
 
-    rows: Mapping[str, Precision] = field(default_factory=dict)
+    rows: Mapping[Dtypes, Precision] = field(default_factory=dict)
     half_text: bool = False
     half_unet: bool = False
 
 
 _TEXT = "its text encoders run in fp16 upstream too"
 PLAIN = ModelPrecision()
-_HALF_TEXT = {"cuda-old": _safe(FP16, f"{_OLD}; {_TEXT}"), "mps": Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}")}
+_HALF_TEXT = {
+    (FP16, FP32, FP32): _safe(FP16, f"{_OLD}; {_TEXT}"),
+    (BF16, FP32, FP32): Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}"),
+}
 HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True)  # Llama and CLIP
 # Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16; CLIP and DINOv2 too
 _PAINT = Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
-PAINT = ModelPrecision(dict.fromkeys(("cuda-sm80+", "rocm", "xpu"), _PAINT), half_unet=True)
+PAINT = ModelPrecision({ALL_BF16: _PAINT}, half_unet=True)
 
 _EXPLICIT: dict[str, Precision] = {
     "fp32": Precision(FP32, FP32, FP32, "exact, twice the memory of bf16"),
@@ -220,14 +225,14 @@ def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes = None)
 
 
 def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
-    row = model.rows.get(facts.arch_class) or PRECISION.get(facts.arch_class)
+    row = PRECISION.get(facts.arch_class)
     if row is None:
         raise UnsupportedError(
             f"no precision policy for {facts.arch_class!r}",
             expected=f"one of {', '.join(sorted(PRECISION))}",
             fix="Choose a precision yourself, or add a row to PRECISION in compat/precision.py.",
         )
-    return row
+    return model.rows.get((row.transformer, row.text, row.vae), row)
 
 
 def _automatic(model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Probes) -> Precision:

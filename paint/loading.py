@@ -82,6 +82,7 @@ class PaintPipeline(KnownToHost):
         weights: bytes of each part on the device.
         probes: what the device answered; None where nothing is kept.
         stands_in_for: as :class:`PaintRequest` has it.
+        attention: what runs, in a word or two.
     """
 
     family: str
@@ -98,6 +99,7 @@ class PaintPipeline(KnownToHost):
     weights: Mapping[str, PartBytes] = field(default_factory=dict)
     probes: ProbeStore | None = None
     stands_in_for: str = ""
+    attention: str = ""
 
     @property
     def patcher(self) -> Any:
@@ -123,7 +125,6 @@ def load_paint(
         CheckpointError: files are missing, damaged, or of another model.
         InputError, UnsupportedError: a choice that this model or machine cannot do.
     """
-    progress = progress or Silent()
     with reading(request.model):
         place = _unet_place(request.model)
         stored = weights_in(place, "UNet", request.weights)
@@ -132,7 +133,7 @@ def load_paint(
     with torch.device("meta"):
         made = networks.networks_for(kind, config)
     networks.require_fitting(kind, shapes, made, str(stored.path))
-    progress.check()
+    (progress or Silent()).check()
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)
@@ -167,6 +168,7 @@ def load_paint(
         weights=weights,
         probes=probes,
         stands_in_for=request.stands_in_for,
+        attention=attention.label,
     )
 
 

@@ -14,11 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..compat.device.execution import HOST
-from ..compat.device.facts import free_bytes, value_or
+from ..compat.device.facts import free_bytes
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, pace_of
-from ..compat.memory.offloader import HOSTED
-from ..compat.memory.times import StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
+from ..compat.memory.times import (
+    StageTime,
+    TimeForecast,
+    Times,
+    alike,
+    copied_seconds,
+    corrected,
+    kept_by,
+    key_of,
+    known_or_why,
+    link_of,
+    times_by_mode,
+    unknown_rates,
+)
 from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
 from .loading import PaintPipeline
 from .networks import vae
@@ -69,44 +80,58 @@ def planned_run(
     return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
 
 
-def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast | None:
-    """How long each stage takes under ``mode``, by default the pipeline's own; None if the rates are unknown.
+def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast:
+    """How long each stage takes under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
+
+    Raises:
+        UnsupportedError: the rates of the device are unknown.
     """
     mode = mode or pipeline.offloader.mode
     names = [need.name for need in paint_needs(pipeline, run.size, run.views, run.rows - 1, mode, run.references)]
-    stages = [stage_time(pipeline, name, run, mode, room) for name in names]
-    known = tuple(stage for stage in stages if stage is not None)
-    return TimeForecast(mode, known) if len(known) == len(names) else None
+    return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, room) for name in names))
 
 
-def times_of(
-    pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None
-) -> dict[str, TimeForecast]:
-    """The same for each mode that can be; empty if the rates are unknown or counting fails: it stops no page."""
-    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
-    known = {mode: value_or(partial(paint_times, pipeline, run, mode, room), None) for mode in usable}
-    return {mode: each for mode, each in known.items() if each is not None}
+def times_of(pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None) -> Times:
+    """The same for each mode that can be; without those whose time is unknown, and why."""
+    return times_by_mode(pipeline, modes, lambda mode: paint_times(pipeline, run, mode, room))
 
 
-def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, float]:
-    """What ``stage_cost`` takes of a stage that begins now: as modelled and as forecast; nothing if unknown."""
+def work_key(pipeline: PaintPipeline) -> str:
+    """The key of all that changes the work of a stage or its rate, as that of a video pipeline."""
+    return key_of(
+        precision=str(pipeline.precision),
+        demo=pipeline.stands_in_for,
+        torch=pipeline.facts.torch_version,
+        attention=pipeline.attention,
+        compiled={part: blocks.settings for part, blocks in pipeline.compiled.items()},
+    )
+
+
+def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, Any]:
+    """What ``stage_cost`` takes of a stage that begins now: as modelled, as forecast, its key; nothing if unknown."""
     free = free_bytes(pipeline.offloader.device)
-    time = value_or(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free), None)
-    return {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free))
+    if time is None:
+        return {}
+    return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": work_key(pipeline)}
 
 
-def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime | None:
-    """How long one stage takes; None if the rates of the device are unknown."""
+def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime:
+    """How long one stage takes.
+
+    Raises:
+        UnsupportedError: the rates of the device are unknown.
+    """
     part = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae")
     dtypes = {"text_encoder": pipeline.precision.text, "image_encoder": pipeline.precision.text}
     dtype = dtypes.get(part, pipeline.precision.vae if part == "vae" else pipeline.precision.transformer)
     device = pipeline.offloader.device
     pace = pace_of(pipeline.facts, pipeline.probes, pipeline.precision.compute or dtype if part == "unet" else dtype)
     if pace is None:
-        return None
+        raise unknown_rates(pipeline.facts)
     rows = kept_by(pipeline)
     modelled = copied_seconds(
         pipeline,
@@ -118,7 +143,7 @@ def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, ro
         calls=run.steps if part == "unet" else 1,
         beside=0,
     )
-    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
+    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device, work_key(pipeline)))
 
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:

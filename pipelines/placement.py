@@ -14,11 +14,12 @@ from itertools import product
 import torch
 
 from ..compat.decision import AUTO, Decision
-from ..compat.device.facts import DeviceFacts, facts_for, value_or
+from ..compat.device.facts import DeviceFacts, facts_for
 from ..compat.device.quirks import abilities
 from ..compat.errors import PackError
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.statistics import StageNeed, duration
+from ..compat.memory.times import known_or_why
 from .base import Pipeline, Progress
 from .loading.folder import LoadRequest, load
 from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
@@ -75,7 +76,7 @@ class Card:
         key = stage, mode, stays
         if key not in self._seconds:
             run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
-            time = stage_time(self.pipeline, stage, run, mode, self.room, stays)
+            time, _ = known_or_why(lambda: stage_time(self.pipeline, stage, run, mode, self.room, stays))
             self._seconds[key] = None if time is None else time.seconds
         return self._seconds[key]
 
@@ -111,7 +112,8 @@ def load_placed(
 
     home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
     home = {stage: device for stage, device in home.items() if device in request.cards}
-    places, why = value_or(lambda: _chosen(first, home, request, on), (home, "the forecast failed"))
+    found, failed = known_or_why(lambda: _chosen(first, home, request, on))
+    places, why = found or (home, failed)
     if places == home:
         stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
         return replace(first, decisions=(*first.decisions, stay))

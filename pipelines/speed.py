@@ -34,7 +34,7 @@ from ..compat.transforms.step_cache import StepCacheSettings, cached, require_us
 from .base import Latents, Pipeline, Progress, SampleSettings
 from .memory.shortage import EXPLAINED, explain_shortage
 from .profiling import Profile
-from .time.forecast import Run, expected
+from .time.forecast import Run, expected, work_key
 
 HostOffloader = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
@@ -310,7 +310,8 @@ def running(
         run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
     """
     kept = pipeline.offloader.options.state is not None
-    time = expected(pipeline, stage.cost, run()) if run is not None and kept else None
+    asked = run() if run is not None and kept else None
+    time = None if asked is None else expected(pipeline, stage.cost, asked)
     seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
     device = pipeline.offloader.device_of(stage.part)
     profile = getattr(pipeline.speed, "profile", None)
@@ -320,6 +321,8 @@ def running(
     ):
         try:
             yield
+            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
+                cost.work = work_key(pipeline, stage.cost, asked)
             if pipeline.resuming is not None and pipeline.resuming.skipped:  # a part of it: no measure of the whole
                 cost.modelled_seconds = cost.forecast_seconds = 0.0
         except PackError:

@@ -291,7 +291,11 @@ def decode(
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
-    run = partial(planned_run, pipeline, Size(latents.width, latents.height, latents.frames, window=window))
+    size = Size(latents.width, latents.height, latents.frames, window=window)
+
+    def run() -> Run:
+        return replace(planned_run(pipeline, size), form=chosen)
+
     with running(DECODING, pipeline, progress, latents, hint, run):
         release_text(pipeline, VAE)
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import signal
 import sys
@@ -47,6 +48,18 @@ def windows_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         windows.apply(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def failed_forecasts() -> Iterator[list[str]]:
+    """What a forecast stumbled over, which a page turns into a line: a test fails that leaves something here."""
+    failed: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("anygpu.compat.memory.times")
+    handler.emit = lambda record: failed.append(f"{record.getMessage()}: {record.exc_info}")  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield failed
+    logger.removeHandler(handler)
+    assert not failed
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -262,6 +262,9 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     inputs = {"pipeline": ["7", 0], "width": 64, "height": 64, "frames": 9}
     body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": inputs}
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
+    said = "Fits, time unknown: CPU was not timed yet, and no data sheet of it is known. "
+    assert told["forecasts"][0]["headline"].startswith(said) and told["forecasts"][0]["seconds"] == {}
     pace = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
     probe_results_of(facts_for("cpu"), state).remember("rates.float32", lambda: asdict(pace))
     _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)

@@ -24,6 +24,7 @@ GIBIBYTE = 1024**3
 PLENTY = 1 << 62  # bytes of host memory where the amount is unknown: nothing is refused for it
 MOST_BYTES = 1 << 50  # that a device is believed to have
 MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte
+VENDORS = ("cpu", "cuda", "rocm", "xpu", "mps", "xla")  # backends that this pack knows the facts of
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
@@ -65,6 +66,11 @@ class DeviceFacts:
     compiled: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether its kind is unknown: another vendor's, or one of NVIDIA's whose driver does not say which."""
+        return self.backend not in VENDORS or (self.backend == "cuda" and not self.arch)
 
     def __str__(self) -> str:
         memory = f", {self.total_bytes / GIBIBYTE:.1f} GB" if self.total_bytes else ""

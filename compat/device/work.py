@@ -6,6 +6,7 @@ Counting runs the model's own code on tensors without data, so that a step of an
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -20,10 +21,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .facts import CLOCKED, DeviceFacts, value_or
+from .facts import CLOCKED, DeviceFacts, first_line, value_or
 from .probe_store import ProbeStore
 from .rates import LAUNCH_SECONDS, published_rates, work_of
 
+log = logging.getLogger(__name__)
 PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
 FILTERS = "filters"  # the weights of a convolution, which some libraries copy into another layout at each call
 META = torch.device("meta")
@@ -236,7 +238,10 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
     name = f"rates.{str(dtype).removeprefix('torch.')}"
     kept = None
     if store is not None and facts.device.type in TIMED:
-        kept = value_or(lambda: store.remember(name, lambda: asdict(_measured(facts.device, dtype))), None)
+        try:
+            kept = store.remember(name, lambda: asdict(_measured(facts.device, dtype)))
+        except Exception as error:  # a device may fail in any way
+            log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
     pace = value_or(lambda: Pace(**kept), None) if isinstance(kept, Mapping) else None
     if pace is not None and value_or(
         lambda: min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0, False

@@ -59,6 +59,7 @@ class StageCost:
         seconds: of all of it.
         reading_seconds: of them, for weights that were read from disk.
         precision: of the pipeline.
+        work: the key of what it computed and how; empty in rows of earlier releases, of which that is unknown.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
             both without reading; 0 if unknown.
         first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
@@ -78,6 +79,7 @@ class StageCost:
     modelled_seconds: float = 0.0
     forecast_seconds: float = 0.0
     first: bool = False
+    work: str = ""
 
     @property
     def own_seconds(self) -> float:
@@ -202,6 +204,7 @@ def stage_cost(
     *,
     modelled_seconds: float = 0.0,
     forecast_seconds: float = 0.0,
+    work: str = "",
 ) -> Iterator[StageCost]:
     """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
 
@@ -211,12 +214,12 @@ def stage_cost(
         progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
             that was long is shown beside its forecast, on every device.
         device: where the stage computes; None for the pipeline's own.
-        modelled_seconds, forecast_seconds: as :class:`StageCost` has them.
+        modelled_seconds, forecast_seconds, work: as :class:`StageCost` has them.
     """
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
     with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device) as cost:
-        cost.modelled_seconds, cost.forecast_seconds = modelled_seconds, forecast_seconds
+        cost.modelled_seconds, cost.forecast_seconds, cost.work = modelled_seconds, forecast_seconds, work
         yield cost
         cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
         cost.reading_seconds = parts.reading_seconds - before

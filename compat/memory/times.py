@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..device.execution import HOST
-from ..device.facts import DeviceFacts, indexed
+from ..device.facts import DeviceFacts, first_line, indexed
 from ..device.rates import published_rates
-from ..device.work import PUBLISHED
+from ..device.work import PUBLISHED, TIMED
+from ..errors import PackError, UnsupportedError
 from .offloader import HOSTED
 from .statistics import StageCost, duration, kept_stages
+
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 TEXT = "text"
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
@@ -64,6 +70,50 @@ class TimeForecast:
         """About how long, such as ``about 14 min (11 to 18 min)``."""
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
         return f"about {duration(self.seconds)} ({span(low, high)})"
+
+
+class Times(dict[str, TimeForecast]):
+    """How long a run takes by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
+
+    why = ""
+
+    @property
+    def unknown(self) -> str:
+        """What people read in place of a time; empty where none is missing."""
+        return f"time unknown: {self.why}" if self.why else ""
+
+
+def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
+    """What ``ask`` forecasts for each mode that a pipeline of any kind can have."""
+    times, moved = Times(), pipeline.offloader.device.type != HOST.type
+    for mode in modes:
+        if moved or mode in ("none", HOSTED):
+            time, why = known_or_why(lambda mode=mode: ask(mode))  # type: ignore[misc]
+            times.why = times.why or why
+            if time is not None:
+                times[mode] = time
+    return times
+
+
+def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
+    """What a forecast says, else None and why in one line: it stops neither a page nor a run, and is never silent."""
+    try:
+        return ask(), ""
+    except PackError as error:
+        return None, error.found
+    except Exception as error:
+        log.warning("AnyGPU: a forecast failed, please report this", exc_info=True)
+        return None, f"the forecast failed ({type(error).__name__}: {first_line(error)})"
+
+
+def unknown_rates(facts: DeviceFacts) -> UnsupportedError:
+    """The error for a device of which nobody knows how fast it is."""
+    untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
+    return UnsupportedError(
+        f"{facts.name} {untimed}, and no data sheet of it is known",
+        expected="a device that was timed, or one of compat/device/rates.py",
+        fix="Run a model on it once.",
+    )
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
@@ -149,13 +199,29 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
     return median(rates) if rates else 0.0 if published is None else published.to_device
 
 
-def alike(rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device) -> list[StageCost]:
-    """Runs of the same stage of this model on this device in this precision; of this mode where there are any."""
-    title, precision = f"{pipeline.family} {pipeline.variant}", str(pipeline.precision)
+def key_of(**told: Any) -> str:
+    """The key of all that is ``told``: plain values, and dataclasses with all their fields; what is empty left out."""
+    return json.dumps({name: value for name, value in told.items() if value}, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def alike(
+    rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device, work: str
+) -> list[StageCost]:
+    """Runs of the same stage of this model on this device that did the same ``work``; of this mode where there are any.
+
+    Others, and those of which the work is unknown, say nothing: another kernel or fewer steps take another time.
+    """
+    title = f"{pipeline.family} {pipeline.variant}"
     usable = [
         row
         for row in rows
-        if (row.stage, row.pipeline, row.device, row.precision) == (stage, title, str(device), precision)
+        if (row.stage, row.pipeline, row.device, row.work) == (stage, title, str(device), work)
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
     ]

@@ -25,6 +25,7 @@ BACKENDS = {
     "native_efficient": "EFFICIENT_ATTENTION",
     "native_flash": "FLASH_ATTENTION",
 }
+FOREIGN = "other"
 TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 
 
@@ -34,7 +35,7 @@ class KernelNeed:
 
     Args:
         choice: the choice on the load node.
-        backends: where.
+        backends: where; :data:`FOREIGN` for devices of unknown kind.
         capability: compute capability from and below, times 10; (0, 0) where the backend has none.
         package: what must be installed, as pip names it, and module: as Python imports it; both empty for torch's own.
         triton_below: the first Triton version that no longer works.
@@ -73,7 +74,7 @@ NEEDS: tuple[KernelNeed, ...] = (
     KernelNeed("native_efficient", ("rocm",), source=_AOTRITON),
     KernelNeed("native_flash", ("cuda",), (80, NEWEST), dtypes=HALF, source=f"{_SDP}FLASH_ATTENTION"),
     KernelNeed("native_flash", ("rocm",), dtypes=HALF, source=_AOTRITON),
-    KernelNeed("native_flash", ("cpu", "xpu", "other"), source=f"{_SDP}FLASH_ATTENTION"),
+    KernelNeed("native_flash", ("cpu", "xpu", FOREIGN), source=f"{_SDP}FLASH_ATTENTION"),
     KernelNeed("sage", ("cuda",), (80, NEWEST), dtypes=HALF, source="thu-ml/SageAttention README", **_SAGE),
     KernelNeed(
         "sage",
@@ -156,7 +157,7 @@ def installed(package: str) -> str:
 
 
 def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
-    if facts.backend not in need.backends and not ("other" in need.backends and facts.arch_class == "other"):
+    if facts.backend not in need.backends and not (FOREIGN in need.backends and facts.foreign):
         return False
     low, high = need.capability
     match = re.fullmatch(r"sm_?(\d+)a?", facts.arch)

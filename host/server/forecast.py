@@ -11,7 +11,7 @@ from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
-from ...compat.memory.times import TimeForecast
+from ...compat.memory.times import Times
 from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs
@@ -44,7 +44,7 @@ LESS = {"text": "Set text_device to cpu, or text_weights to fp8."}  # stage -> w
 FASTER = {"text": "text_weights fp8 halves what is copied.", "sampling": "weights fp8 halves what is copied."}
 Inputs = Mapping[str, Any]
 StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
-TimesIn = Callable[[str, int | None], TimeForecast | None]
+TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,13 +140,15 @@ def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
     found = f"{run}, offload {mode}"
-    time = times_in(mode, room)
+    times = times_in(mode, room)
+    time = times.get(mode)
+    told = f", {time or times.unknown}" if time or times.unknown else ""
     seconds = {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages}
     return {
         "found": found,
         "stages": stages,
         "verdict": verdict,
-        "headline": f"{_headline(stages, room, '' if time is None else f', {time}')}{_apart(least)}",
+        "headline": f"{_headline(stages, room, told)}{_apart(least)}",
         "seconds": seconds,
     }
 
@@ -207,10 +209,10 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     clips = int(plain.get("batch_size", 1))
     run += f", {clips} videos" if clips > 1 else ""
 
-    def times(mode: str, room: int | None) -> TimeForecast | None:
-        planned = planned_run(pipeline, asked, settings)
-        one = times_of(pipeline, planned, [mode], room, memory_manager.room_on).get(mode)
-        return None if one is None else one.of_clips(clips)
+    def times(mode: str, room: int | None) -> Times:
+        found = times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room, memory_manager.room_on)
+        found.update({name: one.of_clips(clips) for name, one in found.items()})
+        return found
 
     return run, lambda mode, room: forecast(pipeline, asked, mode, room, memory_manager.room_on).stages, times
 
@@ -223,9 +225,9 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
     size = DEMO_SIZE if is_demo(pipeline.source) else int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
 
-    def times(mode: str, room: int | None) -> TimeForecast | None:
+    def times(mode: str, room: int | None) -> Times:
         run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
-        return painting.times_of(pipeline, run, (mode,), room).get(mode)
+        return painting.times_of(pipeline, run, (mode,), room)
 
     return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode), times
 

@@ -54,7 +54,7 @@ def encoder_without_weights(part: str, config: Mapping[str, Any]) -> nn.Module:
     return cls(cls.config_class.from_dict(dict(config))).eval()  # type: ignore[no-any-return]
 
 
-def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[str, float] | None = None) -> Tensor:
+def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
     """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU.
 
     Args:
@@ -64,7 +64,7 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[st
 
 
 def _states(
-    pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, float] | None
+    pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
 ) -> Tensor:
     """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
     device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
@@ -88,7 +88,7 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, float] | None = None) -> Tensor:
+def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
     """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU.
 
     Args:

@@ -9,10 +9,11 @@ import torch
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
+from ...compat.memory.times import Times
 from ..base import Pipeline, SampleSettings
 from ..placement import CARDS
 from ..settings import of_checkpoint, snap
-from ..time.choice import Times, advice, quickest, times_of
+from ..time.choice import advice, quickest, times_of
 from ..time.forecast import planned_run
 from .estimates import Size
 from .fit import plan_line
@@ -67,7 +68,7 @@ def shown(
         needs: the forecast of each mode, the fastest first.
         times: how long each mode takes, where that is known.
     """
-    room, times = room_of(pipeline), times or {}
+    room, times = room_of(pipeline), Times() if times is None else times
     text = _text(pipeline, title + more, needs, times, room)
     return text, _drawn(pipeline, title, needs, times, room)
 
@@ -105,6 +106,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     lines += [str(decision) for decision in pipeline.decisions if decision.subject == CARDS]
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
+    lines += filter(None, (times.unknown,))
     if times:
         lines.append("Times are without reading from disk. Each run corrects those of the next.")
     return "\n".join(lines)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...compat.device.execution import HOST
-from ...compat.device.facts import free_bytes, value_or
-from ...compat.memory.offloader import HOSTED
+from ...compat.device.facts import free_bytes
 from ...compat.memory.statistics import amount_of, duration
-from ...compat.memory.times import TimeForecast
+from ...compat.memory.times import TimeForecast, Times, times_by_mode
 from ..base import Pipeline
 from ..memory.estimates import SPARE
 from ..memory.forecast import Forecast, Rooms
 from .forecast import Run, time_forecast
 
-Times = Mapping[str, TimeForecast]
 WORTH = 0.9  # of the time, below which another mode is worth it
 
 
 def times_of(
     pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
-) -> dict[str, TimeForecast]:
-    """How long a run takes under each mode that can be; empty if the device's rates are unknown.
-
-    A forecast that fails costs the figure, never the page that shows it.
-    """
-    usable = [mode for mode in modes if mode in ("none", HOSTED) or pipeline.offloader.device.type != HOST.type]
-    known = {mode: value_or(lambda mode=mode: time_forecast(pipeline, run, mode, room, rooms), None) for mode in usable}
-    return {mode: each for mode, each in known.items() if each is not None}
+) -> Times:
+    """How long a run takes under each mode that can be; without those whose time is unknown, and why."""
+    return times_by_mode(pipeline, modes, lambda mode: time_forecast(pipeline, run, mode, room, rooms))
 
 
-def quickest(modes: Sequence[str], times: Times) -> str:
+def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
     """The first mode, or the quickest where that is worth leaving the order for; empty for no modes.
 
     Where the time of a mode is not known, their order decides.
@@ -42,7 +34,7 @@ def quickest(modes: Sequence[str], times: Times) -> str:
     return best if times[best].seconds < WORTH * times[first].seconds else first
 
 
-def advice(needs: Sequence[Forecast], times: Times, room: int | None) -> str:
+def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
     """What a run would take with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
     nothing is gained."""
     if room is None:

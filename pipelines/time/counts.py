@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.device.probe_store import OK
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta
 from ...compat.transforms import fused
+from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
 from ..loading.part import decode_as_published
@@ -30,6 +32,7 @@ from ..vae.tiled import decoder_call, pieces_of
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
 IMAGE_ENCODER = "image_encoder"
+FP32_OUTPUT = "output.fp16_to_fp32"  # the probe of products with fp16 operands
 Cells = tuple[int, int, int]  # latent frames, rows, columns
 
 
@@ -76,11 +79,16 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
     call, form = _call(pipeline, size, rows), (pipeline.speed.forms if pipeline.speed else {}).get(TRANSFORMER, "")
     epilogue = bool(pipeline.speed and pipeline.speed.epilogue)
-    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    precision = pipeline.precision
+    dtype = precision.compute or precision.transformer
+    wide = precision.safe and pipeline.probes is not None and pipeline.probes[FP32_OUTPUT].status == OK
     key = (TRANSFORMER, pipeline.family, pipeline.variant, _text(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
         module = _built(pipeline, TRANSFORMER, shown, dtype)
+        if precision.safe:
+            with counting_on_meta():  # which answers what the rewrite asks of weights without data
+                apply_fp16_safe(module, pipeline.family, {"fp32_output": wide})
         if form:
             fused.fuse(module, form, epilogue)
         tokens = call.embeds.shape[1] + (0 if call.vision is None else call.vision.shape[1])
@@ -90,7 +98,8 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
             work.update(first.times(max(0, depth[name] - ALIKE)))
         return work
 
-    return counted_once((*key, None if call.vision is None else call.vision.shape, str(dtype), form, epilogue), count)
+    given = None if call.vision is None else call.vision.shape
+    return counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue), count)
 
 
 def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:

@@ -4,20 +4,34 @@ runs of the same kind showed."""
 from __future__ import annotations
 
 import sys
+import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ...compat.device.facts import DeviceFacts, facts_for, free_bytes, value_or
+from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Pace, pace_of
-from ...compat.memory.times import TEXT, StageTime, TimeForecast, alike, copied_seconds, corrected, kept_by, link_of
+from ...compat.memory.times import (
+    TEXT,
+    StageTime,
+    TimeForecast,
+    alike,
+    copied_seconds,
+    corrected,
+    kept_by,
+    key_of,
+    known_or_why,
+    link_of,
+    unknown_rates,
+)
 from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..vae.plan import planned_decode
+from ..vae.plan import Form, planned_decode
 from .counts import (
     IMAGE_ENCODER,
     batches_of,
@@ -35,11 +49,40 @@ PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size, its settings, complete, and its texts where they are known."""
+    """What is asked of a run: its size, its settings, complete, its texts and form of decoding where they are known."""
 
     size: Size
     settings: SampleSettings
     texts: PromptRequest | None = None
+    form: Form | None = None
+
+
+def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
+    """The key of all that changes the work of a stage or its rate, and that the model of its time does not know.
+
+    A run is kept under it and forecast by it, so that only runs of one key correct each other.
+    """
+    speed, adapters, own = pipeline.speed, pipeline.offloader.adapters, dict[str, Any]()
+    if stage == SAMPLING:
+        rows = run.settings.guidance_steps
+        own = {
+            "step cache": pipeline.step_cache,
+            "adapters": 0 if adapters is None else zlib.crc32(repr(adapters.key).encode()),
+            "watched": pipeline.doctor is not None,
+            "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
+        }
+    elif stage == DECODING:
+        own = {"form": None if run.form == Form() else run.form}  # one that no forecast knows beforehand
+    return key_of(
+        precision=str(pipeline.precision),
+        fallbacks=sorted(pipeline.parts.fallbacks),
+        storage=dict(pipeline.storage),
+        ranks=0 if pipeline.group is None else pipeline.group.world.size,
+        demo=pipeline.stands_in_for,
+        torch=pipeline.facts.torch_version,
+        speed=speed and (speed.request, speed.forms, speed.epilogue, sorted(speed.compiled), speed.attention.label),
+        **own,
+    )
 
 
 def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
@@ -63,28 +106,33 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 
 def time_forecast(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
-) -> TimeForecast | None:
-    """How long a run takes under ``mode``, by default the pipeline's own; None if the device's rates are unknown.
+) -> TimeForecast:
+    """How long a run takes under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
         rooms: the same for the devices of parts that compute elsewhere.
+
+    Raises:
+        UnsupportedError: the rates of a device are unknown.
     """
     mode = mode or pipeline.offloader.mode
     names = (TEXT, *((IMAGE,) if pipeline.task == "image" else ()), SAMPLING, DECODING)
-    stages = [stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names]
-    known = tuple(stage for stage in stages if stage is not None)
-    return TimeForecast(mode, known) if len(known) == len(names) else None
+    stages = (stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names)
+    return TimeForecast(mode, tuple(stages))
 
 
 def stage_time(
     pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
-) -> StageTime | None:
-    """How long one stage takes; None if the rates of its device are unknown.
+) -> StageTime:
+    """How long one stage takes.
 
     Args:
         room: bytes of its device that it may take; None for all that it needs.
         stays: whether its weights are on the device from an earlier run.
+
+    Raises:
+        UnsupportedError: the rates of its device are unknown.
     """
     mode = mode or pipeline.offloader.mode
     device = pipeline.offloader.device_of(PARTS[stage])
@@ -98,11 +146,12 @@ def stage_time(
     facts, probes = _machine_of(pipeline, device)
     pace = pace_of(facts, probes, dtype)
     if pace is None:
-        return None
+        raise unknown_rates(facts)
     rows = kept_by(pipeline)
     link = 0.0 if stays else link_of(facts, rows)
     modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
-    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device))
+    known = alike(rows, pipeline, stage, mode, device, work_key(pipeline, stage, run))
+    return corrected(stage, modelled, pace.source, known)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
@@ -137,8 +186,8 @@ def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, r
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """How long a stage that begins now takes; a forecast that fails stops no run."""
-    return value_or(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)), None)
+    """How long a stage that begins now takes; None if unknown: a forecast that fails stops no run."""
+    return known_or_why(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)))[0]
 
 
 def _room(pipeline: Pipeline, stage: str) -> int | None:

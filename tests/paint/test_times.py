@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from anygpu.compat import precision as precisions
 from anygpu.compat.device.work import Pace, counting
 from anygpu.compat.memory.offloader import MODES
-from anygpu.compat.memory.statistics import kept_stages
+from anygpu.compat.memory.statistics import FILE, kept_stages, stage_cost
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import times
-from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
+from anygpu.paint.networks.compile import Blocks
 from anygpu.paint.networks.encoders import TOKENS
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
@@ -74,8 +78,78 @@ def test_what_a_model_was_taught_is_forecast_where_nothing_is_asked(paint_folder
     assert planned(delight_folder) == times.PaintRun(steps=50, rows=1, size=512, views=1)
 
 
-def test_where_rates_are_unknown_nothing_is_said(paint_folder, monkeypatch):
+def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
     run = times.planned_run(pipeline, 64, 2, 2)
     monkeypatch.setattr(times, "pace_of", lambda *_: None)
-    assert times.times_of(pipeline, run, MODES) == {} and times.expected(pipeline, "painting", run) == {}
+    found = times.times_of(pipeline, run, MODES)
+    assert found == {} and found.unknown == "time unknown: CPU was not timed yet, and no data sheet of it is known"
+    assert times.expected(pipeline, "painting", run) == {}
+
+
+CHOICES = {
+    "attention": lambda p: replace(p, attention="sage"),
+    "precision": lambda p: replace(p, precision=precisions._EXPLICIT["bf16"]),
+    "compiled": lambda p: replace(p, compiled={"unet": Blocks(CompileSettings())}),
+    "demo": lambda p: replace(p, stands_in_for="Hunyuan3D-Paint"),
+    "torch": lambda p: replace(p, facts=replace(p.facts, torch_version="1.0")),
+}
+IN_KEY = {  # field -> the choice above that shows it
+    PaintPipeline: {
+        "attention": "attention", "precision": "precision", "compiled": "compiled", "stands_in_for": "demo",
+        "facts": "torch",
+    },
+    PaintRequest: {
+        "attention": "attention", "precision": "precision", "compiled": "compiled", "stands_in_for": "demo",
+    },
+}  # fmt: skip
+NOT_IN_KEY = {  # fields that change no time, and those that a row has or that are counted
+    PaintPipeline: {
+        "family", "variant", "parts", "offloader", "shape", "configs", "source", "decisions", "weights", "probes",
+    },
+    PaintRequest: {
+        "model", "variant", "weights", "vae", "image_encoder", "offload", "device", "state", "quiet",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_changes_no_plain_forecast_and_plain_runs_none_of_its(paint_folder, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    plain = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
+    changed, run = CHOICES[name](plain), times.planned_run(plain, 64, 2, 2)
+
+    def kept(pipeline, ratio):
+        with stage_cost(pipeline, "decoding", None, **times.expected(pipeline, "decoding", run)):
+            pass
+        rows = json.loads((tmp_path / FILE).read_text(encoding="utf-8"))
+        rows[-1].update(seconds=ratio * rows[-1]["modelled_seconds"], reading_seconds=0.0, first=False)
+        (tmp_path / FILE).write_text(json.dumps(rows), encoding="utf-8")
+
+    def told(pipeline):
+        return times.stage_time(pipeline, "decoding", run, "none", None).seconds
+
+    alone = told(changed)
+    kept(plain, 1.2)
+    before = told(plain)
+    assert told(changed) == pytest.approx(alone, rel=0.01), "a plain run corrected it"
+    kept(changed, 0.4)
+    assert told(plain) == pytest.approx(before, rel=0.01), "it corrected a plain forecast"
+    assert told(changed) == pytest.approx(0.4 * alone)
+
+
+@pytest.mark.parametrize("cls", IN_KEY)
+def test_a_new_field_is_in_the_key_or_is_said_to_change_no_time(cls):
+    assert {*IN_KEY[cls], *NOT_IN_KEY[cls]} == {field.name for field in fields(cls)}
+    assert set(IN_KEY[cls].values()) <= set(CHOICES) and not NOT_IN_KEY[cls] & set(IN_KEY[cls])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["delight", "paint", "pbr"])
+def test_every_precision_has_a_time(request, monkeypatch, kind):
+    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    pipeline = load_paint(PaintRequest(request.getfixturevalue(f"{kind}_folder"), precision="fp32", device="cpu"))
+    rows = (*precisions.PRECISION.values(), *precisions.PAINT.rows.values(), *precisions._EXPLICIT.values())
+    for row in {str(row): row for row in rows}.values():
+        changed = replace(pipeline, precision=row)
+        assert times.paint_times(changed, times.planned_run(changed, 64, 2, 2)).seconds > 0, row

@@ -116,9 +116,12 @@ def test_each_card_is_forecast_once_in_each_mode(machine, monkeypatch):
     assert asked and len(asked) == len(set(asked))
 
 
-def test_a_forecast_that_fails_stops_no_load(machine, monkeypatch):
+def test_a_forecast_that_fails_stops_no_load_and_is_said(machine, monkeypatch, failed_forecasts):
     monkeypatch.setattr(placement, "_shares", lambda *_: 1 / 0)
-    assert told(machine((SLOW, FAST), (PLENTY, PLENTY))) == ("all on acc:0", "the forecast failed")
+    why = "the forecast failed (ZeroDivisionError: division by zero)"
+    assert told(machine((SLOW, FAST), (PLENTY, PLENTY))) == ("all on acc:0", why)
+    assert len(failed_forecasts) == 1
+    failed_forecasts.clear()
 
 
 def test_text_encoders_stay_on_a_card_of_their_own_and_the_video_is_the_same(machine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....compat.precision import BF16, FP32, ModelPrecision, Precision
+from ....compat.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,
@@ -50,7 +50,7 @@ SPEC = FamilySpec(
     pages=("https://huggingface.co/genmo/mochi-1-preview",),
     text_width="text_embed_dim",
     memory=MemoryTerms(FIT, reference_tokens=256),
-    precision=ModelPrecision({"cuda-sm80+": IN_FP32, "rocm": IN_FP32, "xpu": IN_FP32}),
+    precision=ModelPrecision({ALL_BF16: IN_FP32}),
     causal_decoder=True,
     batched_cfg=True,
     layouts=LAYOUTS,

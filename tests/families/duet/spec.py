@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anygpu.compat.precision import BF16, FP32, ModelPrecision, Precision
+from anygpu.compat.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK
 from anygpu.pipelines.family import Defaults, FamilySpec, Fit, MemoryTerms
 from anygpu.pipelines.loading.keys import TRANSFORMER, Layout, Row
@@ -35,7 +35,7 @@ SPEC = FamilySpec(
         reference_tokens=256,
     ),
     text_width="text_embed_dim",
-    precision=ModelPrecision({"cuda-sm80+": Precision(BF16, BF16, FP32, WHY)}),
+    precision=ModelPrecision({ALL_BF16: Precision(BF16, BF16, FP32, WHY)}),
     causal_decoder=True,
     batched_cfg=True,
     step_caches=(FIRST_BLOCK,),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from anygpu import cli
+from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, time_left
 from anygpu.compat.memory.times import StageTime, TimeForecast
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import Forecast
-from anygpu.pipelines.time import choice
+from anygpu.pipelines.memory.page import memory_plan
+from anygpu.pipelines.time import choice, counts, forecast
 from anygpu.pipelines.tiny import build
 
 GB = 10**9
@@ -83,3 +88,20 @@ def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "none: about " in told and "sampling " in told and "Each run corrects" in told
     assert not output.exists()
+
+
+def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, failed_forecasts):
+    monkeypatch.setattr(forecast, "pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
+    monkeypatch.setattr(counts, "_built", lambda *_: 1 / 0)
+    text, _ = memory_plan(load(LoadRequest(build("ltx", tiny_folder), device="cpu")), Size(64, 96, 9))
+    said = "time unknown: the forecast failed (ZeroDivisionError: division by zero)"
+    assert text.splitlines().count(said) == 1
+    assert len(failed_forecasts) == 1 and "ZeroDivisionError" in failed_forecasts[0]
+    failed_forecasts.clear()
+
+
+def test_a_device_that_nobody_timed_is_named(tiny_folder):
+    pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
+    pipeline = replace(pipeline, facts=replace(pipeline.facts, name="Someone's card"))
+    text, _ = memory_plan(pipeline, Size(64, 64, 9))
+    assert "time unknown: Someone's card was not timed yet, and no data sheet of it is known" in text.splitlines()
