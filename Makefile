@@ -90,6 +90,7 @@ test-browser: $(READY)
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
+	$(PY) tests/browser/drive.py searches.mjs
 
 pictures: $(READY)
 	$(PY) tests/browser/drive.py run.mjs --classic --pictures

@@ -47,8 +47,24 @@ def test_a_script_has_nothing_the_registry_s_scan_flags_and_draws_nothing(path):
 
 @script
 def test_an_extension_per_js_file_and_helpers_without_one(path):
-    count = path.read_text(encoding="utf-8").count("registerExtension(")
-    assert count == (1 if path.suffix == ".js" else 0)
+    names = re.findall(r'registerExtension\(\{\s+name: "([^"]+)"', path.read_text(encoding="utf-8"))
+    assert names == ([f"anygpu.{path.stem}"] if path.suffix == ".js" else [])
+    assert path.read_text(encoding="utf-8").count("registerExtension(") == len(names)
+
+
+@script
+def test_what_the_whole_page_shares_bears_our_name(path):
+    """Tabs, widgets and classes of elements, which another pack or core may have under the same name."""
+    places = ('registerSidebarTab\\(\\{\\s+id: "', '(?:WIDGET|NAME) = "', 'class(?:Name =|:) "')
+    shared = [name for place in places for name in re.findall(f'{place}([^" ]+)', path.read_text(encoding="utf-8"))]
+    assert all(name.startswith("anygpu") for name in shared), shared
+
+
+def test_the_style_is_of_our_elements_alone():
+    rules = re.sub(r"/\*.*?\*/", "", (WEB / "anygpu.css").read_text(encoding="utf-8"), flags=re.DOTALL)
+    selectors = [each.strip() for each in re.findall(r"(?:^|[{};])([^{};@]+){", rules)]
+    strangers = [each for group in selectors for each in group.split(",") if not each.strip().startswith(".anygpu")]
+    assert selectors and not strangers, strangers
 
 
 @script
