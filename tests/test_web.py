@@ -226,3 +226,26 @@ def test_files_that_belong_together_are_uploaded_into_a_folder_of_their_own():
     assert alone == "3d/scene.gltf", ran.stderr
     assert re.fullmatch(r"3d/\d+/scene\.gltf", together)
     assert json.loads(folders) == ["3d", *2 * [together.removesuffix("/scene.gltf")]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_a_second_copy_of_the_pack_adds_no_name_twice():
+    """ComfyUI lists the workflows of each folder, also of one that is disabled; its search ends at a name given twice."""
+    source = (WEB / "templates.js").read_text(encoding="utf-8")
+    own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
+    own = own.replace("import.meta.url", '"http://comfyui/extensions/anygpu/templates.js"')
+    names = [path.stem for path in WORKFLOWS]
+    stands_in = f"""
+    const packs = {{ anygpu: {names}, "anygpu-main.disabled": {names}, another: ["theirs"] }};
+    globalThis.fetch = async () => ({{ json: async () => {(WEB / "templates.json").read_text(encoding="utf-8")} }});
+    const api = {{ getWorkflowTemplates: async () => packs, getCoreWorkflowTemplates: async () => [] }};
+    const app = {{ registerExtension: (extension) => extension.init() }};
+    """
+    talk = """
+    const left = Object.values(await api.getWorkflowTemplates()).flat();
+    const shown = (await api.getCoreWorkflowTemplates("en")).flatMap(({ templates }) => templates.map(({ name }) => name));
+    console.log(JSON.stringify([...left, ...shown]));
+    """
+    given = stands_in + own + talk
+    ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
+    assert sorted(json.loads(ran.stdout)) == sorted([*names, "theirs"]), ran.stderr
