@@ -230,7 +230,7 @@ def test_files_that_belong_together_are_uploaded_into_a_folder_of_their_own():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node")
 def test_a_second_copy_of_the_pack_adds_no_name_twice():
-    """ComfyUI lists the workflows of each folder, also of one that is disabled; its search ends at a name given twice."""
+    """ComfyUI lists the workflows of every folder, of a disabled one too; its search ends at a name given twice."""
     source = (WEB / "templates.js").read_text(encoding="utf-8")
     own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
     own = own.replace("import.meta.url", '"http://comfyui/extensions/anygpu/templates.js"')
@@ -243,9 +243,62 @@ def test_a_second_copy_of_the_pack_adds_no_name_twice():
     """
     talk = """
     const left = Object.values(await api.getWorkflowTemplates()).flat();
-    const shown = (await api.getCoreWorkflowTemplates("en")).flatMap(({ templates }) => templates.map(({ name }) => name));
-    console.log(JSON.stringify([...left, ...shown]));
+    const shown = (await api.getCoreWorkflowTemplates("en")).flatMap(({ templates }) => templates);
+    console.log(JSON.stringify([...left, ...shown.map(({ name }) => name)]));
     """
     given = stands_in + own + talk
     ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
     assert sorted(json.loads(ran.stdout)) == sorted([*names, "theirs"]), ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
+    """As core dispatches it to its own listener, which is there first and paints the node with that id in any graph."""
+    source = (WEB / "runs.js").read_text(encoding="utf-8")
+    own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
+    stands_in = """
+    class Api extends EventTarget {
+      async queuePrompt(number) { return { prompt_id: `run ${number}` }; }
+      dispatchCustomEvent(kind, detail) { return this.dispatchEvent(new CustomEvent(kind, { detail })); }
+    }
+    const [first, second, painted] = [{ filename: "first" }, { filename: "second" }, []];
+    const api = new Api();
+    api.addEventListener("progress_text", ({ detail }) => painted.push(detail.text));
+    let extension;
+    const extensionManager = { workflow: { activeWorkflow: first } };
+    const app = { extensionManager, registerExtension: (made) => (extension = made) };
+    """
+    talk = """
+    extension.init();
+    const open = (workflow) => (extensionManager.workflow.activeWorkflow = workflow);
+    const ours = (prompt, text) => {
+      api.dispatchCustomEvent("anygpu.run", { prompt_id: prompt, node: "4" });
+      api.dispatchCustomEvent("progress_text", { nodeId: "4", text });
+    };
+    const answer = api.queuePrompt(1);
+    ours("run 1", "before its id is known");
+    await answer;
+    ours("run 1", "its own");
+    api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack" });
+    extension.beforeConfigureGraph();
+    ours("run 1", "NOT: the next graph is there, its workflow is not");
+    open(second);
+    extension.afterConfigureGraph();
+    await new Promise((done) => setTimeout(done, SETTLED + 50));
+    ours("run 1", "NOT: another workflow");
+    api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack again" });
+    ours("run 0", "of a run before the page was loaded");
+    open(first);
+    ours("run 1", "its own again");
+    console.log(JSON.stringify(painted));
+    """
+    given = stands_in + own.replace("const SETTLED = 500", "const SETTLED = 5") + talk
+    ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
+    assert json.loads(ran.stdout or "null") == [
+        "before its id is known",
+        "its own",
+        "of another pack",
+        "of another pack again",
+        "of a run before the page was loaded",
+        "its own again",
+    ], ran.stderr

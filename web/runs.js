@@ -4,9 +4,12 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const MOST = 1000; // prompts that are remembered
+const SETTLED = 500; // milliseconds after which an opened graph's workflow is the open one
 const workflows = new Map(); // prompt id -> the workflow that was open when the prompt was queued
 let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
 let last = null; // the newest event of a run; its text follows
+let loading = false; // a graph is being opened: it is on the canvas before its workflow is the open one
+let settled = 0;
 
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? null;
 
@@ -18,8 +21,16 @@ export const isOpen = (prompt) => [undefined, null, openWorkflow()].includes(wor
 
 app.registerExtension({
   name: "anygpu.runs",
+  beforeConfigureGraph() {
+    clearTimeout(settled);
+    loading = true;
+  },
+  afterConfigureGraph() {
+    clearTimeout(settled);
+    settled = setTimeout(() => (loading = false), SETTLED);
+  },
   init() {
-    const { queuePrompt } = api;
+    const { dispatchCustomEvent, queuePrompt } = api;
     api.queuePrompt = async function (...request) {
       const workflow = (queueing = openWorkflow());
       try {
@@ -32,11 +43,15 @@ app.registerExtension({
       }
     };
     api.addEventListener("anygpu.run", ({ detail }) => (last = detail));
-    const guard = (event) => {
-      const ours = last && String(event.detail?.nodeId) === String(last.node);
-      if (ours && !isOpen(last.prompt_id)) event.stopImmediatePropagation();
-      last = null;
+    // Not a listener, which would be called after core's own.
+    api.dispatchCustomEvent = function (kind, detail, ...rest) {
+      if (kind === "progress_text") {
+        const ours = last && String(detail?.nodeId) === String(last.node);
+        const elsewhere = ours && (loading || !isOpen(last.prompt_id));
+        last = null;
+        if (elsewhere) return true;
+      }
+      return dispatchCustomEvent.call(this, kind, detail, ...rest);
     };
-    api.addEventListener("progress_text", guard, { capture: true }); // before core's own listener
   },
 });
