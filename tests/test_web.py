@@ -263,7 +263,9 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     }
     const [first, second, painted] = [{ filename: "first" }, { filename: "second" }, []];
     const api = new Api();
-    api.addEventListener("progress_text", ({ detail }) => painted.push(detail.text));
+    for (const kind of ["progress_text", "b_preview_with_metadata"]) {
+      api.addEventListener(kind, ({ detail }) => painted.push(detail.text));
+    }
     let extension;
     const extensionManager = { workflow: { activeWorkflow: first } };
     const app = { extensionManager, registerExtension: (made) => (extension = made) };
@@ -271,6 +273,8 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     talk = """
     extension.init();
     const open = (workflow) => (extensionManager.workflow.activeWorkflow = workflow);
+    const drawn = "b_preview_with_metadata";
+    const preview = (nodeId, text) => api.dispatchCustomEvent(drawn, { nodeId, jobId: "run 1", text });
     const ours = (prompt, text) => {
       api.dispatchCustomEvent("anygpu.run", { prompt_id: prompt, node: "4" });
       api.dispatchCustomEvent("progress_text", { nodeId: "4", text });
@@ -286,10 +290,13 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     extension.afterConfigureGraph();
     await new Promise((done) => setTimeout(done, SETTLED + 50));
     ours("run 1", "NOT: another workflow");
+    preview("4", "NOT: a preview of another workflow");
+    preview("5", "a preview of core's");
     api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack again" });
     ours("run 0", "of a run before the page was loaded");
     open(first);
     ours("run 1", "its own again");
+    preview("4", "its own preview");
     console.log(JSON.stringify(painted));
     """
     given = stands_in + own.replace("const SETTLED = 500", "const SETTLED = 5") + talk
@@ -298,7 +305,9 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
         "before its id is known",
         "its own",
         "of another pack",
+        "a preview of core's",
         "of another pack again",
         "of a run before the page was loaded",
         "its own again",
+        "its own preview",
     ], ran.stderr

@@ -1,5 +1,5 @@
-// Which workflow each run of this window is of. The text of a node of ours is kept from core while another workflow is
-// open: core would show it under whatever node has that id there.
+// Which workflow each run of this window is of. Texts and previews of our nodes are kept from core while another workflow
+// is open: core would show them under whatever node has that id there.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
@@ -8,6 +8,7 @@ const SETTLED = 500; // milliseconds after which an opened graph's workflow is t
 const workflows = new Map(); // prompt id -> the workflow that was open when the prompt was queued
 let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
 let last = null; // the newest event of a run; its text follows
+let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
 let loading = false; // a graph is being opened: it is on the canvas before its workflow is the open one
 let settled = 0;
 
@@ -42,15 +43,20 @@ app.registerExtension({
         queueing = null;
       }
     };
-    api.addEventListener("anygpu.run", ({ detail }) => (last = detail));
+    api.addEventListener("anygpu.run", ({ detail }) => {
+      last = detail;
+      if (told.prompt !== detail.prompt_id) told = { prompt: detail.prompt_id, nodes: new Set() };
+      told.nodes.add(String(detail.node));
+    });
+    const elsewhere = (prompt) => loading || !isOpen(prompt);
     // Not a listener, which would be called after core's own.
     api.dispatchCustomEvent = function (kind, detail, ...rest) {
-      if (kind === "progress_text") {
-        const ours = last && String(detail?.nodeId) === String(last.node);
-        const elsewhere = ours && (loading || !isOpen(last.prompt_id));
-        last = null;
-        if (elsewhere) return true;
-      }
+      const node = String(detail?.nodeId);
+      const text = kind === "progress_text" && last;
+      if (text) last = null;
+      if (text && node === String(text.node) && elsewhere(text.prompt_id)) return true;
+      const picture = kind === "b_preview_with_metadata" && detail.jobId === told.prompt && told.nodes.has(node);
+      if (picture && elsewhere(told.prompt)) return true;
       return dispatchCustomEvent.call(this, kind, detail, ...rest);
     };
   },

@@ -61,7 +61,7 @@ def drive(script: str, arguments: list[str]) -> int:
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
     if script == SEARCHING:
-        return search(host, [node, str(HERE / script)], {**os.environ, "CHROMIUM": chromium})
+        return search(host, [node, str(HERE / script), *arguments], {**os.environ, "CHROMIUM": chromium})
     with base_folder("--pictures" in arguments) as folder:
         gpu, started = script in ON_A_GPU, time.time()
         server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
@@ -90,7 +90,8 @@ def drive(script: str, arguments: list[str]) -> int:
 def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
     """The status of a script that compares a server with the pack and one without, with each frontend."""
     status = 0
-    for frontend in dict.fromkeys((None, newest_frontend())):  # None: the one that is installed
+    installed = () if "--newest" in command else (None,)
+    for frontend in dict.fromkeys((*installed, newest_frontend())):
         print(f"frontend: {frontend or 'installed'}", flush=True)
         with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder, ExitStack() as stack:
             shown = () if frontend is None else ("--front-end-root", str(frontend))

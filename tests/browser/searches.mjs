@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { URL_OF_SERVER, openPage } from "./comfy.mjs";
 
+const only = process.argv.slice(2).filter((word) => !word.startsWith("--")); // of these; all where none is named
 const WORDS = {
   templates: ["wan 2.2", "hunyuan", "ltx", "image to video", "framepack", "anygpu", ""], // core's index has no word of ours alone
   nodes: ["sampler", "load", "video", "vae decode", "anygpu"],
@@ -11,12 +12,22 @@ const WORDS = {
 const OURS = { templates: /^anygpu_/, nodes: /^AnyGPU |^Any model to video$/, models: /^$/ };
 const MOST = 64; // results that the node search shows
 
+/** What `read` gives once it gives the same for two seconds. */
+async function settled(page, read) {
+  for (let last = await read(), same = 0; ; ) {
+    await page.waitForTimeout(500);
+    const now = await read();
+    same = JSON.stringify(now) === JSON.stringify(last) ? same + 1 : 0;
+    if (same === 4) return now;
+    last = now;
+  }
+}
+
 /** The names of the cards that a text leaves in All Templates, and how many the dialog counts. */
 async function templates(page, text) {
   const dialog = page.getByRole("dialog").last();
   await dialog.getByPlaceholder(/search/i).first().fill(text);
-  await page.waitForTimeout(1500); // it waits for the end of typing, then renders
-  const [, count, total] = /Showing (\d+) of (\d+)/.exec(await dialog.innerText()).map(Number);
+  const [, count, total] = (await settled(page, async () => /Showing (\d+) of (\d+)/.exec(await dialog.innerText()))).map(Number);
   const cards = page.locator('[data-testid^="template-workflow-"]:not([data-testid="template-workflows-content"])');
   for (let left = 40; left && (await cards.count()) < count; left--) {
     await cards.last().scrollIntoViewIfNeeded();
@@ -44,12 +55,13 @@ async function nodeResults(page) {
   const found = {};
   for (const text of WORDS.nodes) {
     await page.mouse.dblclick(900, 450);
-    await page.keyboard.type(text, { delay: 20 });
-    await page.waitForTimeout(1500);
     const items = page.getByTestId("result-item");
-    found[text] = await items.evaluateAll((all) => all.map((item) => (item.querySelector(".truncate") ?? item).textContent.trim()));
+    await items.first().waitFor(); // what is offered before a letter is typed
+    await page.keyboard.type(text, { delay: 20 });
+    const read = () => items.evaluateAll((all) => all.map((item) => (item.querySelector(".truncate") ?? item).textContent.trim()));
+    found[text] = await settled(page, read);
     await page.keyboard.press("Escape");
-    await page.waitForTimeout(300);
+    await items.first().waitFor({ state: "detached" });
   }
   return found;
 }
@@ -59,12 +71,13 @@ async function modelResults(page) {
   const found = {};
   for (const text of WORDS.models) {
     await page.locator(".comfy-vue-side-bar-container, .sidebar-content-container").getByPlaceholder(/search/i).first().fill(text);
-    await page.waitForTimeout(2500);
-    found[text] = await page.locator('[role="treeitem"]').allInnerTexts();
+    found[text] = await settled(page, () => page.locator('[role="treeitem"]').allInnerTexts());
     assert.ok(found[text].length, `no model with "${text}" in its name`);
   }
   return found;
 }
+
+const SEARCHES = { templates: templateResults, nodes: nodeResults, models: modelResults };
 
 /** What each search of a server's page finds. */
 async function results(url, pack) {
@@ -72,8 +85,9 @@ async function results(url, pack) {
   const { browser, page, errors } = await openPage({ url, pack });
   const heard = [];
   page.on("console", (message) => heard.push(message.text()));
+  const found = {};
   try {
-    const found = { templates: await templateResults(page), nodes: await nodeResults(page), models: await modelResults(page) };
+    for (const [search, find] of Object.entries(SEARCHES)) if (!only.length || only.includes(search)) found[search] = await find(page);
     assert.deepEqual(errors, [], "the page reported errors");
     assert.deepEqual(heard.filter((line) => /MiniSearch|reading 'search'/.test(line)), []);
     console.log(`--  searched ${pack ? "with" : "without"} the pack (${((Date.now() - started) / 1000).toFixed(1)} s)`);
@@ -85,8 +99,8 @@ async function results(url, pack) {
 
 const bare = await results(process.env.COMFYUI_BARE, false);
 const packed = await results(URL_OF_SERVER, true);
-for (const [search, words] of Object.entries(WORDS)) {
-  for (const text of words) {
+for (const search of Object.keys(packed)) {
+  for (const text of WORDS[search]) {
     const ours = packed[search][text].filter((name) => OURS[search].test(name));
     const core = packed[search][text].filter((name) => !OURS[search].test(name));
     const full = search === "nodes" && packed[search][text].length === MOST; // ours push the last ones out

@@ -60,6 +60,7 @@ async function oneWorkflowShows({ page }, mode) {
   await open(page, OTHER);
   await page.waitForTimeout(3000);
   assert.deepEqual(await texts(page), {}, "the text of a workflow that is not open");
+  assert.equal(await page.evaluate(() => window.app.graph._nodes.some(({ imgs }) => imgs?.length)), false, "its preview");
   await part(page, "Last run").getByText("The last run was of another workflow.").waitFor();
   await showAll(page);
   await shot(page, `${mode}_switched`);
@@ -74,14 +75,14 @@ async function oneWorkflowShows({ page }, mode) {
 }
 
 const toast = (page) => page.locator(".anygpu-toast");
-const gone = (page) => toast(page).waitFor({ state: "detached" });
+const gone = (page) => page.locator(".anygpu-toast[data-seen]").waitFor({ state: "detached" });
 
-/** Fail, and wait for the notice. */
+/** Fail, and wait for the notice; the next may be there before anybody saw that this one was gone. */
 async function fail(page) {
   await shrink(page, { template: "none", seed: Date.now() % 1e9 });
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_error");
-  await toast(page).waitFor();
+  await toast(page).evaluate((element) => (element.dataset.seen = ""));
 }
 
 async function noticeGoes({ page }) {
@@ -93,7 +94,7 @@ async function noticeGoes({ page }) {
   await fail(page);
   await queue(page); // accepted, and fails again: another notice, of this run
   await gone(page);
-  await toast(page).waitFor();
+  await toast(page).evaluate((element) => (element.dataset.seen = ""));
   await page.evaluate(() => {
     const sample = window.app.graph._nodes.find(({ type }) => type === "AnyGPUSample");
     sample.disconnectInput(sample.inputs.findIndex(({ name }) => name === "pipeline"));
