@@ -88,7 +88,7 @@ async function fail(page) {
 async function noticeGoes({ page }) {
   await open(page, MINE);
   await fail(page);
-  await page.locator("body").click({ position: { x: 5, y: 5 } });
+  await page.mouse.click(1200, 820); // so that nothing has the focus
   await page.keyboard.press("Escape");
   await gone(page);
   await fail(page);
@@ -181,7 +181,9 @@ for (const nodes2 of chosenModes()) {
     await check("a notice leads to no node but its own", () => noticeLeadsOnlyToItsNode(mine));
     await check("a notice leaves room in a narrow window", () => noticeLeavesRoom(mine, mode));
     assert.deepEqual(faults, [], "see above for what is wrong with these");
-    assert.deepEqual([...mine.errors, ...other.errors, ...warned], [], "the page reported errors");
+    const refused = /status of 400|PromptExecutionError/; // the Run that was meant to be
+    const reported = [...mine.errors, ...other.errors, ...warned].filter((line) => !refused.test(line));
+    assert.deepEqual(reported, [], "the page reported errors");
   } finally {
     await mine.browser.close();
     await other.browser.close();
