@@ -295,11 +295,15 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack again" });
     ours("run 0", "of a run before the page was loaded");
     open(first);
+    extension.beforeConfigureGraph();
+    ours("run 1", "NOT: perhaps another graph");
+    extension.afterConfigureGraph();
+    await new Promise((done) => setTimeout(done, SETTLED + 50));
     ours("run 1", "its own again");
     preview("4", "its own preview");
     console.log(JSON.stringify(painted));
     """
-    given = stands_in + own.replace("const SETTLED = 500", "const SETTLED = 5") + talk
+    given = stands_in + own.replace("const SETTLED = 3000", "const SETTLED = 5") + talk
     ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
     assert json.loads(ran.stdout or "null") == [
         "before its id is known",

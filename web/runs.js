@@ -4,12 +4,12 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const MOST = 1000; // prompts that are remembered
-const SETTLED = 500; // milliseconds after which an opened graph's workflow is the open one
+const SETTLED = 3000; // milliseconds after which a graph that was opened is one of the same workflow, restored
 const workflows = new Map(); // prompt id -> the workflow that was open when the prompt was queued
 let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
 let last = null; // the newest event of a run; its text follows
 let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
-let loading = false; // a graph is being opened: it is on the canvas before its workflow is the open one
+let before; // the workflow that was open when a graph began to be opened, which is there before its own workflow is
 let settled = 0;
 
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? null;
@@ -24,11 +24,11 @@ app.registerExtension({
   name: "anygpu.runs",
   beforeConfigureGraph() {
     clearTimeout(settled);
-    loading = true;
+    before = openWorkflow();
   },
   afterConfigureGraph() {
     clearTimeout(settled);
-    settled = setTimeout(() => (loading = false), SETTLED);
+    settled = setTimeout(() => (before = undefined), SETTLED);
   },
   init() {
     const { dispatchCustomEvent, queuePrompt } = api;
@@ -48,7 +48,7 @@ app.registerExtension({
       if (told.prompt !== detail.prompt_id) told = { prompt: detail.prompt_id, nodes: new Set() };
       told.nodes.add(String(detail.node));
     });
-    const elsewhere = (prompt) => loading || !isOpen(prompt);
+    const elsewhere = (prompt) => before === openWorkflow() || !isOpen(prompt);
     // Not a listener, which would be called after core's own.
     api.dispatchCustomEvent = function (kind, detail, ...rest) {
       const node = String(detail?.nodeId);
