@@ -104,6 +104,8 @@ test-browser: $(READY)
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
+	$(PY) tests/browser/drive.py searches.mjs
+	$(PY) tests/browser/drive.py windows.mjs
 
 pictures: $(READY)
 	$(PY) tests/browser/drive.py run.mjs --classic --pictures

@@ -33,13 +33,25 @@ MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, 
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 
 
+def _window() -> str | None:
+    """The client that queued the prompt that runs; None where it names none, as a script may."""
+    return getattr(getattr(PromptServer, "instance", None), "client_id", None)
+
+
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
-    """Show ``text`` under a node, and its record of the run in the side bar."""
-    server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
-        server.send_progress_text(shown, node_id)
-        server.send_sync(EVENT, {"node": node_id, "entry": entry, "memory": memory_now()})
+    """Show ``text`` under a node, and its record of the run in the side bar, of the window that queued the prompt.
+
+    A message without a client goes to every window, whose graph may have another node of that id: where the prompt
+    names no client, nobody is told. The event comes first: web/runs.js knows by it which workflow the text is for.
+    """
+    client = _window()
+    if client is None:
+        return
+    server = PromptServer.instance
+    prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
+    server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
+    shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+    server.send_progress_text(shown, node_id, sid=client)
 
 
 def with_an_end(node: Any) -> Any:
@@ -150,7 +162,9 @@ class NodeProgress:
             send(self.node_id, text, self._run.snapshot())
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
-        """The preview in the form ComfyUI sends, or None when previews are off."""
+        """The preview in the form ComfyUI sends; None when previews are off, or would go to windows of other runs."""
+        if _window() is None:
+            return None
         if not self._previewer_known:
             self._previewer_known = True
             latent_format = latent_format_of(self.family)

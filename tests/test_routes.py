@@ -110,10 +110,11 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         load=lambda name: store.load(tmp_path / "kept", name, print),
         thumbnail=lambda name: f"picture of {name}".encode(),
     )
+    server = SimpleNamespace(prompt_queue=queue, client_id=None)
     stand_ins = {
         "anygpu.host.recovery": kept,
         "folder_paths": paths,
-        "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=SimpleNamespace(prompt_queue=queue))),
+        "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=server)),
         "comfy_execution": ModuleType("comfy_execution"),
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
         "anygpu.host.memory_manager": memory,
@@ -128,6 +129,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         routes=importlib.import_module("anygpu.host.server.routes"),
         runs=importlib.import_module("anygpu.host.server.runs"),
         queue=queue,
+        server=server,
         home=tmp_path,
     )
     forget(host)
@@ -611,6 +613,16 @@ def test_the_last_run_is_told_stage_by_stage(pack):
     assert found["nodes"]["5"]["status"] == "done" and found["nodes"]["5"]["said"] == ["rounded"]
     assert found["nodes"]["5"]["stages"].keys() == {"sampling"} and found["nodes"]["5"]["done"]
     assert found["nodes"]["6"]["stages"].keys() == {"decoding"} and not found["nodes"]["6"]["done"]
+
+
+def test_the_last_run_of_another_window_is_not_told(pack, monkeypatch):
+    """Its nodes have the numbers of other nodes here; who names no window is told all the same."""
+    monkeypatch.setattr(pack.runs, "get_executing_context", lambda: SimpleNamespace(prompt_id="prompt"))
+    pack.server.client_id = "window"
+    pack.runs.NodeRun("5").finish("done")
+    for query, nodes in (("", {"5"}), ("?client_id=window", {"5"}), ("?client_id=another", set())):
+        _, found, _ = pack.ask("GET", f"/anygpu/run{query}")
+        assert found["nodes"].keys() == nodes, query
 
 
 def test_what_changed_since_the_sampling_before_is_told(pack):

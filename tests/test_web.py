@@ -47,8 +47,24 @@ def test_a_script_has_nothing_the_registry_s_scan_flags_and_draws_nothing(path):
 
 @script
 def test_an_extension_per_js_file_and_helpers_without_one(path):
-    count = path.read_text(encoding="utf-8").count("registerExtension(")
-    assert count == (1 if path.suffix == ".js" else 0)
+    names = re.findall(r'registerExtension\(\{\s+name: "([^"]+)"', path.read_text(encoding="utf-8"))
+    assert names == ([f"anygpu.{path.stem}"] if path.suffix == ".js" else [])
+    assert path.read_text(encoding="utf-8").count("registerExtension(") == len(names)
+
+
+@script
+def test_what_the_whole_page_shares_bears_our_name(path):
+    """Tabs, widgets and classes of elements, which another pack or core may have under the same name."""
+    places = ('registerSidebarTab\\(\\{\\s+id: "', '(?:WIDGET|NAME) = "', 'class(?:Name =|:) "')
+    shared = [name for place in places for name in re.findall(f'{place}([^" ]+)', path.read_text(encoding="utf-8"))]
+    assert all(name.startswith("anygpu") for name in shared), shared
+
+
+def test_the_style_is_of_our_elements_alone():
+    rules = re.sub(r"/\*.*?\*/", "", (WEB / "anygpu.css").read_text(encoding="utf-8"), flags=re.DOTALL)
+    selectors = [each.strip() for each in re.findall(r"(?:^|[{};])([^{};@]+){", rules)]
+    strangers = [each for group in selectors for each in group.split(",") if not each.strip().startswith(".anygpu")]
+    assert selectors and not strangers, strangers
 
 
 @script
@@ -210,3 +226,92 @@ def test_files_that_belong_together_are_uploaded_into_a_folder_of_their_own():
     assert alone == "3d/scene.gltf", ran.stderr
     assert re.fullmatch(r"3d/\d+/scene\.gltf", together)
     assert json.loads(folders) == ["3d", *2 * [together.removesuffix("/scene.gltf")]]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_a_second_copy_of_the_pack_adds_no_name_twice():
+    """ComfyUI lists the workflows of every folder, of a disabled one too; its search ends at a name given twice."""
+    source = (WEB / "templates.js").read_text(encoding="utf-8")
+    own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
+    own = own.replace("import.meta.url", '"http://comfyui/extensions/anygpu/templates.js"')
+    names = [path.stem for path in WORKFLOWS]
+    stands_in = f"""
+    const packs = {{ anygpu: {names}, "anygpu-main.disabled": {names}, another: ["theirs"] }};
+    globalThis.fetch = async () => ({{ json: async () => {(WEB / "templates.json").read_text(encoding="utf-8")} }});
+    const api = {{ getWorkflowTemplates: async () => packs, getCoreWorkflowTemplates: async () => [] }};
+    const app = {{ registerExtension: (extension) => extension.init() }};
+    """
+    talk = """
+    const left = Object.values(await api.getWorkflowTemplates()).flat();
+    const shown = (await api.getCoreWorkflowTemplates("en")).flatMap(({ templates }) => templates);
+    console.log(JSON.stringify([...left, ...shown.map(({ name }) => name)]));
+    """
+    given = stands_in + own + talk
+    ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
+    assert sorted(json.loads(ran.stdout)) == sorted([*names, "theirs"]), ran.stderr
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node")
+def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
+    """As core dispatches it to its own listener, which is there first and paints the node with that id in any graph."""
+    source = (WEB / "runs.js").read_text(encoding="utf-8")
+    own = "\n".join(line for line in source.splitlines() if not line.startswith("import "))
+    stands_in = """
+    class Api extends EventTarget {
+      async queuePrompt(number) { return { prompt_id: `run ${number}` }; }
+      dispatchCustomEvent(kind, detail) { return this.dispatchEvent(new CustomEvent(kind, { detail })); }
+    }
+    const [first, second, painted] = [{ filename: "first" }, { filename: "second" }, []];
+    const api = new Api();
+    for (const kind of ["progress_text", "b_preview_with_metadata"]) {
+      api.addEventListener(kind, ({ detail }) => painted.push(detail.text));
+    }
+    let extension;
+    const extensionManager = { workflow: { activeWorkflow: first } };
+    const app = { extensionManager, registerExtension: (made) => (extension = made) };
+    """
+    talk = """
+    extension.init();
+    const open = (workflow) => (extensionManager.workflow.activeWorkflow = workflow);
+    const drawn = "b_preview_with_metadata";
+    const preview = (nodeId, text) => api.dispatchCustomEvent(drawn, { nodeId, jobId: "run 1", text });
+    const ours = (prompt, text) => {
+      api.dispatchCustomEvent("anygpu.run", { prompt_id: prompt, node: "4" });
+      api.dispatchCustomEvent("progress_text", { nodeId: "4", text });
+    };
+    const answer = api.queuePrompt(1);
+    ours("run 1", "before its id is known");
+    await answer;
+    ours("run 1", "its own");
+    api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack" });
+    extension.beforeConfigureGraph();
+    ours("run 1", "NOT: the next graph is there, its workflow is not");
+    open(second);
+    extension.afterConfigureGraph();
+    await new Promise((done) => setTimeout(done, SETTLED + 50));
+    ours("run 1", "NOT: another workflow");
+    preview("4", "NOT: a preview of another workflow");
+    preview("5", "a preview of core's");
+    api.dispatchCustomEvent("progress_text", { nodeId: "4", text: "of another pack again" });
+    ours("run 0", "of a run before the page was loaded");
+    open(first);
+    extension.beforeConfigureGraph();
+    ours("run 1", "NOT: perhaps another graph");
+    extension.afterConfigureGraph();
+    await new Promise((done) => setTimeout(done, SETTLED + 50));
+    ours("run 1", "its own again");
+    preview("4", "its own preview");
+    console.log(JSON.stringify(painted));
+    """
+    given = stands_in + own.replace("const SETTLED = 3000", "const SETTLED = 5") + talk
+    ran = subprocess.run(["node", "--input-type=module"], input=given, capture_output=True, text=True, timeout=60)
+    assert json.loads(ran.stdout or "null") == [
+        "before its id is known",
+        "its own",
+        "of another pack",
+        "a preview of core's",
+        "of another pack again",
+        "of a run before the page was loaded",
+        "its own again",
+        "its own preview",
+    ], ran.stderr

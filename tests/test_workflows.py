@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from anygpu.pipelines.loading.download import every_offer
-from host.prompts import REPLAYS, ROOT, fitted, replay, replay_path, shipped
+from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
@@ -82,10 +82,20 @@ def execute_arguments() -> dict[str, set[str]]:
     return found
 
 
+def test_every_name_bears_our_prefix_and_is_there_once() -> None:
+    """A name that another pack or core has ends ComfyUI's own template search: its index takes each name once."""
+    for folder in (WORKFLOWS, REPLAYS):
+        names = [path.name for path in folder.iterdir()]
+        assert names and all(name.startswith(PREFIX) for name in names), folder
+        assert len({name.casefold() for name in names}) == len(names), "one file on Windows and macOS"
+    beside = [name for name in ("example_workflows", "example", "examples", "workflow") if (ROOT / name).exists()]
+    assert not beside, "core takes templates from each of these folders too: the same names twice"
+
+
 def test_every_family_has_a_workflow_and_one_redraws_a_video() -> None:
     names = {path.stem for path in shipped()}
-    assert all(any(name.startswith(family) for name in names) for family in FAMILIES)
-    assert "ltx_video_to_video" in names
+    assert all(any(name.startswith(f"{PREFIX}{family}") for name in names) for family in FAMILIES)
+    assert "anygpu_ltx_video_to_video" in names
 
 
 def test_every_replay_belongs_to_a_workflow() -> None:

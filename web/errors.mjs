@@ -1,15 +1,11 @@
 // The notice for one error.
 import { ask } from "./ask.mjs";
 import { copyButton, make, style } from "./elements.mjs";
-import { jumpTo, titleOf } from "./jump.mjs";
+import { jumpTo, nodeOf, titleOf } from "./jump.mjs";
+import { isOpen, workflowOf } from "./runs.js";
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 const MEMORY = /OutOfMemoryError$/;
-
-/** Remove the notice. */
-export function dismiss() {
-  document.querySelector(".anygpu-toast")?.remove();
-}
 
 /** Close ComfyUI's own notice of the same failure, which comes about now; its details stay in the side panel. */
 function closeOther(tries = 20) {
@@ -18,31 +14,31 @@ function closeOther(tries = 20) {
   else if (tries) setTimeout(() => closeOther(tries - 1), 100);
 }
 
-/** Show the error of a run. Only the newest notice is shown. */
-export async function show({ exception_message: message = "", exception_type: type, node_id: node, node_type: kind }) {
+/** The notice for the error of a run; `dismiss` removes it. The node is one of the open graph, or is only named. */
+export async function noticeOf({ exception_message: message = "", exception_type: type, node_id: id, node_type: kind, prompt_id: prompt }, dismiss) {
   style();
   const { found, expected, fix } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
-  dismiss();
-  const title = titleOf(node, kind);
+  const node = isOpen(prompt) ? nodeOf(id).at(-1) : null;
+  const here = node && [node.comfyClass, node.type].includes(kind);
+  const title = here ? titleOf(id) : window.LiteGraph.registered_node_types[kind]?.title ?? kind;
   const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
   const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
-  const jump = make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
-  jump.addEventListener("click", () => {
-    if (!jumpTo(node)) jump.textContent = "This node no longer exists";
-  });
+  const jump = here && make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
+  if (jump) jump.onclick = () => jumpTo(id) || (jump.textContent = "This node no longer exists");
   const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
-  const notice = make(
+  closeOther();
+  return make(
     "section",
     { class: "anygpu-toast anygpu", role: "alert", "aria-label": `Error in ${title}` },
     make("header", {}, make("strong", {}, `${heading}: ${title}`), close),
-    make("dl", {}, row("Found", found), row("Expected", expected), row(MEMORY.test(type) ? "Lower" : "Do", fix)),
+    make(
+      "dl",
+      {},
+      row("In", !isOpen(prompt) && workflowOf(prompt).filename),
+      row("Found", found),
+      row("Expected", expected),
+      row(MEMORY.test(type) ? "Lower" : "Do", fix),
+    ),
     make("footer", {}, jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
   );
-  notice.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
-    event.stopPropagation();
-    dismiss();
-  });
-  document.body.append(notice);
-  closeOther();
 }

@@ -1,13 +1,13 @@
 // Finds the node on the canvas for an execution id, through subgraphs.
 import { app } from "../../scripts/app.js";
 
-/** The nodes on the path to an execution id such as "12" or "3:12"; the last one is the node itself. */
+/** The nodes on the path to an execution id such as "12" or "3:12", the node itself last; none where it is not there. */
 export function nodeOf(id) {
   let graph = app.rootGraph ?? app.graph;
   const path = [];
   for (const part of String(id).split(":")) {
     const node = graph?.getNodeById?.(Number(part)) ?? graph?.getNodeById?.(part);
-    if (!node) break;
+    if (!node) return [];
     path.push(node);
     graph = node.subgraph;
   }

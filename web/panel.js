@@ -1,10 +1,12 @@
 // The side bar tab. Its code, its style and all data are fetched only when it is opened.
 import { app } from "../../scripts/app.js";
 
+let tab = null; // while it is open
+
 app.registerExtension({
   name: "anygpu.panel",
+  afterConfigureGraph: () => tab?.later(), // another workflow, or the same one restored
   setup() {
-    let close = null;
     app.extensionManager.registerSidebarTab({
       id: "anygpu",
       icon: "pi pi-microchip",
@@ -13,12 +15,12 @@ app.registerExtension({
       type: "custom",
       render: async (element) => {
         const { open } = await import("./panel.mjs");
-        close?.();
-        close = open(element);
+        tab?.close();
+        tab = open(element);
       },
       destroy: () => {
-        close?.();
-        close = null;
+        tab?.close();
+        tab = null;
       },
     });
   },

@@ -5,6 +5,7 @@ import { ask } from "./ask.mjs";
 import { changeList } from "./changes.mjs";
 import { bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
+import { isOpen } from "./runs.js";
 import { shareMachine } from "./share.mjs";
 
 const SETTLED = 700; // milliseconds without a change before the graph is sent again
@@ -195,7 +196,7 @@ function placeLoader({ node, widget, value, text }) {
   return text;
 }
 
-/** Fill `element` with the tab; returns a function that stops it. */
+/** Fill `element` with the tab; returns how to stop it, and how to tell it that another graph was opened. */
 export function open(element) {
   style();
   const parts = {
@@ -245,8 +246,9 @@ export function open(element) {
     );
   };
   const showRun = () => {
+    if (!isOpen(last.prompt)) return parts.run.fill(make("p", {}, "The last run was of another workflow."));
     const nodes = Object.entries(last.nodes);
-    parts.run.fill(changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run yet."));
+    return parts.run.fill(changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
   };
   const guarded = async (target, act) => {
     try {
@@ -276,7 +278,7 @@ export function open(element) {
     });
   const refreshRun = () =>
     guarded(parts.run, async () => {
-      last = await ask("/run");
+      last = await ask(`/run?client_id=${api.clientId}`);
       if (alive) showRun();
     });
   const refresh = () => {
@@ -298,17 +300,19 @@ export function open(element) {
     again.disabled = false;
   });
 
-  const later = () => {
+  const later = (act) => {
     clearTimeout(timer);
-    timer = setTimeout(refreshGraph, SETTLED);
+    timer = setTimeout(act, SETTLED);
   };
   const onRun = ({ detail }) => {
+    if (!isOpen(detail.prompt_id)) return;
     last.nodes[detail.node] = detail.entry;
     memory.replaceChildren(...meters(detail.memory).filter(Boolean));
     showRun();
   };
-  const onStart = () => {
-    last = { prompt: "", nodes: {} };
+  const onStart = ({ detail }) => {
+    if (!isOpen(detail.prompt_id)) return;
+    last = { prompt: detail.prompt_id, nodes: {} };
     planned = forecasts;
     showRun();
   };
@@ -319,7 +323,7 @@ export function open(element) {
   const heard = [
     ["anygpu.run", onRun],
     ["execution_start", onStart],
-    ["graphChanged", later],
+    ["graphChanged", () => later(refreshGraph)],
     ...["execution_success", "execution_error", "execution_interrupted"].map((kind) => [kind, onEnd]),
   ];
   for (const [kind, act] of heard) api.addEventListener(kind, act);
@@ -335,9 +339,10 @@ export function open(element) {
     ),
   );
   refresh();
-  return () => {
+  const close = () => {
     alive = false;
     clearTimeout(timer);
     for (const [kind, act] of heard) api.removeEventListener(kind, act);
   };
+  return { close, later: () => later(onEnd) };
 }

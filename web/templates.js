@@ -25,8 +25,8 @@ app.registerExtension({
       const packs = await getWorkflowTemplates.call(api);
       ours = await described(packs[PACK] ?? []);
       if (!ours.length) return packs;
-      const left = packs[PACK].filter((name) => !ours.some((row) => row.name === name));
-      return { ...packs, [PACK]: left };
+      const left = (names) => names.filter((name) => !ours.some((row) => row.name === name));
+      return Object.fromEntries(Object.entries(packs).map(([pack, names]) => [pack, left(names)])); // a second copy of ours too
     };
     api.getCoreWorkflowTemplates = async (locale) => {
       const categories = await getCoreWorkflowTemplates.call(api, locale);

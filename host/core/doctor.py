@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_execution.graph_utils import ExecutionBlocker
+from comfy_execution.progress import get_progress_state
 from torch import nn
 
 from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
@@ -19,7 +20,7 @@ from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
 from .attention import AttentionOnRequest, with_override
 
-KEY = "anygpu_doctor"
+KEY, NODE = "anygpu_doctor", "AnyGPUDoctor"
 NETWORK, VAE = "diffusion_model", "vae"
 BRANCHES = {(0,): "positive prompt", (1,): "negative prompt"}
 
@@ -28,11 +29,21 @@ def teller(node_id: str | None) -> Callable[[str], None]:
     """Takes lines for the log and for the node ``node_id``, which has run by then."""
 
     def tell(text: str) -> None:
-        progress = NodeProgress(node_id)
+        progress = NodeProgress(_shown(node_id))
         progress.notify(text)
         progress.show()
 
     return tell
+
+
+def _shown(node_id: str | None) -> str | None:
+    """``node_id``, or None where that node of the running prompt is no doctor.
+
+    What this one watches may come from ComfyUI's cache, for another prompt, in which the node has another id.
+    """
+    prompt = get_progress_state().dynprompt
+    is_doctor = prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE
+    return node_id if is_doctor else None
 
 
 def missing(name: str) -> ExecutionBlocker:
@@ -78,7 +89,8 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
         said = ""
         if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
             said = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
-        NodeProgress(node_id).finish(said or f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps")
+        steps = len(sigmas) - 1 if sigmas is not None else 0
+        NodeProgress(_shown(node_id)).finish(said or f"no fault in {steps} steps")
         return result
 
     watched = model.clone()

@@ -61,7 +61,13 @@ async def memory(request: web.Request) -> Any:
 
 
 async def run(request: web.Request) -> Any:
-    """The last run, with what its stages cost, and what its sampling did otherwise than the one before."""
+    """The last run, with what its stages cost, and what its sampling did otherwise than the one before.
+
+    Nothing where ``client_id`` names another window than the one that queued it: their graphs differ.
+    """
+    client = request.query.get("client_id")
+    if client is not None and not runs.was_queued_by(client):
+        return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
     costs = await asyncio.to_thread(panel.last_costs, runs.costs_before())
     return {**runs.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 

@@ -7,12 +7,13 @@ import time
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
+from server import PromptServer
 
 from ...compat.memory.statistics import StageCost, kept_stages
 from .. import folders
 
 _lock = threading.Lock()
-_last: dict[str, Any] = {"prompt": "", "nodes": {}}
+_last: dict[str, Any] = {"prompt": "", "client": None, "nodes": {}}
 _before: list[StageCost] = []  # what was kept of earlier runs when this one began
 
 
@@ -52,6 +53,12 @@ class NodeRun:
         self._moment = now
 
 
+def was_queued_by(client: str) -> bool:
+    """Whether the last run is of a prompt of this client."""
+    with _lock:
+        return bool(_last["client"] == client)
+
+
 def last_run() -> dict[str, Any]:
     """The last run: ``prompt``, and ``nodes``, from node id to status, seconds and stages."""
     with _lock:
@@ -79,6 +86,7 @@ def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
     """Begin a new record when another prompt runs."""
     with _lock:
         if _last["prompt"] != prompt:
-            _last.update(prompt=prompt, nodes={})
+            client = getattr(getattr(PromptServer, "instance", None), "client_id", None)
+            _last.update(prompt=prompt, client=client, nodes={})
             _before[:] = kept_stages(folders.state_folder())
         _last["nodes"][node_id] = entry

@@ -17,8 +17,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, TALL = 640, 360
+PREFIX = "anygpu_"  # of every workflow's name
 INK, SOFT = (255, 255, 255), (255, 255, 255, 150)
-COLOURS = {  # first letters of a workflow's name -> corners of its background
+COLOURS = {  # first letters of a workflow's name after the prefix -> corners of its background
     "ltx": ((16, 82, 90), (57, 166, 132)),
     "hunyuan_video_15": ((76, 29, 89), (203, 78, 122)),
     "hunyuan_video": ((40, 33, 99), (126, 87, 194)),
@@ -109,7 +110,7 @@ def card(workflow: Path) -> Image.Image:
     note = next(node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
     title, _, does = note.splitlines()[0].removeprefix("# ").partition(": ")
     kinds = {node["type"] for node in nodes}
-    corners = next(pair for start, pair in COLOURS.items() if workflow.stem.startswith(start))
+    corners = next(pair for start, pair in COLOURS.items() if workflow.stem.removeprefix(PREFIX).startswith(start))
     picture = gradient((WIDE, TALL), corners)
     pen = ImageDraw.Draw(picture, "RGBA")
     size = next((size for size in (54, 46, 38, 32) if len(wrapped(pen, title, WIDE - 80, size)) == 1), 32)
@@ -132,7 +133,8 @@ def card(workflow: Path) -> Image.Image:
 
 def drawn_by(name: str) -> str:
     """What drew the result on the card of a workflow."""
-    choices = {folder.name: choice for choice, folder in demo_models().items() if name.startswith(folder.name)}
+    bare = name.removeprefix(PREFIX)
+    choices = {folder.name: choice for choice, folder in demo_models().items() if bare.startswith(folder.name)}
     if choices:
         return f"drawn by {choices[max(choices, key=len)]}"
     (painter,) = demo_paint_models()

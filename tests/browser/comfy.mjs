@@ -10,8 +10,11 @@ const HARMLESS = new RegExp(
     "graph accessed before initialization",
 );
 
-/** A page with the frontend loaded and no dialog open; `errors` collects what the page threw. */
-export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false } = {}) {
+/**
+ * A page with the frontend loaded and no dialog open; `errors` collects what the page threw.
+ * `url` is of another server, `pack` false of one without this pack.
+ */
+export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false, url = URL_OF_SERVER, pack = true } = {}) {
   const settings = {
     "Comfy.TutorialCompleted": true, // or the template browser opens by itself
     "Comfy.VueNodes.Enabled": nodes2,
@@ -20,7 +23,7 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
     "Comfy.Graph.CanvasInfo": false,
     "Comfy.RightSidePanel.IsOpen": false, // an earlier look at an error leaves it open
   };
-  if (!URL_OF_SERVER) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
+  if (!url) throw new Error("COMFYUI_URL is not set: run this through tests/browser/drive.py");
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: ["--no-sandbox", ...args] });
   const page = await browser.newPage({ viewport: { width, height }, bypassCSP });
   page.setDefaultTimeout(120000); // everything draws on the CPU here, beside the models
@@ -30,16 +33,16 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
     if (message.type() !== "error" || HARMLESS.test(message.text())) return;
     errors.push(`console: ${message.text()} ${message.location().url}`);
   });
-  await fetch(`${URL_OF_SERVER}/api/settings`, {
+  await fetch(`${url}/api/settings`, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(settings),
   });
-  await page.goto(URL_OF_SERVER);
+  await page.goto(url);
   await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, {
     timeout: 90000,
   });
-  await page.waitForFunction(() => window.LiteGraph.registered_node_types["AnyGPUSample"], null, { timeout: 60000 });
+  await page.waitForFunction((name) => window.LiteGraph.registered_node_types[name], pack ? "AnyGPUSample" : "KSampler", { timeout: 60000 });
   await page.waitForTimeout(1500);
   await page.keyboard.press("Escape");
   return { browser, page, errors };

@@ -32,7 +32,7 @@ const save = (name) => ({
 });
 
 const SPECS = {
-  ltx_core_ksampler: {
+  anygpu_ltx_core_ksampler: {
     title: "LTX-Video with core's KSampler",
     model: "ltx",
     text: `${CORE}*Conditioning LTXV* sets the frame rate.`,
@@ -50,7 +50,7 @@ const SPECS = {
       sample: sampler({ steps: 30, cfg: 3 }, { positive: ["rate", "positive"], negative: ["rate", "negative"] }),
     },
   },
-  hunyuan_video_core_ksampler: {
+  anygpu_hunyuan_video_core_ksampler: {
     title: "HunyuanVideo with core's KSampler",
     model: "hunyuan_video",
     text: `${CORE}*FluxGuidance* sets the guidance that is built into the model.`,
@@ -64,7 +64,7 @@ const SPECS = {
       sample: sampler({ steps: 30, cfg: 1 }, { positive: ["guided", "CONDITIONING"] }),
     },
   },
-  hunyuan_video_15_core_ksampler: {
+  anygpu_hunyuan_video_15_core_ksampler: {
     title: "HunyuanVideo 1.5 with core's KSampler",
     model: "hunyuan_video_15",
     text: CORE,
@@ -76,7 +76,7 @@ const SPECS = {
       sample: sampler({ steps: 50, cfg: 6 }),
     },
   },
-  framepack_core_ksampler: {
+  anygpu_framepack_core_ksampler: {
     title: "FramePack with core's KSampler",
     model: "framepack",
     text:
@@ -106,7 +106,7 @@ const SPECS = {
       sample: sampler({ steps: 25, cfg: 1 }, { positive: ["guided", "CONDITIONING"], negative: ["pictured", "negative"] }),
     },
   },
-  mochi_core_ksampler: {
+  anygpu_mochi_core_ksampler: {
     title: "Mochi 1 with core's KSampler",
     model: "mochi",
     text: `${CORE}The scheduler *linear_quadratic* is the one the model was made for.`,

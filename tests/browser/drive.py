@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,9 +26,10 @@ from heavy import build_heavy  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from host import lora_files, paint_models  # noqa: E402
-from host.server import PUBLISHED, NoHost, Server, find_host, tiny_home  # noqa: E402
+from host.server import PUBLISHED, Host, NoHost, Server, find_host, tiny_home  # noqa: E402
 
-TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs")
+TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs", "searches.mjs", "windows.mjs")
+SEARCHING = "searches.mjs"  # beside a server without the pack; with the installed frontend, then with the newest
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
 STANDING_IN = (
     "paint.mjs",
@@ -39,6 +40,8 @@ STANDING_IN = (
 )  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
 LOG_END = 8000  # characters of ComfyUI's log that are shown where a script fails
+FOUND = ("diffusion_models/wan2.2_ti2v_5B_fp16.safetensors", "vae/wan2.2_vae.safetensors")  # by the search of models
+EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
 
 
@@ -57,6 +60,8 @@ def drive(script: str, arguments: list[str]) -> int:
         return 0 if script in TESTS else 1
     if not (HERE / "node_modules" / "playwright-core").is_dir():
         subprocess.run([shutil.which("npm") or "npm", "ci", "--no-audit", "--no-fund"], cwd=HERE, check=True)
+    if script == SEARCHING:
+        return search(host, [node, str(HERE / script), *arguments], {**os.environ, "CHROMIUM": chromium})
     with base_folder("--pictures" in arguments) as folder:
         gpu, started = script in ON_A_GPU, time.time()
         server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
@@ -80,6 +85,39 @@ def drive(script: str, arguments: list[str]) -> int:
     if script == "help.mjs":
         help_pictures.written()
     return status
+
+
+def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
+    """The status of a script that compares a server with the pack and one without, with each frontend."""
+    status = 0
+    installed = () if "--newest" in command else (None,)
+    for frontend in dict.fromkeys((*installed, newest_frontend())):
+        print(f"frontend: {frontend or 'installed'}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder, ExitStack() as stack:
+            shown = () if frontend is None else ("--front-end-root", str(frontend))
+            urls = {}
+            for name, attach in (("COMFYUI_URL", True), ("COMFYUI_BARE", False)):
+                server = Server(host, Path(folder) / name, tiny_home(), attach=attach, arguments=shown)
+                for model in FOUND:
+                    (server.base / "models" / model).parent.mkdir(parents=True, exist_ok=True)
+                    (server.base / "models" / model).write_bytes(EMPTY)
+                stack.callback(server.stop)
+                urls[name] = server.start().url
+            status |= subprocess.run(command, env={**variables, **urls}, timeout=1800).returncode
+    return status
+
+
+def newest_frontend() -> Path | None:
+    """The newest frontend: the folder that ``COMFYUI_FRONTEND`` names, else what pip finds; None without a network."""
+    named = os.environ.get("COMFYUI_FRONTEND")
+    if named:
+        return Path(named).expanduser()
+    target = HERE.parents[1] / ".build" / "frontend"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--upgrade"]
+    if subprocess.run([*pip, "--target", str(target), "comfyui-frontend-package"]).returncode:
+        print("the newest frontend was not tried: pip cannot fetch it; name its folder in COMFYUI_FRONTEND")
+        return None
+    return target / "comfyui_frontend_package" / "static"
 
 
 @contextmanager

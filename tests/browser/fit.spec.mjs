@@ -56,7 +56,7 @@ const guided = (sigmas, latent) => ({
 const LTX2 = "ltx-2-19b-dev-fp8.safetensors";
 const GEMMA = "gemma_3_12B_it_fp4_mixed.safetensors";
 const SPECS = {
-  ltx2_on_an_older_gpu: {
+  anygpu_ltx2_on_an_older_gpu: {
     title: "LTX-2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       [LTX2, "checkpoints", "Lightricks/LTX-2", ""],
@@ -111,7 +111,7 @@ const SPECS = {
       ["rate", "empty", "silence", "both"], ["noise", "solver", "sigmas", "guider"], ["sample", "apart"],
       ["decode", "heard", "video"]],
   },
-  wan22_on_an_older_gpu: {
+  anygpu_wan22_on_an_older_gpu: {
     title: "Wan 2.2 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/diffusion_models/"],
@@ -146,7 +146,7 @@ const SPECS = {
     columns: [["load", "clip", "vae"], ["shift", "fit", "fitvae"], ["positive", "negative"], ["empty"], ["sample"],
       ["decode", "video"]],
   },
-  minimax_h3_on_an_older_gpu: {
+  anygpu_minimax_h3_on_an_older_gpu: {
     title: "MiniMax H3 on an older GPU: core's graph in fp16 that cannot overflow",
     files: [
       ["minimax_h3_fl2va_pruned_int8_convrot.safetensors", "diffusion_models", "Comfy-Org/MiniMax-H3", "diffusion_models/"],
@@ -189,7 +189,7 @@ const SPECS = {
     columns: [["load", "clip", "vae", "sound"], ["fit", "fitvae"], ["prompt"], ["noise", "solver", "sigmas", "guider"],
       ["sample"], ["decode", "heard", "video"]],
   },
-  rescue_a_vae_decode: {
+  anygpu_rescue_a_vae_decode: {
     title: "Rescue a VAE decode: fp32, then tiles, then the CPU",
     why:
       "Brings back what was sampled last and decodes it with core's VAE Decode through **AnyGPU Fit VAE**: after NaN, one " +

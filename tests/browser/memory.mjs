@@ -71,7 +71,7 @@ async function forecastIsMet({ page }, name, values) {
 /** Someone who never saw the pack: template, tab, forecast, run, and the tab's own table holds the figures together. */
 async function strangerReads({ page }, shot) {
   await card(64);
-  await openTemplate(page, "ltx_text_to_video");
+  await openTemplate(page, "anygpu_ltx_text_to_video");
   await set(page, { ...SMALL, seed: seed() });
   await openTab(page);
   await page.getByRole("button", { name: "Refresh" }).click();
@@ -166,7 +166,7 @@ async function composedIsTold({ page }) {
 
 async function paintIsTold({ page }) {
   await card(null);
-  await loadWorkflow(page, await source("paint_v2_0"), "paint_v2_0");
+  await loadWorkflow(page, await source("anygpu_paint_v2_0"), "anygpu_paint_v2_0");
   await shrinkPainting(page);
   await set(page, { seed: seed() });
   await page.getByRole("button", { name: "Refresh" }).click();
@@ -188,7 +188,7 @@ for (const nodes2 of chosenModes()) {
     await check("what streams is forecast and stays in its room", () => streams(open));
     await check("a decode goes on in parts, forecast and told", () => stepsDown(open));
     await check("out of memory is forecast, and mended by what the notice says", () => noticeMends(open, shot));
-    for (const name of ["ltx_text_to_video", "hunyuan_video_text_to_video"]) {
+    for (const name of ["anygpu_ltx_text_to_video", "anygpu_hunyuan_video_text_to_video"]) {
       for (const offload of ["auto", "model", "group"]) {
         await check(`${name}, offload ${offload}: the forecast is met`, () => forecastIsMet(open, name, { offload }));
       }

@@ -57,7 +57,7 @@ export async function openTab(page) {
 
 export async function tabDecides({ page }) {
   const asked = watch(page);
-  await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+  await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
   await page.waitForTimeout(1500);
   assert.deepEqual(asked, [], "something was fetched before the tab was opened");
   await openTab(page);
@@ -145,7 +145,7 @@ const MISTAKES = [
 
 export async function errorsSayWhatToDo({ page }) {
   for (const [index, [mistake, type, found, fix]] of MISTAKES.entries()) {
-    await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+    await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
     await shrink(page, { seed: 30 + index, ...mistake });
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
@@ -184,7 +184,7 @@ async function limit(more) {
 
 /** Run out of memory, do what the notice says, and again, until the video is there. */
 export async function memoryIsMended({ page }) {
-  await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+  await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
   await shrink(page, { seed: 40, frames: 9, width: 64, height: 64 });
   await queue(page); // loads what it needs before the limit
   assert.equal((await ended(page)).ending, "execution_success");
@@ -268,7 +268,7 @@ export async function firstRun(nodes2) {
   const open = await openPage({ nodes2 });
   const { page } = open;
   try {
-    await loadWorkflow(page, await source("ltx_text_to_video"), "ltx_text_to_video");
+    await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
     await showAll(page);
     const area = page.locator(".anygpu-first p");
     await area.waitFor();
@@ -287,7 +287,7 @@ export async function firstRun(nodes2) {
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
-    await loadWorkflow(page, await source("hunyuan_video_15_image_to_video"), "hunyuan_video_15_image_to_video");
+    await loadWorkflow(page, await source("anygpu_hunyuan_video_15_image_to_video"), "anygpu_hunyuan_video_15_image_to_video");
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
     const said = await notice(page);

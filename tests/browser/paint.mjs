@@ -9,7 +9,7 @@ import { ended, queue, shrinkPainting, source } from "./running.mjs";
 const IMAGES = new URL("../../docs/images/", import.meta.url);
 const PICTURES = process.argv.includes("--pictures");
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--"));
-const names = named.length ? named : ["paint_v2_0"];
+const names = named.length ? named : ["anygpu_paint_v2_0"];
 // Without a graphics card the 3D preview draws through Chromium's own software.
 const SOFTWARE = ["--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--ignore-gpu-blocklist"];
 const SHAPE = ["ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode", "Hunyuan3Dv2Conditioning"];
@@ -110,7 +110,7 @@ for (const name of names) {
     const colours = await coloursShown(page);
     if (PICTURES) {
       await mkdir(IMAGES, { recursive: true });
-      await page.screenshot({ path: fileURLToPath(new URL(`${name}.png`, IMAGES)) });
+      await page.screenshot({ path: fileURLToPath(new URL(`${name.replace("anygpu_", "")}.png`, IMAGES)) });
     }
     assert.ok(colours > 8, `the 3D preview shows ${colours} colours`);
     assert.deepEqual(errors, [], "the page reported errors");

@@ -143,7 +143,7 @@ const SHAPE = {
 };
 
 const SPECS = {
-  paint_v2_0: {
+  anygpu_paint_v2_0: {
     title: "Hunyuan3D paint v2-0: a texture, step by step",
     text: "Turns a mesh and a picture into a textured GLB: paints six views, 30 steps each, and bakes them.",
     models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
@@ -168,7 +168,7 @@ const SPECS = {
       step("Bake", "bake"),
     ],
   },
-  paint_turbo: {
+  anygpu_paint_turbo: {
     title: "Hunyuan3D paint turbo: a texture in one node",
     text:
       "Textures a mesh in one node, with the model that needs only ten steps. If the folder has a .bin and a " +
@@ -197,7 +197,7 @@ const SPECS = {
     from: "texture",
     columns: [loaders("load", "delighting", "picture"), step("Texture", "mesh", "clean", "texture")],
   },
-  paint_pbr: {
+  anygpu_paint_pbr: {
     title: "Hunyuan3D paint PBR v2-1: albedo, metal and roughness",
     text:
       "The views are chosen for your mesh: six standard ones, plus those that show most of the unseen surface. This " +
@@ -222,7 +222,7 @@ const SPECS = {
     from: "bake",
     columns: [loaders("load", "picture"), step("Prepare", "mesh", "clean", "unwrap", "cameras"), step("Paint", "render", "paint"), step("Bake", "bake")],
   },
-  paint_from_one_picture: {
+  anygpu_paint_from_one_picture: {
     title: "From one picture to a textured mesh",
     text:
       "The shape comes from core's own Hunyuan3D nodes, the texture from Hunyuan3D paint v2-0. Such shapes have " +
@@ -254,7 +254,7 @@ const SPECS = {
       step("Paint and bake", "paint", "bake"),
     ],
   },
-  paint_second_pass: {
+  anygpu_paint_second_pass: {
     title: "Hunyuan3D paint v2-0: a second, larger pass",
     text:
       "Paints the views at 512 pixels, doubles the size of their latents, and paints them again at 1024 with *denoise*" +

@@ -106,23 +106,26 @@ def painted() -> tuple[Strip, Strip]:
 
 
 RESULTS = {  # workflow -> what goes in and comes out
-    "ltx_text_to_video": functools.partial(from_text, PROMPTS[0]),
-    "ltx_core_ksampler": functools.partial(from_text, PROMPTS[1]),
-    "ltx_recover_latents": functools.partial(from_text, PROMPTS[2]),
-    "ltx_image_to_video": functools.partial(
+    "anygpu_ltx_text_to_video": functools.partial(from_text, PROMPTS[0]),
+    "anygpu_ltx_core_ksampler": functools.partial(from_text, PROMPTS[1]),
+    "anygpu_ltx_recover_latents": functools.partial(from_text, PROMPTS[2]),
+    "anygpu_ltx_image_to_video": functools.partial(
         from_picture, "a red square moves right on yellow", "a red square moves right on yellow"
     ),
-    "hunyuan_video_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video"),
-    "hunyuan_video_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video"),
-    "hunyuan_video_15_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video_15"),
-    "hunyuan_video_15_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video_15"),
-    "mochi_text_to_video": functools.partial(from_text, PROMPTS[0], "mochi"),
-    "mochi_core_ksampler": functools.partial(from_text, PROMPTS[1], "mochi"),
-    "framepack_image_to_video": functools.partial(from_first_frame, PROMPTS[1]),
-    "framepack_core_ksampler": functools.partial(from_first_frame, PROMPTS[0]),
-    "ltx_video_to_video": functools.partial(from_video, PROMPTS[1], "a red square moves right on yellow"),
-    **dict.fromkeys(("paint_v2_0", "paint_turbo", "paint_second_pass", "paint_from_one_picture"), after_picture),
-    "paint_pbr": painted,
+    "anygpu_hunyuan_video_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video"),
+    "anygpu_hunyuan_video_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video"),
+    "anygpu_hunyuan_video_15_text_to_video": functools.partial(from_text, PROMPTS[0], "hunyuan_video_15"),
+    "anygpu_hunyuan_video_15_core_ksampler": functools.partial(from_text, PROMPTS[1], "hunyuan_video_15"),
+    "anygpu_mochi_text_to_video": functools.partial(from_text, PROMPTS[0], "mochi"),
+    "anygpu_mochi_core_ksampler": functools.partial(from_text, PROMPTS[1], "mochi"),
+    "anygpu_framepack_image_to_video": functools.partial(from_first_frame, PROMPTS[1]),
+    "anygpu_framepack_core_ksampler": functools.partial(from_first_frame, PROMPTS[0]),
+    "anygpu_ltx_video_to_video": functools.partial(from_video, PROMPTS[1], "a red square moves right on yellow"),
+    **dict.fromkeys(
+        ("anygpu_paint_v2_0", "anygpu_paint_turbo", "anygpu_paint_second_pass", "anygpu_paint_from_one_picture"),
+        after_picture,
+    ),
+    "anygpu_paint_pbr": painted,
 }
 
 

@@ -26,7 +26,7 @@ async function templates({ page }, nodes2) {
   await picture(page, nodes2 ? null : "templates.png", { height: 900 });
   const [first] = described;
   for (const text of first.tags) await page.getByText(text, { exact: true }).first().waitFor();
-  assert.equal(await page.getByText("ltx_text_to_video", { exact: true }).count(), 0, "a file name for a title");
+  assert.equal(await page.getByText("anygpu_ltx_text_to_video", { exact: true }).count(), 0, "a file name for a title");
   for (const name of await names()) await (await scrolledTo(page, name)).waitFor();
   await page.keyboard.press("Escape");
 }
@@ -91,12 +91,12 @@ for (const nodes2 of chosenModes()) {
   const open = await openPage({ nodes2 });
   try {
     await check("every workflow is in the template browser", () => templates(open, nodes2));
-    await check("LTX-Video text to video runs to a video", () => runs(open, "ltx_text_to_video", { seed: 1 }));
+    await check("LTX-Video text to video runs to a video", () => runs(open, "anygpu_ltx_text_to_video", { seed: 1 }));
     await check("the status under a node is one short line, then others", () => statusIsReadable(open));
     await check("markup in a node's text is text", () => markupIsText(open));
     await check("progress and preview are shown", () => watches(open));
     await check("Cancel is obeyed and the next run works", () => cancels(open));
-    await check("FramePack image to video runs to a video", () => runs(open, "framepack_image_to_video", { seed: 1 }));
+    await check("FramePack image to video runs to a video", () => runs(open, "anygpu_framepack_image_to_video", { seed: 1 }));
     await check("the tab tells what is decided before a run", () => tabDecides(open));
     await check("the tab follows the graph", () => tabFollowsTheGraph(open));
     await check("the tab shows the run and recovers its latents", () => tabShowsTheRun(open));

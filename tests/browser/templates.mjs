@@ -6,7 +6,7 @@ import { chosenModes, report } from "./reporting.mjs";
 import { ended, names, openTemplate, queue, shrink, shrinkPainting } from "./running.mjs";
 import { isTidy } from "./tidy.mjs";
 
-const NEEDS_MODELS = /^paint_from_one_picture$|_on_an_older_gpu$|^rescue_a_vae_decode$/; // core's own: opened, not run
+const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$/; // core's own: opened, not run
 const prompts = new Map();
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 
@@ -19,7 +19,7 @@ async function opensAndRuns({ page }, nodes2, name) {
   await showAll(page);
   await isTidy(page, nodes2, name, "before");
   if (NEEDS_MODELS.test(name)) return;
-  if (name.startsWith("paint")) await shrinkPainting(page);
+  if (name.startsWith("anygpu_paint")) await shrinkPainting(page);
   else await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   // Without what earlier runs left, every node runs and shows its text.
   await fetch(`${URL_OF_SERVER}/free`, { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) });

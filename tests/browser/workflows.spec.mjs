@@ -175,7 +175,7 @@ const DANCE = "The person turns around gracefully and dances, with clear movemen
 const PICTURE_TIP = "The picture keeps its aspect ratio: *nearest bucket* picks the size, and the sampler uses it.";
 
 const SPECS = {
-  ltx_text_to_video: {
+  anygpu_ltx_text_to_video: {
     title: "LTX-Video: text to video",
     model: "ltx",
     text: "The smallest and fastest of the five families. It works best with long, detailed prompts.",
@@ -185,7 +185,7 @@ const SPECS = {
       sample: sample({ width: 704, height: 480, frames: 97, steps: 40, cfg: 3, fps: 25 }),
     },
   },
-  ltx_image_to_video: {
+  anygpu_ltx_image_to_video: {
     title: "LTX-Video: image to video",
     model: "ltx",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
@@ -199,7 +199,7 @@ const SPECS = {
       sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
     },
   },
-  ltx_first_last_frame: {
+  anygpu_ltx_first_last_frame: {
     title: "LTX-Video: first and last frame",
     model: "ltx_condition",
     text:
@@ -222,7 +222,7 @@ const SPECS = {
       sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
     },
   },
-  ltx_recover_latents: {
+  anygpu_ltx_recover_latents: {
     title: "LTX-Video: bring back what was sampled",
     model: "ltx",
     text:
@@ -236,7 +236,7 @@ const SPECS = {
       decode: { kind: "AnyGPUDecode", links: { pipeline: ["load", "pipeline"], latent: ["recover", "latent"] } },
     },
   },
-  ltx_video_to_video: {
+  anygpu_ltx_video_to_video: {
     title: "LTX-Video: video to video",
     model: "ltx",
     text:
@@ -260,7 +260,7 @@ const SPECS = {
       ),
     },
   },
-  hunyuan_video_text_to_video: {
+  anygpu_hunyuan_video_text_to_video: {
     title: "HunyuanVideo: text to video",
     model: "hunyuan_video",
     text: "13 billion parameters. *guidance* is built into the model and costs nothing; *cfg* above 1 doubles the time.",
@@ -270,7 +270,7 @@ const SPECS = {
       sample: sample({ width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 }),
     },
   },
-  hunyuan_video_lora: {
+  anygpu_hunyuan_video_lora: {
     title: "HunyuanVideo: two LoRAs",
     model: "hunyuan_video",
     text:
@@ -292,7 +292,7 @@ const SPECS = {
       ),
     },
   },
-  hunyuan_video_image_to_video: {
+  anygpu_hunyuan_video_image_to_video: {
     title: "HunyuanVideo: image to video",
     model: "hunyuan_video_i2v",
     text:
@@ -308,7 +308,7 @@ const SPECS = {
       sample: sample({ frames: 73, steps: 30, fps: 24 }, SIZED),
     },
   },
-  hunyuan_video_15_text_to_video: {
+  anygpu_hunyuan_video_15_text_to_video: {
     title: "HunyuanVideo 1.5: text to video",
     model: "hunyuan_video_15",
     text: "8 billion parameters. This is the 480p model; the 720p one works the same at 1280 x 720.",
@@ -318,7 +318,7 @@ const SPECS = {
       sample: sample({ width: 848, height: 480, frames: 121, steps: 50, cfg: 6, fps: 24 }),
     },
   },
-  hunyuan_video_15_image_to_video: {
+  anygpu_hunyuan_video_15_image_to_video: {
     title: "HunyuanVideo 1.5: image to video",
     model: "hunyuan_video_15_i2v",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
@@ -332,7 +332,7 @@ const SPECS = {
       sample: sample({ frames: 121, steps: 50, cfg: 6, fps: 24 }, SIZED),
     },
   },
-  framepack_image_to_video: {
+  anygpu_framepack_image_to_video: {
     title: "FramePack: image to video",
     model: "framepack",
     loaded: FROM_SEVERAL,
@@ -349,7 +349,7 @@ const SPECS = {
       sample: pack({ seed: 7, clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }), // what the demo model draws well
     },
   },
-  framepack_first_last_frame: {
+  anygpu_framepack_first_last_frame: {
     title: "FramePack: first and last frame",
     model: "framepack",
     loaded: FROM_SEVERAL,
@@ -367,7 +367,7 @@ const SPECS = {
       sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
     },
   },
-  framepack_f1_image_to_video: {
+  anygpu_framepack_f1_image_to_video: {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
     loaded: FROM_SEVERAL,
@@ -382,7 +382,7 @@ const SPECS = {
       sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
     },
   },
-  mochi_text_to_video: {
+  anygpu_mochi_text_to_video: {
     title: "Mochi 1: text to video",
     model: "mochi",
     text: "10 billion parameters, made for 848 x 480. Its schedule needs at least 50 steps.",

@@ -10,7 +10,7 @@ import pytest
 from host import videos
 from host.client import Client
 from host.inside.asking import Inside
-from host.prompts import Graph, core_sampled, loading, pictured, replay, shrunk_core
+from host.prompts import CORE_SAMPLED, PREFIX, Graph, core_sampled, loading, pictured, replay, shrunk_core
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -86,7 +86,7 @@ def test_guidance_windows_masks_and_previews_act(inside: Inside, name: str) -> N
     assert len(models) == 1, "clones of a MODEL were loaded beside each other"
 
 
-FRAMES = {"mochi_core_ksampler": 7}  # the next of its counts
+FRAMES = {"anygpu_mochi_core_ksampler": 7}  # the next of its counts
 
 
 @pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
@@ -102,7 +102,7 @@ def test_workflow_through_core_sampler_saves_a_video(server: Server, client: Cli
 
 
 def test_every_family_has_a_workflow_through_core_sampler() -> None:
-    names = {workflow.stem.removesuffix("_core_ksampler") for workflow in core_sampled()}
+    names = {workflow.stem.removeprefix(PREFIX).removesuffix(CORE_SAMPLED) for workflow in core_sampled()}
     assert names == {"ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"}
 
 
@@ -120,7 +120,8 @@ def test_model_of_another_offload_stops_core_nodes_with_the_reason(server: Serve
 
 
 def test_free_memory_and_unload_models_then_the_same_again(server: Server, client: Client) -> None:
-    prompt = pictured(shrunk_core(replay(next(path for path in core_sampled() if path.stem.startswith("ltx")))))
+    workflow = next(path for path in core_sampled() if path.stem.startswith(f"{PREFIX}ltx"))
+    prompt = pictured(shrunk_core(replay(workflow)))
     server.every_model()
     first = client.run(prompt)
     client.free()

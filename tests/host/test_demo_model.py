@@ -16,14 +16,14 @@ from host.videos import pictures
 
 pytestmark = pytest.mark.host
 PUBLISHED = {
-    "ltx_text_to_video": "LTX-Video",
-    "ltx_core_ksampler": "LTX-Video",
-    "hunyuan_video_text_to_video": "HunyuanVideo",
-    "hunyuan_video_15_text_to_video": "HunyuanVideo-1.5-Diffusers-480p_t2v",
-    "hunyuan_video_15_core_ksampler": "HunyuanVideo-1.5-Diffusers-480p_t2v",
-    "framepack_image_to_video": "FramePackI2V_HY",
-    "mochi_text_to_video": "mochi-1-preview",
-    "mochi_core_ksampler": "mochi-1-preview",
+    "anygpu_ltx_text_to_video": "LTX-Video",
+    "anygpu_ltx_core_ksampler": "LTX-Video",
+    "anygpu_hunyuan_video_text_to_video": "HunyuanVideo",
+    "anygpu_hunyuan_video_15_text_to_video": "HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "anygpu_hunyuan_video_15_core_ksampler": "HunyuanVideo-1.5-Diffusers-480p_t2v",
+    "anygpu_framepack_image_to_video": "FramePackI2V_HY",
+    "anygpu_mochi_text_to_video": "mochi-1-preview",
+    "anygpu_mochi_core_ksampler": "mochi-1-preview",
 }
 
 

@@ -14,6 +14,14 @@ from host.client import Client
 from host.prompts import shipped
 from host.server import Server
 
+CORE_TEMPLATES = """
+import importlib.metadata, json
+packages = [each for each in importlib.metadata.distributions() if "workflow" in each.name and "templates" in each.name]
+lists = [path.locate() for each in packages for path in each.files or () if path.match("templates/index*.json")]
+found = [json.loads(path.read_text(encoding="utf-8")) for path in lists if "schema" not in path.name]
+categories = [category for each in found if isinstance(each, list) for category in each]
+print(json.dumps([row["name"] for category in categories for row in category["templates"]]))
+"""
 pytestmark = pytest.mark.host
 
 NODES = {
@@ -103,6 +111,16 @@ def test_every_workflow_is_in_the_template_browser(server: Server, client: Clien
     for path in shipped():
         with urllib.request.urlopen(f"{server.url}/api/workflow_templates/anygpu/{path.name}", timeout=10) as answer:
             assert json.loads(answer.read()) == json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_no_name_of_ours_is_one_of_core_s(server: Server, client: Client) -> None:
+    """Case aside, as files are on Windows. Its template search ends at the first name that is there twice."""
+    core = subprocess.run([server.host.python, "-c", CORE_TEMPLATES], capture_output=True, text=True, timeout=60)
+    names = {name.casefold() for name in json.loads(core.stdout)}
+    assert len(names) > 100 and names.isdisjoint(path.stem.casefold() for path in shipped())
+    blueprints = [entry["name"].casefold() for entry in client.get("/global_subgraphs").values()]
+    assert len(blueprints) > 10 and len(set(blueprints)) == len(blueprints)
+    assert not [name for name in client.get("/object_info") if name in NODES and not name.startswith("AnyGPU")]
 
 
 def test_the_launcher_says_what_it_needs(server: Server, tmp_path: Path) -> None:

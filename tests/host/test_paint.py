@@ -234,7 +234,7 @@ def test_with_no_model_installed_a_ball_takes_the_picture_s_colours(server: Serv
     green[16:80, 16:80] = 40, 200, 60, 255
     Image.fromarray(green).save(server.base / "input" / "green.png")
     try:
-        prompt = replay(next(path for path in painted() if path.stem == "paint_turbo"))
+        prompt = replay(next(path for path in painted() if path.stem == "anygpu_paint_turbo"))
         prompt[named(prompt, "LoadImage")]["inputs"]["image"] = "green.png"
         prompt[named(prompt, "AnyGPUTextureMesh")]["inputs"]["texture_size"] = 256
         run = client.run(prompt)

@@ -15,24 +15,24 @@ from anygpu.pipelines.demo.scenes import scene_of
 
 from host import lora_files, videos
 from host.client import Client
-from host.prompts import SAVE, SCENE, WORKFLOWS, Prompt, filmed, pictured, replay, shrunk, with_demo_model
+from host.prompts import PREFIX, SAVE, SCENE, WORKFLOWS, Prompt, filmed, pictured, replay, shrunk, with_demo_model
 from host.server import Server
 
 pytestmark = pytest.mark.host
 
-ASKED = {"mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
+ASKED = {"anygpu_mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
 FRAMES = {  # where it is not as many as were asked for
-    "ltx_video_to_video": 17,  # the clip's own
-    "framepack_first_last_frame": 17,  # the end image is at the end of the last section
+    "anygpu_ltx_video_to_video": 17,  # the clip's own
+    "anygpu_framepack_first_last_frame": 17,  # the end image is at the end of the last section
 }
-RATES = {"ltx_video_to_video": 8}  # the clip's own rate
+RATES = {"anygpu_ltx_video_to_video": 8}  # the clip's own rate
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
-    "ltx_text_to_video": "a white triangle grows on black",
-    "ltx_image_to_video": SCENE,
-    "ltx_video_to_video": "a green square moves left on blue",  # the clip's square is red
-    "hunyuan_video_text_to_video": "a black triangle moves up on yellow",
-    "hunyuan_video_15_text_to_video": "a green square moves down on red",
-    "mochi_text_to_video": "a yellow circle grows on blue",
+    "anygpu_ltx_text_to_video": "a white triangle grows on black",
+    "anygpu_ltx_image_to_video": SCENE,
+    "anygpu_ltx_video_to_video": "a green square moves left on blue",  # the clip's square is red
+    "anygpu_hunyuan_video_text_to_video": "a black triangle moves up on yellow",
+    "anygpu_hunyuan_video_15_text_to_video": "a green square moves down on red",
+    "anygpu_mochi_text_to_video": "a yellow circle grows on blue",
 }
 
 
@@ -65,7 +65,8 @@ def drawable(prompt: Prompt, name: str) -> Prompt:
     models = {folder.name: choice for choice, folder in demo_models().items()}
     if name not in DRAWN:
         return prompt
-    return with_demo_model(prompt, models[max(filter(name.startswith, models), key=len)], DRAWN[name])
+    family = max(filter(name.removeprefix(PREFIX).startswith, models), key=len)
+    return with_demo_model(prompt, models[family], DRAWN[name])
 
 
 def seen(frames: np.ndarray) -> str:
@@ -80,7 +81,7 @@ def test_ends_in_core_save_video(workflow: Path) -> None:
 
 
 def test_what_was_sampled_comes_back_by_the_workflow_for_it(server: Server, client: Client) -> None:
-    names, text = ("ltx_text_to_video", "ltx_recover_latents"), "a yellow circle moves up on green"
+    names, text = ("anygpu_ltx_text_to_video", "anygpu_ltx_recover_latents"), "a yellow circle moves up on green"
     model = next(choice for choice, folder in demo_models().items() if folder.name == "ltx")
     prompts = [with_demo_model(shrunk(replay(WORKFLOWS / f"{name}.json")), model, text) for name in names]
     sampled, recovered = (videos.pictures(server, client.run(pictured(prompt))) for prompt in prompts)

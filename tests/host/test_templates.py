@@ -22,9 +22,10 @@ from host.server import NoHost, Server, find_host
 
 pytestmark = pytest.mark.host
 
-FRAMES = {"ltx2_on_an_older_gpu": 9, "wan22_on_an_older_gpu": 9, "minimax_h3_on_an_older_gpu": 22}  # H3's next count
-CORE = {"ltx2_on_an_older_gpu": "fp32", "wan22_on_an_older_gpu": "fp16", "minimax_h3_on_an_older_gpu": "fp32"}
-SOUNDING = ("ltx2_on_an_older_gpu", "minimax_h3_on_an_older_gpu")
+LTX2, WAN22, H3 = (f"anygpu_{model}_on_an_older_gpu" for model in ("ltx2", "wan22", "minimax_h3"))
+FRAMES = {LTX2: 9, WAN22: 9, H3: 22}  # H3's next count
+CORE = {LTX2: "fp32", WAN22: "fp16", H3: "fp32"}
+SOUNDING = (LTX2, H3)
 FIT_MODEL, FIT_VAE = "AnyGPUFitModel", "AnyGPUFitVAE"
 
 
@@ -109,9 +110,9 @@ def test_draws_what_fp32_draws_where_plain_fp16_is_black(older: Server, client: 
 def test_a_video_that_its_vae_made_black_is_rescued(older: Server, client: Client, inside: Inside) -> None:
     """The sampling of one template, and the template that decodes it again."""
     inside.play("template_files", "write_loud_vae", models=str(older.base / "models"))
-    black = drawn(older, client, without(template("wan22_on_an_older_gpu"), FIT_VAE))
+    black = drawn(older, client, without(template(WAN22), FIT_VAE))
     assert not black.any(), "this VAE works in fp16: the test tests nothing"
-    prompt = template("rescue_a_vae_decode")
+    prompt = template("anygpu_rescue_a_vae_decode")
     (fit,), (decode,) = nodes(prompt, FIT_VAE), nodes(prompt, "VAEDecode")
     run = client.run(pictured(prompt))
     seen, said = videos.pictures(older, run).astype(int), run.texts_of(decode)[-1]

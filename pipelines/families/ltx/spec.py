@@ -31,7 +31,7 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.19, streamed=9.25)
 
-LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template ltx2_on_an_older_gpu"
+LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template anygpu_ltx2_on_an_older_gpu"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
 # All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
 STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}

@@ -1,0 +1,114 @@
+// ComfyUI's own searches, of templates, nodes and models, with the pack and without it: core's results are the same, and
+// only ours are added. COMFYUI_BARE is a server without the pack, with the same frontend and the same models.
+import assert from "node:assert/strict";
+import { URL_OF_SERVER, openPage } from "./comfy.mjs";
+
+const only = process.argv.slice(2).filter((word) => !word.startsWith("--")); // of these; all where none is named
+const WORDS = {
+  templates: ["wan 2.2", "hunyuan", "ltx", "image to video", "framepack", "anygpu", ""], // core's index has no word of ours alone
+  nodes: ["sampler", "load", "video", "vae decode", "anygpu"],
+  models: ["wan", "vae"],
+};
+const OURS = { templates: /^anygpu_/, nodes: /^AnyGPU |^Any model to video$/, models: /^$/ };
+const MOST = 64; // results that the node search shows
+
+/** What `read` gives once it gives the same for two seconds. */
+async function settled(page, read) {
+  for (let last = await read(), same = 0; ; ) {
+    await page.waitForTimeout(500);
+    const now = await read();
+    same = JSON.stringify(now) === JSON.stringify(last) ? same + 1 : 0;
+    if (same === 4) return now;
+    last = now;
+  }
+}
+
+/** The names of the cards that a text leaves in All Templates, and how many the dialog counts. */
+async function templates(page, text) {
+  const dialog = page.getByRole("dialog").last();
+  await dialog.getByPlaceholder(/search/i).first().fill(text);
+  const [, count, total] = (await settled(page, async () => /Showing (\d+) of (\d+)/.exec(await dialog.innerText()))).map(Number);
+  const cards = page.locator('[data-testid^="template-workflow-"]:not([data-testid="template-workflows-content"])');
+  for (let left = 40; left && (await cards.count()) < count; left--) {
+    await cards.last().scrollIntoViewIfNeeded();
+    await page.waitForTimeout(200);
+  }
+  const names = await cards.evaluateAll((all) => all.map((card) => card.dataset.testid.replace("template-workflow-", "")));
+  assert.equal(names.length, count, `${text}: cards of ${count} that are counted`);
+  return { names, total };
+}
+
+async function templateResults(page) {
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
+  await page.getByText("All Templates", { exact: true }).first().click({ timeout: 60000 });
+  const found = {};
+  for (const text of WORDS.templates) {
+    const { names, total } = await templates(page, text);
+    assert.ok(text ? names.length < total : names.length === total, `"${text}" leaves ${names.length} of ${total} templates`);
+    found[text] = names;
+  }
+  await page.keyboard.press("Escape");
+  return found;
+}
+
+async function nodeResults(page) {
+  const found = {};
+  for (const text of WORDS.nodes) {
+    await page.mouse.dblclick(900, 450);
+    const items = page.getByTestId("result-item");
+    await items.first().waitFor(); // what is offered before a letter is typed
+    await page.keyboard.type(text, { delay: 20 });
+    const read = () => items.evaluateAll((all) => all.map((item) => (item.querySelector(".truncate") ?? item).textContent.trim()));
+    found[text] = await settled(page, read);
+    await page.keyboard.press("Escape");
+    await items.first().waitFor({ state: "detached" });
+  }
+  return found;
+}
+
+async function modelResults(page) {
+  await page.evaluate(() => window.app.extensionManager.command.execute("Workspace.ToggleSidebarTab.model-library"));
+  const found = {};
+  for (const text of WORDS.models) {
+    await page.locator(".comfy-vue-side-bar-container, .sidebar-content-container").getByPlaceholder(/search/i).first().fill(text);
+    found[text] = await settled(page, () => page.locator('[role="treeitem"]').allInnerTexts());
+    assert.ok(found[text].length, `no model with "${text}" in its name`);
+  }
+  return found;
+}
+
+const SEARCHES = { templates: templateResults, nodes: nodeResults, models: modelResults };
+
+/** What each search of a server's page finds. */
+async function results(url, pack) {
+  const started = Date.now();
+  const { browser, page, errors } = await openPage({ url, pack });
+  const heard = [];
+  page.on("console", (message) => heard.push(message.text()));
+  const found = {};
+  try {
+    for (const [search, find] of Object.entries(SEARCHES)) if (!only.length || only.includes(search)) found[search] = await find(page);
+    assert.deepEqual(errors, [], "the page reported errors");
+    assert.deepEqual(heard.filter((line) => /MiniSearch|reading 'search'/.test(line)), []);
+    console.log(`--  searched ${pack ? "with" : "without"} the pack (${((Date.now() - started) / 1000).toFixed(1)} s)`);
+    return found;
+  } finally {
+    await browser.close();
+  }
+}
+
+const bare = await results(process.env.COMFYUI_BARE, false);
+const packed = await results(URL_OF_SERVER, true);
+for (const search of Object.keys(packed)) {
+  for (const text of WORDS[search]) {
+    const ours = packed[search][text].filter((name) => OURS[search].test(name));
+    const core = packed[search][text].filter((name) => !OURS[search].test(name));
+    const full = search === "nodes" && packed[search][text].length === MOST; // ours push the last ones out
+    const expected = full ? bare[search][text].slice(0, core.length) : bare[search][text];
+    if (search === "templates") assert.deepEqual(core.toSorted(), expected.toSorted(), `${search}, "${text}"`);
+    else assert.deepEqual(core, expected, `${search}, "${text}"`); // its order depends on what else is in the index
+    assert.ok(bare[search][text].every((name) => !OURS[search].test(name)), "ours without the pack");
+    if (text === "anygpu" || text === "framepack") assert.ok(ours.length > 0, `${search}, "${text}": none of ours`);
+    console.log(`ok  ${search}, "${text}": ${core.length} of core, the same as without the pack; ${ours.length} of ours`);
+  }
+}

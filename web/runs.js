@@ -1,0 +1,63 @@
+// Which workflow each run of this window is of. Texts and previews of our nodes are kept from core while another workflow
+// is open: core would show them under whatever node has that id there.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+
+const MOST = 1000; // prompts that are remembered
+const SETTLED = 3000; // milliseconds after which a graph that was opened is one of the same workflow, restored
+const workflows = new Map(); // prompt id -> the workflow that was open when the prompt was queued
+let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
+let last = null; // the newest event of a run; its text follows
+let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
+let before; // the workflow that was open when a graph began to be opened, which is there before its own workflow is
+let settled = 0;
+
+const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? null;
+
+/** The workflow that a prompt was queued from; nothing where the page was loaded after that. */
+export const workflowOf = (prompt) => workflows.get(prompt) ?? queueing;
+
+/** Whether the open workflow may be the one that a prompt was queued from. */
+export const isOpen = (prompt) => [undefined, null, openWorkflow()].includes(workflowOf(prompt));
+
+app.registerExtension({
+  name: "anygpu.runs",
+  beforeConfigureGraph() {
+    clearTimeout(settled);
+    before = openWorkflow();
+  },
+  afterConfigureGraph() {
+    clearTimeout(settled);
+    settled = setTimeout(() => (before = undefined), SETTLED);
+  },
+  init() {
+    const { dispatchCustomEvent, queuePrompt } = api;
+    api.queuePrompt = async function (...request) {
+      const workflow = (queueing = openWorkflow());
+      try {
+        const answer = await queuePrompt.apply(this, request);
+        if (answer?.prompt_id) workflows.set(answer.prompt_id, workflow);
+        if (workflows.size > MOST) workflows.delete(workflows.keys().next().value);
+        return answer;
+      } finally {
+        queueing = null;
+      }
+    };
+    api.addEventListener("anygpu.run", ({ detail }) => {
+      last = detail;
+      if (told.prompt !== detail.prompt_id) told = { prompt: detail.prompt_id, nodes: new Set() };
+      told.nodes.add(String(detail.node));
+    });
+    const elsewhere = (prompt) => before === openWorkflow() || !isOpen(prompt);
+    // Not a listener, which would be called after core's own.
+    api.dispatchCustomEvent = function (kind, detail, ...rest) {
+      const node = String(detail?.nodeId);
+      const text = kind === "progress_text" && last;
+      if (text) last = null;
+      if (text && node === String(text.node) && elsewhere(text.prompt_id)) return true;
+      const picture = kind === "b_preview_with_metadata" && detail.jobId === told.prompt && told.nodes.has(node);
+      if (picture && elsewhere(told.prompt)) return true;
+      return dispatchCustomEvent.call(this, kind, detail, ...rest);
+    };
+  },
+});
