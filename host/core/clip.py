@@ -123,7 +123,8 @@ def fit_clip(
     if clip.patcher.get_injections(KEY):
         clip = clip.clone()
         clip.patcher.remove_injections(KEY)
-        clip.patcher.patches_uuid = uuid.uuid4()  # or core would keep what is loaded, and put nothing on it or off
+        clip.patcher.is_injected = False  # core's clone copies that too
+        clip.patcher.patches_uuid = uuid.uuid4()  # or core would keep what is loaded
         decisions.insert(0, Decision("an earlier fit", "taken back"))
     if not fit.needed:
         return clip, decisions

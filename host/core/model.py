@@ -205,7 +205,7 @@ def _fit_of(network: nn.Module, machine: Machine, dtype: torch.dtype, precision:
     if precision == SAFE and not reached_by_safe(network):
         why = "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
-    fit = fit_for(machine, dtype, precision, attention, unfit_for_safe(network))
+    fit = fit_for(machine, dtype, precision, attention, why_left(network) or unfit_for_safe(network))
     fixed = fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""
     if precision != AUTO and fixed:
         raise UnsupportedError(

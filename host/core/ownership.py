@@ -22,6 +22,7 @@ from ...compat.decision import Decision
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MOST_LEFT = 0.1  # share of products from which a network stays in core's dtype
 HOME = ("comfy", "torch")  # packages whose functions compute what they say
+STEPS = ("forward", "forward_comfy_cast_weights", "_conv_forward")
 OWN_CAST = "cast_bias_weight"  # the method by which GGUF's layers offer their values
 OFFERED = {"dtype", "device", "bias_dtype"}  # its arguments
 
@@ -41,7 +42,7 @@ def is_own_convolution(module: nn.Module) -> bool:
     """Whether ``module`` is a convolution whose sums core or torch computes in its ``_conv_forward``."""
     if not isinstance(module, CONVOLUTIONS):
         return False
-    steps = [type(module).forward, *_steps(module, "forward_comfy_cast_weights", "_conv_forward")]
+    steps = _steps(module, *STEPS)
     shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
     known = not any(map(_is_foreign, steps))
     return offers_cast(type(module)) or (known and _holds_values(module, shape))
@@ -64,8 +65,9 @@ def left_class(module: nn.Module) -> str:
         return ""
     kind = type(module)
     product = isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_core_linear(module)
-    foreign = _is_foreign(kind.forward)
-    if not product and (not foreign or any(True for _ in module.children()) or not any(_matrices(module))):
+    foreign = any(map(_is_foreign, _steps(module, *STEPS)))
+    bare = next(module.children(), None) is None and next(_matrices(module), None) is not None
+    if not product and not (foreign and bare):
         return ""
     weight = None if foreign else _weight(module)
     named = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__.replace('<locals>.', '')}"
