@@ -63,6 +63,21 @@ def test_each_fit_equals_the_last_choice_alone(inside: Inside, name: str) -> Non
     assert found["others"], "what another node had set was taken back too"
 
 
+@pytest.mark.parametrize("scene", ["clips_refitted", "vaes_refitted"])
+def test_each_fit_of_a_clip_or_vae_equals_the_last_choice_alone(inside: Inside, scene: str) -> None:
+    found = inside.play("core_fit_vaes", scene)
+    assert found["acts"] and found.get("core", True)
+    assert not [pair for pair, equal in found["pairs"].items() if not equal]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-safe"])
+def test_a_layer_that_takes_one_dtype_keeps_the_network_in_it(inside: Inside, precision: str) -> None:
+    found = inside.play("core_foreign", "fixed_in_dtype", precision="auto")
+    assert found["same"] and "takes no other dtype" in found["said"][0], found
+    refused = inside.play("core_foreign", "fixed_in_dtype", precision=precision)["refused"]
+    assert refused.startswith(f"UnsupportedError: precision {precision} with layers of core_foreign.HalfOnly")
+
+
 @pytest.mark.parametrize("function", ["basic", "split", "sub_quad", "sub_quad in chunks", "pytorch", "math"])
 def test_no_attention_function_of_cores_gives_other_values(inside: Inside, function: str) -> None:
     found = inside.play("core_attention", "by_function", function=function)

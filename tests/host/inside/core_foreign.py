@@ -106,6 +106,18 @@ class QuantLinear(nn.Module):
         return functional.linear(x, (self.qweight.float() * self.wscales).to(x.dtype), self.bias)
 
 
+class HalfOnly(QuantLinear):
+    """A kernel for 16-bit input."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.wscales = self.wscales.half()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.float16
+        return super().forward(x)
+
+
 class Packed8(Tensor):
     """A weight that says it has the logical shape and a floating dtype, and holds int8: as torchao's."""
 
@@ -262,8 +274,7 @@ def fixed_in_dtype(precision: str) -> dict[str, Any]:
     """A network that core computes in fp16, with a layer that takes nothing else."""
     model = made("Flux", compute=None)
     network = model.model.diffusion_model
-    network.img_in = plain(network.img_in).half()
-    network.img_in.weight = nn.Parameter(Packed8(*quantized(network.img_in.weight.detach())).half(), requires_grad=False)
+    network.img_in = HalfOnly(network.img_in.weight.detach(), network.img_in.bias)
     try:
         fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=turing())
     except Exception as failure:
