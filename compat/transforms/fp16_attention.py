@@ -24,6 +24,7 @@ class Fp16Operands:
     """Operands (B, H, N, D) in fp16.
 
     Args:
+        query, key, value: what was given, divided or multiplied by powers of two.
         mask: in fp16 where it was floating; None for none.
         scale: (B, H, 1, 1), fp32, by which the result is multiplied.
     """
@@ -63,7 +64,13 @@ def fp16_operands(
         return None
     balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
     scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
-    return Fp16Operands((query / balance).to(HALF), (key * balance).to(HALF), (value / scale).to(HALF), narrow, scale)
+    return Fp16Operands(
+        query=(query / balance).to(HALF),
+        key=(key * balance).to(HALF),
+        value=(value / scale).to(HALF),
+        mask=narrow,
+        scale=scale,
+    )
 
 
 def _power_of_two(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Core's attention calls: fp16 operands where those are near enough, exact in chunks where torch would build all scores.
+"""Core's attention calls: with fp16 operands where those are near enough, in exact chunks where torch has no kernel.
 
-Each call is decided by the kernel that computes it. Core's own functions build scores in the dtype of their operands, so
-none of them is given fp16 operands that we have made: torch's fused kernel is, where torch says it has one.
+Each call is decided by the kernel that computes it. Core's own functions build scores in the dtype of their operands:
+none is given fp16 operands that we have made. Torch's fused kernel is, where torch says that it has one.
 """
 
 from __future__ import annotations

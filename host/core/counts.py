@@ -23,8 +23,10 @@ class Counts:
     """The layers and attention calls of one call of a network.
 
     Args:
-        called: the layers that were patched and called. safe: those of them whose product was in safe fp16.
-        ways: how often attention that reached us was computed in which way. attention: all calls of core's attention.
+        called: the layers that were patched and called.
+        safe: those of them whose product was in safe fp16.
+        ways: how often attention that reached us was computed in which way.
+        attention: the number of all calls of core's attention.
     """
 
     called: set[nn.Module] = field(default_factory=set)

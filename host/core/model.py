@@ -53,7 +53,9 @@ class Seen:
     """What is known of one network.
 
     Args:
-        counted: whether a call of it has been counted. casts: whether that showed a stream that it casts by itself.
+        leaves: its layers in safe fp16.
+        counted: whether a call of it has been counted.
+        casts: whether that showed a stream that it casts by itself.
     """
 
     leaves: SafeLeaves
@@ -228,9 +230,11 @@ class Before:
     """What a fit changed on a MODEL beside its own wrappers, so that a later one can take it back.
 
     Args:
-        dtype: the compute dtype that it set. patched: the one that was set before, or :data:`MISSING`.
-        forced: whether weights were cast before. copy: the network with other weights that it made. network: the one
-            before that, with what core keeps of its weights.
+        dtype: the compute dtype that it set.
+        patched: the one that was set before, or :data:`MISSING`.
+        forced: whether weights were cast before.
+        copy: the network with other weights that it made.
+        network: the one before that, with what core keeps of its weights.
     """
 
     dtype: torch.dtype | None
@@ -289,7 +293,7 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
     """What safe fp16 does not reach, what other packs compute, and what becomes of ComfyUI's --fast."""
-    if fit.needed or fit.decisions[0].source == AUTO and why_left(network):
+    if fit.needed or (fit.decisions[0].source == AUTO and why_left(network)):
         yield from left_decisions(network)
     if not fit.safe:
         return

@@ -1,7 +1,7 @@
 """Which layers of a network are core's or torch's own, so that ours may compute in their place, and which are left.
 
-Other packs subclass core's layers, keep another class name, or put packed bytes where core has values. Names tell nothing:
-what counts is where the functions that compute a layer were defined, and what its weight is.
+Other packs subclass core's layers, keep another class name, or put packed bytes where core has values. Names tell
+nothing: what counts is where the functions that compute a layer were defined, and what its weight is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OFFERED = {"dtype", "device", "bias_dtype"}  # its arguments
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a Linear that core or torch computes, or one that offers its values; not all are nn.Linear."""
+    """Whether ``module`` is a Linear that core or torch computes, or that offers its values; not all are nn.Linear."""
     if not isinstance(module, nn.Linear) and not _is_core_linear(module):
         return False
     if offers_cast(type(module)):
@@ -44,7 +44,7 @@ def is_own_convolution(module: nn.Module) -> bool:
         return False
     steps = _steps(module, *STEPS)
     shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
-    known = not any(map(_is_foreign, steps))
+    known = not any(map(is_foreign, steps))
     return offers_cast(type(module)) or (known and _holds_values(module, shape))
 
 
@@ -65,7 +65,7 @@ def left_class(module: nn.Module) -> str:
         return ""
     kind = type(module)
     product = isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_core_linear(module)
-    foreign = any(map(_is_foreign, _steps(module, *STEPS)))
+    foreign = any(map(is_foreign, _steps(module, *STEPS)))
     bare = next(module.children(), None) is None and next(_matrices(module), None) is not None
     if not product and not (foreign and bare):
         return ""
@@ -109,7 +109,7 @@ def size_of(module: nn.Module) -> int:
 
 
 def _takes_any_dtype(module: nn.Module) -> bool:
-    """Whether a layer follows core's rule to compute in the dtype of its input, or has no 16-bit weights to mix with it."""
+    """Whether a layer computes in the dtype of its input, as core's do, or has no 16-bit weights to mix with it."""
     if isinstance(module, comfy.ops.CastWeightBiasOp) or not (left_class(module) or isinstance(module, nn.Linear)):
         return True
     return not any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in _tensors(module))
@@ -126,7 +126,7 @@ def _steps(module: nn.Module, *names: str) -> Iterator[Callable[..., Any]]:
 
 
 def _module_of(function: Any) -> str:
-    """The module in which a function was defined, whatever it was put into; another pack's where one wraps the other."""
+    """The module in which a function was defined, whatever it was put into; of wrapped ones, another pack's."""
     modules = [str(getattr(function, "__globals__", {}).get("__name__", ""))]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -134,7 +134,8 @@ def _module_of(function: Any) -> str:
     return next((name for name in modules if name.partition(".")[0] not in HOME), modules[-1])
 
 
-def _is_foreign(function: Any) -> bool:
+def is_foreign(function: Any) -> bool:
+    """Whether a function was defined in another package than core and torch."""
     return _module_of(function).partition(".")[0] not in HOME
 
 

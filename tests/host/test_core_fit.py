@@ -102,7 +102,9 @@ def test_loud_queries_keys_and_values_stay_near_fp32(inside: Inside, name: str, 
 def test_a_kernel_that_the_user_chose_is_left_to_core(inside: Inside) -> None:
     found = inside.play("core_attention", "chosen_by_flag")
     assert found["said"] == "attention as loaded: auto: ComfyUI was started with --use-split-cross-attention"
-    assert found["told"].endswith("attention 0 of 4, the rest is core's own: it passes no options to its attention there")
+    assert found["told"].endswith(
+        "attention 0 of 4, the rest is core's own: it passes no options to its attention there"
+    )
 
 
 @pytest.mark.parametrize("profile", ["turing", "gfx1151"])
@@ -200,7 +202,9 @@ def test_layers_of_other_packs_are_left_and_named(inside: Inside, name: str, for
 
 @pytest.mark.parametrize("precision", ["auto", "fp16-safe"])
 @pytest.mark.parametrize("form", [*FOREIGN, "E"])
-def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(inside: Inside, form: str, precision: str) -> None:
+def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(
+    inside: Inside, form: str, precision: str
+) -> None:
     found = inside.play("core_foreign", "in_a_model", name="Flux", form=form, every=17, precision=precision)
     assert found["said"][0].startswith("precision fp16-safe"), "nothing was fitted: the test tests nothing"
     assert found["error"] <= max(NEAR, 2 * found["own"]) and not found["equal"] and not found["traces"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+
 import pytest
 import torch
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunked
 from anygpu.compat.transforms.fp16_attention import MOST_VALUE, fp16_operands
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from attention_cases import (
     HALF,
     Kernel,
@@ -21,6 +20,7 @@ from attention_cases import (
     scores_before_the_scale,
     sums_of_64_keys_in_fp16,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 NEAR = 2e-3
 KERNELS: tuple[Kernel, ...] = (fused, scores_before_the_scale, scaled_scores, sums_of_64_keys_in_fp16)
@@ -52,7 +52,12 @@ def test_finite_operands_are_near_in_fp16_or_left_in_fp32(kernel: Kernel) -> Non
 @pytest.mark.parametrize("size", [4.0**power for power in range(-13, 14)])
 def test_no_size_of_queries_keys_and_values_is_wrong(size: float) -> None:
     """Against fp64, by whichever way is taken: the way in fp16 and the exact one meet without a gap."""
-    for first, second, third in ((size, 1.0, 1.0), (size, 1 / size, 1.0), (size**0.5, size**0.5, size), (1.0, 1.0, size)):
+    for first, second, third in (
+        (size, 1.0, 1.0),
+        (size, 1 / size, 1.0),
+        (size**0.5, size**0.5, size),
+        (1.0, 1.0, size),
+    ):
         query, key, value = drawn(1) * first, drawn(2) * second, drawn(3) * third
         narrow = fp16_operands(query, key, value)
         if narrow is None:

@@ -18,10 +18,10 @@ from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import AttentionOverride
 from anygpu.host.core.counts import Counts
 from anygpu.host.core.ownership import is_linear
+from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
 from host.inside.core_fit import turing
 from host.inside.core_tiny import error, made, output
 from host.inside.sight import state
@@ -77,7 +77,10 @@ def by_another(function: str) -> dict[str, Any]:
     def sage(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **kwargs: Any) -> Tensor:
         seen.update(str(each.dtype) for each in (q, k, v))
         calls.append(1)
-        split = [each if kwargs.get("skip_reshape") else each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (q, k, v)]
+        split = [
+            each if kwargs.get("skip_reshape") else each.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for each in (q, k, v)
+        ]
         kernel = exact if function == "flash" else sums_of_64_keys_in_fp16
         found = kernel(*split, mask).to(q.dtype)
         return found if kwargs.get("skip_output_reshape") else found.transpose(1, 2).flatten(2)

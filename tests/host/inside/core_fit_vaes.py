@@ -329,7 +329,9 @@ def clips_refitted() -> dict[str, Any]:
     def fit(given: Any, choice: tuple[str, str]) -> Any:
         return core_clip.fit_clip(given, *choice, machine=machine)[0]
 
-    choices = [(precision, attention) for precision in ("fp16-safe", "as loaded") for attention in ("as loaded", "bounded")]
+    choices = [
+        (precision, attention) for precision in ("fp16-safe", "as loaded") for attention in ("as loaded", "bounded")
+    ]
     alone = {choice: encoded(fit(clip, choice), ids) for choice in choices}
     pairs = {}
     for first in choices:

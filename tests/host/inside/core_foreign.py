@@ -1,4 +1,4 @@
-"""Scenes about layers of other packs in core's networks: written from what is known of such packs, not from their code."""
+"""Scenes about layers of other packs in core's networks: written from what is known of such packs, not their code."""
 
 from __future__ import annotations
 
@@ -265,7 +265,9 @@ def foreign_convolutions() -> dict[str, Any]:
     layers = nn.ModuleList(convolutions())
     return {
         "ours": [is_own_convolution(layer) for layer in layers],
-        "hooked": [int(name) for name, _ in conv_forwards(layers, lambda _layer: types.SimpleNamespace(), torch.float32)],
+        "hooked": [
+            int(name) for name, _ in conv_forwards(layers, lambda _layer: types.SimpleNamespace(), torch.float32)
+        ],
         "named": [left_class(layer) for layer in layers],
     }
 
