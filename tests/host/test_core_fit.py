@@ -191,7 +191,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("form", FOREIGN)
-@pytest.mark.parametrize("name", ["Wan 2.1", "Flux"])
+@pytest.mark.parametrize("name", ["Flux", pytest.param("Wan 2.1", marks=full)])
 def test_layers_of_other_packs_are_left_and_named(inside: Inside, name: str, form: str) -> None:
     found = inside.play("core_foreign", "in_a_model", name=name, form=form)
     assert found["equal"] and not found["traces"], found["error"]
@@ -200,7 +200,7 @@ def test_layers_of_other_packs_are_left_and_named(inside: Inside, name: str, for
     assert "of its products are left to another pack" in found["said"][0]
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp16-safe"])
+@pytest.mark.parametrize("precision", ["auto", pytest.param("fp16-safe", marks=full)])
 @pytest.mark.parametrize("form", [*FOREIGN, "E"])
 def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(
     inside: Inside, form: str, precision: str
