@@ -29,6 +29,7 @@ SHOWN = 3  # places on the way that are named
 NEAR = 0.05  # relative L2 of a repaired result from that of the whole network in fp32: some roundings to 8 bits
 FEW = 0.1  # of a weight's values that zeros may stand for; without more of them it is another layer
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
+UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs too
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 INPUTS = {  # what models call what they are given
@@ -200,7 +201,7 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
     with repaired(networks, (repair,)), uncompiled():
         try:
             return run()
-        except RuntimeError:  # a kernel that does not take fp32: not the repair for this layer
+        except UNFIT:  # a kernel that does not take fp32: not the repair for this layer
             return None
 
 

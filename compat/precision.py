@@ -78,7 +78,7 @@ def _safe(text: torch.dtype, why: str) -> Precision:
     return Precision(transformer=FP16, text=text, vae=FP32, why=why, compute=FP16, residual=FP32)
 
 
-_OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast and cannot overflow"
+_OLD = "GPUs before sm80 have no bf16 units; fp16 products around an fp32 residual are fast"
 _MAC = "bf16 halves the largest part; the VAE stays accurate in fp32"
 
 PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own wins over its dtypes

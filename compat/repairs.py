@@ -37,6 +37,7 @@ MEANINGS = {
     ATTENTION: "with another attention, exact and in fp32",
 }
 FILE = "doctor.json"
+PLAIN = (torch.Tensor, nn.Parameter)  # whose values are what they hold; subclasses may hold packed bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Scaled(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``func``, or the product in parts."""
-        if func is not functional.linear or args[0].dtype is not torch.float16:
+        plain = func is functional.linear and all(type(each) in PLAIN for each in args[:2])
+        if not plain or args[0].dtype is not torch.float16:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3] if len(args) > 2 else (*args[:2], (kwargs or {}).get("bias"))
         reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
@@ -144,7 +146,7 @@ def _in_four_axes(tensor: torch.Tensor) -> torch.Tensor:
 def widened(value: Any) -> Any:
     """``value`` with fp32 in the place of 16-bit floats, tensors and dtypes alike, in tuples, lists and dicts too."""
     if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in NARROW else value
+        return value.float() if value.dtype in NARROW and type(value) in PLAIN else value
     if isinstance(value, torch.dtype):
         return torch.float32 if value in NARROW else value
     return mapped(value, widened)
@@ -212,7 +214,7 @@ def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
                 own = dict(owner._parameters)
                 stack.callback(owner._parameters.update, own)
                 for name, weight in own.items():
-                    if weight is not None and weight.is_floating_point() and not weight.is_meta:
+                    if type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
                         owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
             return forward(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from ..host.api import io
 from ..host.core import clip as core_clip
 from ..host.core import model as core_model
 from ..host.core import vae as core_vae
+from ..host.core.doctor import teller
 from ..host.core.machine import ATTENTIONS, PRECISIONS
 from ..host.progress import NodeProgress
 from .inputs import CATEGORY, schema
@@ -42,8 +43,8 @@ class FitModel(io.ComfyNode):
             node_id="AnyGPUFitModel",
             display_name="AnyGPU Fit Model",
             category=FITTING,
-            description="Makes a MODEL from any loader run well on this GPU: fp16 that cannot overflow where the GPU "
-                        "has no fast bf16, attention without huge score matrices, 3-D convolutions that work. Put it "
+            description="Makes a MODEL from any loader run well on this GPU: safe fp16 where the GPU has "
+                        "no fast bf16, attention without huge score matrices, 3-D convolutions that work. Put it "
                         "right before the sampler. Where nothing is needed the model passes through unchanged.",
             search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "precision"],
             inputs=[
@@ -51,8 +52,8 @@ class FitModel(io.ComfyNode):
                 io.Combo.Input(
                     "precision", options=list(PRECISIONS), default=AUTO,
                     tooltip="auto: fp16-safe where this GPU has no fast bf16, otherwise as core loaded it. fp16-safe: "
-                            "fp16 products around an fp32 stream; cannot overflow. fp32: exact and slow. as loaded: "
-                            "core's choice.",
+                            "scaled fp16 products around an fp32 stream; the first step says in how many layers. "
+                            "fp32: exact and slow. as loaded: core's choice.",
                 ),
                 attention_input(),
                 io.Combo.Input(
@@ -67,7 +68,8 @@ class FitModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
         """The model, fitted."""
-        return output_of(cls, model, *core_model.fit_model(model, precision, attention, keep_latents))
+        tell = teller(cls.hidden.unique_id)
+        return output_of(cls, model, *core_model.fit_model(model, precision, attention, keep_latents, tell=tell))
 
 
 class FitVAE(io.ComfyNode):

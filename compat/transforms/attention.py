@@ -119,7 +119,8 @@ class Attention:
                 wide = stand_in(query, WORKED_ON)
                 if self._has_fused(wide, wide, wide):
                     return fp32_attention(query, key, value, self.budget_bytes)
-        if query.dtype not in self.avoided and MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
+        small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes
+        if small and query.dtype.itemsize >= 4 and query.dtype not in self.avoided:  # else scores may be 16-bit too
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 MEBIBYTE = 1024**2
 UNKNOWN_BUDGET = 256 * MEBIBYTE
-SCORE_BYTES = 4  # scores are fp32 in torch's math and here, whatever the operands are
+SCORE_BYTES = 4  # scores are fp32 here, whatever the operands are; in torch's math too, unless a program allows less
 WORKED_ON = torch.float32
 
 
@@ -45,8 +45,8 @@ def chunked(
 ) -> torch.Tensor:
     """Exact attention, some queries at a time: each row of scores is whole, so the sums are those of torch's math.
 
-    Scores, softmax and products are fp32 whatever the operands are, as in torch's math; a query that sees no key gets
-    zeros, as there. Needs matrix products and elementwise arithmetic only.
+    Scores, softmax and products are fp32 whatever the operands are; a query that sees no key gets zeros, as in torch's
+    math. Needs matrix products and elementwise arithmetic only.
 
     Args:
         query, key, value, mask, causal: as for :class:`Attention`.

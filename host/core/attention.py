@@ -1,4 +1,8 @@
-"""Core's attention calls: in fp16 under safe fp16, and in exact chunks where torch would build all scores at once."""
+"""Core's attention calls: with fp16 operands where those are near enough, in exact chunks where torch has no kernel.
+
+Each call is decided by the kernel that computes it. Core's own functions build scores in the dtype of their operands:
+none is given fp16 operands that we have made. Torch's fused kernel is, where torch says that it has one.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,20 @@ from typing import Any
 
 import comfy.ops
 import torch
+from comfy.ldm.modules.attention import attention_pytorch
 from torch import Tensor
 
 from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
-from ...compat.transforms.fp16_layers import EXPONENT, FULL, HALF, LIMIT
+from ...compat.transforms.fp16_attention import Fp16Operands, fp16_operands
+from ...compat.transforms.fp16_layers import FULL, HALF
+from .counts import INNER, Counts
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
 BUILDS_SCORES = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
 """Core's attention functions that build score matrices, or may: the rest are kernels of packages."""
-
-LEAST = torch.finfo(HALF).min
+FUSED, EXACT = "by torch's fused kernel", "exact in fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +36,85 @@ class AttentionOverride:
 
     Args:
         attention: computes where torch has no fused kernel.
-        safe: whether fp32 operands go to a kernel as fp16.
+        safe: whether fp32 operands go to a kernel as fp16, where that is near to fp32.
         before: the override that another node has set, which then is the kernel.
+        counts: counts the calls, where that is wanted.
     """
 
     attention: Attention
     safe: bool
     before: Callable[..., Tensor] | None = None
+    counts: Counts | None = None
 
+    @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What ``func`` returns for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        kernel = func if self.before is None else functools.partial(self.before, func)
-        query, key, value = args[:3]
-        if type(query) is not Tensor or query.requires_grad:
+        query = args[0]
+        foreign = self.before is not None or func.__name__ not in BUILDS_SCORES
+        safe = self.safe and type(query) is Tensor and query.dtype is FULL and not query.requires_grad
+        kernel = func if self.before is None else functools.partial(self.before, self._without_narrow(func, safe))
+        if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
+            self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
         named = dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
-        foreign = self.before is not None or func.__name__ not in BUILDS_SCORES
-        safe = self.safe and query.dtype is FULL
-        if foreign and not safe:
-            return kernel(*args, **kwargs)
-        if foreign or torch.compiler.is_compiling():
-            return self._in_fp16(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
-        call = Heads.of(query, key, value, named)
-        if call.has_kernel(HALF if safe else query.dtype, self.attention):
-            return self._in_fp16(kernel, query, key, value, named) if safe else kernel(*args, **kwargs)
+        call = Heads.of(*args[:3], named)
+        if safe and (foreign or call.has_kernel(HALF, self.attention)):
+            operands = fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
+            if operands is not None:
+                self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
+                return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
+        if not safe and call.has_kernel(query.dtype, self.attention):
+            self._note(FUSED)
+            return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
         small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
         if small and not safe and query.dtype not in self.attention.avoided:
+            self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
-        queries = call.query if call.gain == 1.0 else call.query * call.gain
-        return call.merged(self.attention(queries, call.key, call.value, call.mask))
+        self._note(EXACT)
+        return call.exact(self.attention)
 
-    def _in_fp16(
-        self, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]
-    ) -> Tensor:
-        """``kernel`` on fp16 operands, and its result in fp32."""
-        query, key = balance(query, key)
-        value, scale = scale_values(value)
-        mask = named.get("mask")
-        named = named | ({"mask": narrow_mask(mask)} if isinstance(mask, Tensor) else {})
-        heads = named.pop("heads")
-        return kernel(query, key, value, heads, **named).to(FULL) * scale
+    def _without_narrow(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
+        """``func`` for another node's attention, which may hand it our fp16 operands."""
+        if not safe or func.__name__ not in BUILDS_SCORES:
+            return func
+
+        @functools.wraps(func)
+        def computed(*args: Any, **kwargs: Any) -> Tensor:
+            call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+            if call.has_kernel(args[0].dtype, self.attention):
+                return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
+            return call.exact(self.attention).to(args[0].dtype)
+
+        return computed
+
+    def _note(self, way: str) -> None:
+        if self.counts is not None:
+            self.counts.ways[way] += 1
+
+
+def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
+    """Torch's fused kernel on fp16 operands, by core's own function for it, and its result in fp32."""
+    scale = {} if named.get("scale") is None else {"scale": named["scale"]}
+    layout = {"skip_reshape": True, "skip_output_reshape": True, INNER: True}
+    heads = call.query.shape[1]
+    query, key, value = operands.query, operands.key, operands.value
+    result = attention_pytorch(query, key, value, heads, mask=operands.mask, **scale, **layout)
+    return call.merged(result.to(FULL) * operands.scale)
+
+
+def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
+    """Another kernel on fp16 operands in the layout of the caller, and its result in fp32."""
+    query, key, value = operands.query, operands.key, operands.value
+    if not named.get("skip_reshape"):
+        query, key, value = (each.transpose(1, 2).flatten(2) for each in (query, key, value))
+    mask = named.get("mask")
+    named = named | ({"mask": operands.mask.reshape(mask.shape)} if isinstance(mask, Tensor) else {})
+    named = named | ({"enable_gqa": False} if "enable_gqa" in named else {})  # keys are repeated by now
+    result = kernel(query, key, value, named.pop("heads"), **named)
+    heads = result if call.split else result.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
+    return call.merged(heads.to(FULL) * operands.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,36 +203,16 @@ class Heads:
             mask = torch.empty_like(mask, dtype=dtype)
         return bool(fused_kernel(*(_like(each, dtype) for each in (self.query, self.key, self.value)), mask))
 
+    def exact(self, attention: Attention) -> Tensor:
+        """The result in the caller's layout, from operands as wide as they are or wider."""
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        return self.merged(attention(query if self.gain == 1.0 else query * self.gain, key, value, mask))
+
     def merged(self, result: Tensor) -> Tensor:
         """The result in the caller's layout."""
         return result if self.split else result.transpose(1, 2).flatten(2)
-
-
-def balance(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys in fp16 whose products are as before: the power of two that evens them out is exact.
-
-    Either could overflow only where scores are beyond 4e9, which softmax turns into 0 and 1 anyway.
-    """
-    least = torch.finfo(FULL).tiny
-    high, low = (tensor.abs().amax().clamp_(min=least) for tensor in (query, key))
-    scale = _power_of_two((high / low).sqrt_())
-    return (query / scale).to(HALF), (key * scale).to(HALF)
-
-
-def scale_values(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Values in fp16, divided by one power of two of at least 1 where they would not fit, and that power."""
-    scale = _power_of_two(value.abs().amax() * (2.0 / LIMIT)).clamp_(min=1.0)
-    return (value / scale).to(HALF), scale
-
-
-def narrow_mask(mask: Tensor) -> Tensor:
-    """A mask for fp16 operands: what hides a key stays finite, so that a row with no key is not NaN."""
-    return mask.clamp(min=LEAST).to(HALF) if mask.is_floating_point() else mask
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The next lower power of two, by the exponent bits alone: exact on every device."""
-    return (x.view(torch.int32) & EXPONENT).view(FULL)
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,3 +224,7 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _names(func: Callable[..., Tensor]) -> tuple[str, ...]:
     """The names of the arguments of core's function, whose order has changed before."""
     return tuple(inspect.signature(func).parameters)
+
+
+def _name(kernel: Callable[..., Tensor]) -> str:
+    return "another node's attention" if isinstance(kernel, functools.partial) else kernel.__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,9 @@ from ...compat.output_check import fault_in_weight
 from ...compat.precision import FP32, SAFE
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .leaves import PROVIDER, ByNetwork, cast_weights, is_linear, is_native, safe_linear, settings_of
+from .leaves import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .ownership import is_linear, left_class, left_decisions
 
 KEY = "anygpu_fit"  # of our injections
 CLIP_PRECISIONS = (AUTO, SAFE, AS_LOADED)  # grows at the end
@@ -58,7 +60,7 @@ class FittedEncoder:
         """As ComfyUI calls it before another patcher over the same encoder is loaded."""
         for handle in self.hooks.pop(patcher.model, ()):
             handle.remove()
-        for leaf in filter(is_linear, patcher.model.modules()):
+        for leaf in patcher.model.modules():
             if PROVIDER in leaf.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
                     leaf.__dict__.pop(name, None)
@@ -118,8 +120,15 @@ def fit_clip(
     why = "core computes text in fp32, which is finite everywhere" if precision == AUTO else ""
     said = Decision("precision", "fp32 as loaded", why, AUTO if precision == AUTO else CHOSEN)
     decisions = [fit.decisions[0] if fit.safe else said, fit.decisions[1], *_faults(clip.cond_stage_model)]
+    if clip.patcher.get_injections(KEY):
+        clip = clip.clone()
+        clip.patcher.remove_injections(KEY)
+        clip.patcher.is_injected = False  # core's clone copies that too
+        clip.patcher.patches_uuid = uuid.uuid4()  # or core would keep what is loaded
+        decisions.insert(0, Decision("an earlier fit", "taken back"))
     if not fit.needed:
         return clip, decisions
+    decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
     fitted, encoder = of_fitted_class(clip.clone()), FittedEncoder(fit, fit.safe and machine.fp32_output)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.put_on, eject=encoder.take_off)])
     return fitted, decisions
@@ -128,7 +137,8 @@ def fit_clip(
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
     """Weights that no dtype saves: core's loaders narrow bf16 to fp16, and what does not fit becomes infinite."""
     for name, tensor in encoders.named_parameters():
-        if tensor.device.type == "cpu" and type(tensor.data) is Tensor:
+        owner = encoders.get_submodule(name.rpartition(".")[0])
+        if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):
             fault = fault_in_weight(name, tensor.data)
             if fault:
                 yield Decision(

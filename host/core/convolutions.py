@@ -13,6 +13,7 @@ from ...compat.transforms.conv3d import layer_of
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_forms import convolve, padded
 from ...compat.transforms.conv3d_layers import geometry_of, own_edges
+from .ownership import is_own_convolution
 
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 
@@ -45,7 +46,7 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
         dtype: in which the layers are computed.
     """
     for name, leaf in network.named_modules():
-        if not isinstance(leaf, nn.Conv3d) or HOOK in leaf.__dict__:
+        if not isinstance(leaf, nn.Conv3d) or HOOK in leaf.__dict__ or not is_own_convolution(leaf):
             continue
         choice = choose(layer_of(name, leaf, dtype))
         if choice is not None:

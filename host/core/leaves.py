@@ -24,23 +24,21 @@ from torch import Tensor, nn
 
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LeafSettings, scales_for, wide_linear
 from .convolutions import HOOK
+from .counts import COUNTS, Counts, note_call
+from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
 
 PROVIDER = "weights_on"  # by which our own layers ask for weights
 FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is one of the Linears of core or of packs that read packed files; some are not nn.Linear."""
-    return type(module).__name__ == "Linear" and hasattr(module, "in_features")
-
-
 def is_conv2d(module: nn.Module) -> bool:
     """Whether ``module`` is one of core's 2-D convolutions."""
-    return isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
+    cast = isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
+    return cast and is_own_convolution(module)
 
 
 def is_native(leaf: Any) -> bool:
-    """Whether core computes ``leaf`` in a packed format: int8 sums or fp8 tensor cores, which cannot overflow."""
+    """Whether core computes ``leaf`` in a packed format, by int8 sums or on fp8 tensor cores."""
     return (
         getattr(leaf, "layout_type", None) is not None
         and not leaf._full_precision_mm
@@ -60,8 +58,8 @@ def unfit_for_safe(network: nn.Module) -> str:
     linear = other = 0
     for module in network.modules():
         if is_linear(module):
-            linear += module.in_features * module.out_features
-        elif not isinstance(module, nn.Embedding):
+            linear += size_of(module)
+        elif not isinstance(module, nn.Embedding) and not left_class(module):
             other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
     share = other / (linear + other or 1)
     return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
@@ -75,10 +73,12 @@ def reached_by_safe(network: nn.Module) -> bool:
 @contextmanager
 def cast_weights(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weight of ``leaf`` in fp16 and its bias in fp32 on the device of ``like``, as core or the leaf itself casts."""
-    own = getattr(leaf, "cast_bias_weight", None)
-    if own is not None:  # of GGUF's layers, whose bytes core's function would take for values
-        weight, bias = own(None, HALF, like.device, FULL)[:2]
+    if offers_cast(type(leaf)):  # GGUF's layers, whose bytes core's function would take for values
+        weight, bias = leaf.cast_bias_weight(None, dtype=HALF, device=like.device, bias_dtype=FULL)[:2]
         yield weight.as_subclass(Tensor).to(HALF), bias
+        return
+    if not isinstance(leaf, comfy.ops.CastWeightBiasOp):  # torch's own, which core only moves
+        yield leaf.weight.to(like.device, HALF), None if leaf.bias is None else leaf.bias.to(like.device, FULL)
         return
     weight, bias, offloaded = comfy.ops.cast_bias_weight(
         leaf, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
@@ -92,7 +92,10 @@ def cast_weights(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | Non
 def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The product of ``leaf`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
-    if not plain or is_native(leaf) or not math.isfinite(getattr(leaf, SETTINGS).reach):
+    safe = plain and not is_native(leaf) and math.isfinite(getattr(leaf, SETTINGS).reach)
+    note_call(leaf, safe)
+    if not safe:
+        x = x if isinstance(leaf, comfy.ops.CastWeightBiasOp) else x.to(leaf.weight.dtype)  # torch's does not cast
         return type(leaf).forward(leaf, x, *args, **kwargs)
     comfy.ops.run_every_op()
     smoothing = getattr(leaf, "pre_quant_scale", None)
@@ -112,7 +115,9 @@ def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     """In the place of a 2-D convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
     forward = functools.partial(type(leaf)._conv_forward, leaf)
     reach: float = getattr(leaf, SETTINGS).reach
-    if type(x) is not Tensor or x.dtype is not FULL or x.requires_grad or not math.isfinite(reach):
+    safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
+    note_call(leaf, safe)
+    if not safe:
         return forward(x, weight, bias)  # type: ignore[no-any-return]
     scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=(-3, -2, -1), keepdim=True), reach)
     y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
@@ -159,16 +164,21 @@ class SafeLeaves:
             self.patches[leaf] = {HOOK: functools.partial(safe_conv2d, leaf), SETTINGS: _conv_settings(leaf, like)}
 
     @contextmanager
-    def patches_on(self) -> Iterator[None]:
-        """The leaves in safe fp16 inside the block; one whose forward another node has replaced is left."""
-        patched = [leaf for leaf in self.patches if "forward" not in leaf.__dict__]
+    def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
+        """The leaves in safe fp16 inside the block; one whose forward another node has replaced is left.
+
+        Args:
+            counts: counts the calls of the leaves, where that is wanted.
+        """
+        patched = [leaf for leaf in self.patches if not leaf.__dict__.keys() & {"forward", HOOK}]
+        counted = {} if counts is None else {COUNTS: counts}
         try:
             for leaf in patched:
-                leaf.__dict__.update(self.patches[leaf])
+                leaf.__dict__.update(self.patches[leaf] | counted)
             yield
         finally:
             for leaf in patched:
-                for name in self.patches[leaf]:
+                for name in (*self.patches[leaf], COUNTS):
                     leaf.__dict__.pop(name, None)
 
 
@@ -180,10 +190,10 @@ def left_alone(network: nn.Module) -> Mapping[str, int]:
     """What safe fp16 does not reach in ``network``, by kind, for one line of the status."""
     count: Counter[str] = Counter()
     for module in network.modules():
-        if is_linear(module) and is_native(module):
-            count[f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"] += 1
-        elif hasattr(module, "expert_linear"):
+        if hasattr(module, "expert_linear"):
             count["banks of experts"] += 1
+        elif is_linear(module) and is_native(module):
+            count[f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"] += 1
         elif is_linear(module) and "forward" in module.__dict__:
             count["layers whose forward another node has replaced"] += 1
     return count

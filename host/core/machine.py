@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import comfy.ldm.modules.attention as core_attention
 import torch
+from comfy.cli_args import args as options
 
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import DeviceFacts, facts_for
@@ -19,10 +21,12 @@ from ...compat.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, preci
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
 from ..folders import state_folder
+from .attention import BUILDS_SCORES
 
 AS_LOADED = "as loaded"
 PRECISIONS = (AUTO, SAFE, "fp32", AS_LOADED)  # grows at the end
 ATTENTIONS = (AUTO, "bounded", AS_LOADED)
+FLAGS = ("use_split_cross_attention", "use_quad_cross_attention")  # by which users choose core's kernel
 TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 
@@ -146,13 +150,19 @@ def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) ->
     """The attention that takes over, if one has to, and why."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
+    flag = next((name for name in FLAGS if getattr(options, name, False)), "")
+    if choice == AUTO and flag:
+        return None, Decision("attention", "as loaded", f"ComfyUI was started with --{flag.replace('_', '-')}", AUTO)
+    cores = core_attention.optimized_attention.__name__
     chosen = machine.attention(dtype)
     kernels = _has_kernels(machine.facts.device, dtype) and dtype not in chosen.avoided
     if choice == AUTO and kernels and not safe:
-        return None, Decision("attention", "as loaded", f"torch has fused kernels for {NAMES[dtype]} here", AUTO)
-    return chosen, Decision(
-        "attention", chosen.decision.verdict, chosen.decision.why, AUTO if choice == AUTO else CHOSEN
-    )
+        why = f"torch has fused kernels for {NAMES[dtype]} here; core takes {cores}"
+        return None, Decision("attention", "as loaded", why, AUTO)
+    source = AUTO if choice == AUTO else CHOSEN
+    if cores not in BUILDS_SCORES:
+        return chosen, Decision("attention", f"core's {cores}", "exact where its operands have no fp16 form", source)
+    return chosen, Decision("attention", chosen.decision.verdict, chosen.decision.why, source)
 
 
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

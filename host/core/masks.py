@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.transforms.attention import Attention
+from .ownership import is_foreign
 
 
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -29,6 +30,8 @@ def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Mo
     if not _is_3d(network):
         return
     for module in network.modules():
+        if is_foreign(type(module).forward):
+            continue  # another pack's attention, which may have masks of its own
         if _is_over_frames(module):
             yield module, "forward", CausalInTime(module, attention)
         elif hasattr(module, "optimized_attention") and _is_3d(getattr(module, "q", None)):

@@ -41,6 +41,7 @@ from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
 from .machine import AS_LOADED, Machine, machine_of
 from .masks import lost_masks
+from .ownership import left_decisions
 from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
@@ -82,6 +83,7 @@ class FittedVAE:
     masks: bool
     keeps: bool
     plain: Any  # core's class
+    loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Core's decode of ``samples_in``, checked."""
@@ -208,12 +210,13 @@ def fit_vae(
             f"a {type(vae).__name__} without weights", expected="a VAE", fix="Connect a VAE from a loader."
         )
     machine = machine or machine_of(vae.device)
-    plain = vae.plain if isinstance(vae, FittedVAE) else type(vae)
+    earlier = isinstance(vae, FittedVAE)
+    plain, loaded = (vae.plain, vae.loaded or vae.patcher) if earlier else (type(vae), vae.patcher)
     wide, decided = _precision(machine, vae.vae_dtype, precision)
     fitted = copy.copy(vae)
-    damage = damage_to_bf16(vae.first_stage_model, machine)
-    sound = clone_cast_on_host(vae.patcher, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
-    fitted.patcher = sound or vae.patcher.clone()
+    damage = damage_to_bf16(loaded.model, machine)
+    sound = clone_cast_on_host(loaded, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
+    fitted.patcher, fitted.loaded = sound or loaded.clone(), loaded if sound else None
     fitted.first_stage_model = fitted.patcher.model
     masks = list(lost_masks(fitted.first_stage_model, machine.attention(FP32))) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
@@ -221,7 +224,8 @@ def fit_vae(
     fitted.__class__ = _fitted_class(plain)
     fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
-    return fitted, (decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
+    back = (Decision("an earlier fit", "taken back"),) if earlier else ()
+    return fitted, (*back, decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
 
 
 def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
@@ -239,6 +243,7 @@ def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool,
 
 def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
     """What else was decided, for people."""
+    yield from left_decisions(fitted.first_stage_model) if forms else ()
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})
         yield Decision("Conv3d", f"{len(forms)} layers as {', '.join(kinds)}", "exact forms that this device has", AUTO)

@@ -19,6 +19,7 @@ from ...compat.decision import AUTO, Decision
 from ...compat.device.quirks import policy_for, verdict
 from .leaves import ByNetwork
 from .machine import Machine
+from .ownership import left_class
 
 BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
 LIMIT = torch.finfo(torch.float16).max
@@ -48,7 +49,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
     """A clone of ``patcher`` over a copy of its network without bf16; None where the network cannot be had on the host.
 
     Args:
-        target: the dtype of each bf16 weight.
+        target: the dtype of each bf16 weight; those of layers of other packs stay.
         label: what stands for ``target`` among the copies of a network.
     """
     if patcher.is_dynamic():
@@ -90,9 +91,10 @@ def _cast(network: nn.Module, target: Target) -> nn.Module:
     plain = (value for value in vars(network).values() if not isinstance(value, (nn.Module, dict, list, tuple, set)))
     memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are not copies' own
     for module in network.modules():
+        ours = not left_class(module)  # another pack alone knows what its tensors mean
         for tensor in filter(_is_plain, (*module._parameters.values(), *module._buffers.values())):
             values = tensor.detach()
-            values = values.to(target(module, values)) if values.dtype is torch.bfloat16 else values
+            values = values.to(target(module, values)) if ours and values.dtype is torch.bfloat16 else values
             kept = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if kept else values
     return copy.deepcopy(network, memo)

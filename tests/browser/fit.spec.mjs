@@ -7,7 +7,7 @@ const HUB = "https://huggingface.co/";
 
 const WHY =
   "Core's own graph with **AnyGPU Fit Model** before the sampler and **AnyGPU Fit VAE** before the decode. A GPU without " +
-  "fast bf16 (RTX 20, V100, GTX, RX 6000) then computes in fp16 that cannot overflow, where core alone computes in fp32 " +
+  "fast bf16 (RTX 20, V100, GTX, RX 6000) then computes in safe fp16, where core alone computes in fp32 " +
   "or gives black frames. On a GPU that needs nothing both change nothing. The text under each node says what was done.";
 
 /** The text of a note: title, what it is, and what to download: [file, folder, page, folder in the page] each. */
@@ -57,7 +57,7 @@ const LTX2 = "ltx-2-19b-dev-fp8.safetensors";
 const GEMMA = "gemma_3_12B_it_fp4_mixed.safetensors";
 const SPECS = {
   anygpu_ltx2_on_an_older_gpu: {
-    title: "LTX-2 on an older GPU: core's graph in fp16 that cannot overflow",
+    title: "LTX-2 on an older GPU: core's graph in safe fp16",
     files: [
       [LTX2, "checkpoints", "Lightricks/LTX-2", ""],
       [GEMMA, "text_encoders", "Comfy-Org/ltx-2", "split_files/text_encoders/"],
@@ -112,7 +112,7 @@ const SPECS = {
       ["decode", "heard", "video"]],
   },
   anygpu_wan22_on_an_older_gpu: {
-    title: "Wan 2.2 on an older GPU: core's graph in fp16 that cannot overflow",
+    title: "Wan 2.2 on an older GPU: core's graph in safe fp16",
     files: [
       ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/diffusion_models/"],
       ["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/vae/"],
@@ -147,7 +147,7 @@ const SPECS = {
       ["decode", "video"]],
   },
   anygpu_minimax_h3_on_an_older_gpu: {
-    title: "MiniMax H3 on an older GPU: core's graph in fp16 that cannot overflow",
+    title: "MiniMax H3 on an older GPU: core's graph in safe fp16",
     files: [
       ["minimax_h3_fl2va_pruned_int8_convrot.safetensors", "diffusion_models", "Comfy-Org/MiniMax-H3", "diffusion_models/"],
       ["minimax_h3_video_vae_fp16.safetensors", "vae", "Comfy-Org/MiniMax-H3", "vae/"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.compat import doctor
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore
+from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore, repaired
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Call
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -255,3 +255,37 @@ def test_noise_that_did_not_shrink_is_told_from_a_picture() -> None:
     picture = torch.linspace(-1, 1, noise.numel()).view_as(noise)
     assert "did not shrink" in doctor.unshrunk(noise, 0.9 * noise + 0.1 * picture)
     assert not doctor.unshrunk(noise, picture + 0.1 * noise) and not doctor.unshrunk(noise, picture[:, :2])
+
+
+class PackedWeight(torch.Tensor):
+    """A weight of another pack's, whose bytes are no values: whatever reads them fails."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> PackedWeight:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values)
+        raise IndexError(f"{func} of packed bytes")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return func(args[0], args[1].values.to(args[0].dtype), *args[2:], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["scaled", "zeros", "fp32"])
+def test_repairs_do_not_read_packed_bytes_of_another_pack(way: str) -> None:
+    layer = nn.Linear(8, 8).half()
+    layer.weight = nn.Parameter(PackedWeight(torch.randn(8, 8).half()), requires_grad=False)
+    networks, x = nn.ModuleDict({"network": nn.Sequential(layer)}), torch.randn(2, 8).half()
+    expected = layer(x)
+    with repaired(networks, [Repair("network.0", way)]):
+        assert torch.allclose(layer(x), expected, atol=1e-2)

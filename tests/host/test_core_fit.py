@@ -36,6 +36,77 @@ def test_safe_fp16_is_near_fp32_where_plain_fp16_is_not(inside: Inside, name: st
     assert found["said"][0].startswith(f"precision fp16-safe: {how}: core would compute in fp32")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Wan 2.1", "fp16-safe in 26 of 26 layers called, attention 4 of 4 (4 by torch's fused kernel in fp16)"),
+        ("Ernie", "fp16-safe in 21 of 21 layers called, attention 0 of 2, the rest is core's own: "),
+        ("Hunyuan3D 2.1", "fp16-safe in 0 of 35 layers called, attention 0 of 6, the rest is core's own: "),
+    ],
+)
+def test_the_first_call_says_what_was_counted(inside: Inside, name: str, said: str) -> None:
+    found = inside.play("core_fit", "told", name=name)
+    assert [line[: len(said)] for line in found["told"]] == [said], "said once, whatever the number of calls"
+    assert found["layers"] == int(said.split()[4]) and not found["traces"]
+    casts = name == "Hunyuan3D 2.1"
+    assert found["equal"] == casts, "what nothing of ours reaches is core's own, bit for bit"
+    assert found["told"][0].endswith("casts its stream by itself, and computes as loaded") == casts
+    assert not any("overflow" in line for line in found["decided"])
+
+
+@pytest.mark.parametrize("name", ["Wan 2.1", "SD3"])
+def test_each_fit_equals_the_last_choice_alone(inside: Inside, name: str) -> None:
+    found = inside.play("core_fit", "refitted", name=name)
+    assert len(found["pairs"]) == 64 and not [pair for pair, equal in found["pairs"].items() if not equal]
+    assert found["different"] >= 3, "the choices give the same: the test tests nothing"
+    assert found["loaded"] and found["as core"], "as loaded is the MODEL that came in"
+    assert found["others"], "what another node had set was taken back too"
+
+
+@pytest.mark.parametrize("scene", ["clips_refitted", "vaes_refitted"])
+def test_each_fit_of_a_clip_or_vae_equals_the_last_choice_alone(inside: Inside, scene: str) -> None:
+    found = inside.play("core_fit_vaes", scene)
+    assert found["acts"] and found.get("core", True)
+    assert not [pair for pair, equal in found["pairs"].items() if not equal]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-safe"])
+def test_a_layer_that_takes_one_dtype_keeps_the_network_in_it(inside: Inside, precision: str) -> None:
+    found = inside.play("core_foreign", "fixed_in_dtype", precision="auto")
+    assert found["same"] and "takes no other dtype" in found["said"][0], found
+    refused = inside.play("core_foreign", "fixed_in_dtype", precision=precision)["refused"]
+    assert refused.startswith(f"UnsupportedError: precision {precision} with layers of core_foreign.HalfOnly")
+
+
+@pytest.mark.parametrize("function", ["basic", "split", "sub_quad", "sub_quad in chunks", "pytorch", "math"])
+def test_no_attention_function_of_cores_gives_other_values(inside: Inside, function: str) -> None:
+    found = inside.play("core_attention", "by_function", function=function)
+    assert found["reached"] and found["fp16"] > 3, "nothing was computed in fp16: the test tests nothing"
+    assert not {name: error for name, error in found["errors"].items() if not error <= NEAR}
+
+
+@pytest.mark.parametrize("function", ["sage with fp16 sums", "flash", "another node's"])
+def test_other_kernels_are_given_what_they_bear(inside: Inside, function: str) -> None:
+    found = inside.play("core_attention", "by_another", function=function)
+    assert found["calls"] > 3 and found["dtypes"] == ["torch.float16"]
+    assert not {name: error for name, error in found["errors"].items() if not error <= NEAR}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e2, 1e4])
+@pytest.mark.parametrize("name", ["LTXV", "SD3"])
+def test_loud_queries_keys_and_values_stay_near_fp32(inside: Inside, name: str, factor: float) -> None:
+    found = inside.play("core_attention", "loud", name=name, factor=factor)
+    assert found["error"] <= NEAR, found["told"]
+
+
+def test_a_kernel_that_the_user_chose_is_left_to_core(inside: Inside) -> None:
+    found = inside.play("core_attention", "chosen_by_flag")
+    assert found["said"] == "attention as loaded: auto: ComfyUI was started with --use-split-cross-attention"
+    assert found["told"].endswith(
+        "attention 0 of 4, the rest is core's own: it passes no options to its attention there"
+    )
+
+
 @pytest.mark.parametrize("profile", ["turing", "gfx1151"])
 def test_safe_fp16_on_simulated_machines(inside: Inside, profile: str) -> None:
     found = inside.play("core_fit", "near_fp32", name="Wan 2.2", profile=profile)
@@ -108,6 +179,54 @@ def test_packed_layers_are_safe_or_left_to_the_card_s_own_kernels(inside: Inside
         assert found["error"] <= 1.2 * found["core"], "less exact than core's own"
     else:
         assert found["error"] <= NEAR and not found["native"] and not left
+
+
+FOREIGN = {
+    "A": "core_foreign.Holder.OwnForward.Linear", "B": "core_foreign.Holder.OwnCast.Linear",
+    "C": "core_foreign.Holder.Packed.Linear", "D": "core_foreign.Holder.Recorder.Linear",
+    "F": "core_foreign.QuantLinear", "wrapped": "core_foreign.Holder.Wrapped.Linear",
+    "property": "core_foreign.Holder.Property.Linear", "subclass in torch's": "linear.Linear with Packed8 weights",
+    "subclass in core's": "ops.manual_cast.Linear with Packed8 weights",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+@pytest.mark.parametrize("name", ["Flux", pytest.param("Wan 2.1", marks=full)])
+def test_layers_of_other_packs_are_left_and_named(inside: Inside, name: str, form: str) -> None:
+    found = inside.play("core_foreign", "in_a_model", name=name, form=form)
+    assert found["equal"] and not found["traces"], found["error"]
+    assert found["calls"][0] == found["calls"][1] and found["calls"][0] > 20
+    assert f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+    assert "of its products are left to another pack" in found["said"][0]
+
+
+@pytest.mark.parametrize("precision", ["auto", pytest.param("fp16-safe", marks=full)])
+@pytest.mark.parametrize("form", [*FOREIGN, "E"])
+def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(
+    inside: Inside, form: str, precision: str
+) -> None:
+    found = inside.play("core_foreign", "in_a_model", name="Flux", form=form, every=17, precision=precision)
+    assert found["said"][0].startswith("precision fp16-safe"), "nothing was fitted: the test tests nothing"
+    assert found["error"] <= max(NEAR, 2 * found["own"]) and not found["equal"] and not found["traces"]
+    assert found["calls"][0] == found["calls"][1]
+    assert form == "E" or f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_text_encoders_with_layers_of_another_pack(inside: Inside, form: str) -> None:
+    found = inside.play("core_foreign", "in_a_clip", form=form)
+    assert found["equal"] and found["calls"][0] == found["calls"][1] > 10
+    assert f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+
+
+def test_convolutions_of_other_packs_are_left_and_named(inside: Inside) -> None:
+    found = inside.play("core_foreign", "foreign_convolutions")
+    assert found["ours"] == [False] * 6 + [True] * 2 and found["hooked"] == [7]
+    assert found["named"] == [
+        "types.Own", "ops.manual_cast.Conv2d with int8 weights", "ops.manual_cast.Conv2d with Packed8 weights",
+        "types.Own", "ops.manual_cast.Conv3d with int8 weights", "ops.manual_cast.Conv3d with Packed8 weights",
+        "", "",
+    ]  # fmt: skip
 
 
 def test_layers_that_unpack_their_own_bytes_are_asked_for_values(inside: Inside) -> None:

@@ -27,8 +27,9 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.leaves import is_linear
-from anygpu.host.core.machine import Fit, Machine
+from anygpu.host.core.leaves import is_conv2d
+from anygpu.host.core.machine import PRECISIONS, Fit, Machine
+from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
@@ -82,6 +83,59 @@ def near_fp32(name: str, weights: str = "fp16", profile: str = "", precision: st
             "traces": traces(model.model.diffusion_model),
             "said": [str(decision) for decision in decisions],
         }
+
+
+def told(name: str) -> dict[str, Any]:
+    """What is said of a network after its first calls, and of how many layers."""
+    model, lines = made(name), list[str]()
+    expected = output(model, name)
+    fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=turing(), tell=lines.append)
+    found = output(fitted, name)
+    output(fitted, name)
+    called = set()
+    hooks = [
+        leaf.register_forward_hook(lambda module, *_: called.add(module))
+        for leaf in model.model.diffusion_model.modules()
+        if is_linear(leaf) or is_conv2d(leaf)
+    ]
+    output(model, name)
+    for hook in hooks:
+        hook.remove()
+    return {
+        "equal": torch.equal(found, expected),
+        "told": lines,
+        "decided": [str(decision) for decision in decisions],
+        "layers": len(called),
+        "traces": traces(model.model.diffusion_model),
+    }
+
+
+def refitted(name: str) -> dict[str, Any]:
+    """Every ordered pair of choices against the second alone."""
+    model, machine = made(name, compute=None), turing()
+    louder(model, name, 1.0)
+    core = output(model, name)
+
+    def fit(given: Any, choice: tuple[str, str]) -> Any:
+        return core_model.fit_model(given, *choice, machine=machine)[0]
+
+    choices = [(precision, attention) for precision in PRECISIONS for attention in ("auto", "bounded")]
+    alone = {choice: output(fit(model, choice), name) for choice in choices}
+    pairs = {
+        f"{first} then {second}": torch.equal(output(fit(fit(model, first), second), name), alone[second])
+        for first in choices
+        for second in choices
+    }
+    other = model.clone()
+    other.set_model_compute_dtype(torch.bfloat16)
+    again = fit(fit(other, ("fp32", "auto")), ("as loaded", "auto"))
+    return {
+        "pairs": pairs,
+        "different": len({tuple(each.tolist()) for each in alone.values()}),
+        "loaded": torch.equal(alone["as loaded", "auto"], core),
+        "as core": torch.equal(output(model, name), core),
+        "others": torch.equal(output(again, name), output(other, name)),
+    }
 
 
 def unchanged(name: str, profile: str) -> dict[str, Any]:

@@ -319,3 +319,47 @@ def on_its_device(clip: Any, ids: torch.Tensor) -> torch.Tensor:
     device = clip.patcher.load_device
     ids = ids.to(device)
     return clip.cond_stage_model(ids, attention_mask=torch.ones_like(ids), dtype=torch.float32)[0].cpu()
+
+
+def clips_refitted() -> dict[str, Any]:
+    """Every ordered pair of choices for a text encoder against the second alone."""
+    clip, ids = text_encoder("T5")
+    core, machine = encoded(clip, ids), turing()
+
+    def fit(given: Any, choice: tuple[str, str]) -> Any:
+        return core_clip.fit_clip(given, *choice, machine=machine)[0]
+
+    choices = [
+        (precision, attention) for precision in ("fp16-safe", "as loaded") for attention in ("as loaded", "bounded")
+    ]
+    alone = {choice: encoded(fit(clip, choice), ids) for choice in choices}
+    pairs = {}
+    for first in choices:
+        for second in choices:
+            earlier = fit(clip, first)
+            encoded(earlier, ids)  # loaded, with what it puts on its layers
+            pairs[f"{first} then {second}"] = torch.equal(encoded(fit(earlier, second), ids), alone[second])
+    return {
+        "pairs": pairs,
+        "acts": not torch.equal(alone[choices[0]], core),
+        "core": torch.equal(alone["as loaded", "as loaded"], core) and torch.equal(encoded(clip, ids), core),
+    }
+
+
+def vaes_refitted() -> dict[str, Any]:
+    """The same for a VAE in fp16, and for one in bf16 on a machine that damages that."""
+    vae, latents, pairs = made("SD", torch.float16), latents_of("SD"), {}
+    choices = ("fp32", "as loaded")
+    alone = {choice: fitted(vae, precision=choice).decode(latents) for choice in choices}
+    for first in choices:
+        for second in choices:
+            again = fitted(fitted(vae, precision=first), precision=second)
+            pairs[f"{first} then {second}"] = torch.equal(again.decode(latents), alone[second])
+    with machine_named("gfx1151") as machine:
+        narrow = made("Wan 2.1", torch.bfloat16, device=machine.facts.device)
+        cast = fitted(narrow, precision="fp32", machine=machine)
+        back = fitted(cast, precision="as loaded", machine=machine)
+        pairs["cast weights taken back"] = (
+            cast.first_stage_model is not narrow.first_stage_model is back.first_stage_model is back.patcher.model
+        )
+    return {"pairs": pairs, "acts": not torch.equal(alone["fp32"], alone["as loaded"])}

@@ -14,7 +14,7 @@ import folder_paths
 import gguf
 import torch
 from anygpu.host.core import model as core_model
-from anygpu.host.core.leaves import is_linear
+from anygpu.host.core.ownership import is_linear
 
 from host.inside.core_fit import PEAK, lora_on, traces, turing
 from host.inside.core_tiny import CASES, WAN, error, louder, made, output

@@ -193,6 +193,22 @@ CASES: dict[str, Case] = {
         },
         ((1, 8, 16),), 32, "double_blocks.0.img_mlp.2",
     ),
+    "Hunyuan3D 2.1": Case(  # casts its stream to the dtype of its weights, and passes no options to its attention
+        "Hunyuan3Dv2_1",
+        {
+            "image_model": "hunyuan3d2_1", "in_channels": 8, "context_dim": 32, "hidden_size": 64, "num_heads": 2,
+            "depth": 3, "num_moe_layers": 0, "guidance_cond_proj_dim": None,
+        },
+        ((1, 8, 16),), 32, "blocks.0.mlp.fc2",
+    ),
+    "Ernie": Case(  # passes no options to its attention
+        "ErnieImage",
+        {
+            "image_model": "ernie", "hidden_size": 64, "num_attention_heads": 2, "num_layers": 2,
+            "ffn_hidden_size": 128, "text_in_dim": 32, "rope_axes_dim": (8, 12, 12),
+        },
+        ((1, 128, *PICTURE),), 32, "layers.0.mlp.linear_fc2",
+    ),
 }  # fmt: skip
 
 

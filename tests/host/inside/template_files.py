@@ -16,7 +16,7 @@ from typing import Any
 import comfy.ldm.lightricks.vae.audio_vae as audio_vae
 import comfy.ops
 import torch
-from anygpu.host.core.leaves import is_linear
+from anygpu.host.core.ownership import is_linear
 from safetensors.torch import load_file, save_file
 from torch import nn
 

@@ -1,0 +1,168 @@
+"""Which layers of a network are core's or torch's own, so that ours may compute in their place, and which are left.
+
+Other packs subclass core's layers, keep another class name, or put packed bytes where core has values. Names tell
+nothing: what counts is where the functions that compute a layer were defined, and what its weight is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+from torch import nn
+
+from ...compat.decision import Decision
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+MOST_LEFT = 0.1  # share of products from which a network stays in core's dtype
+HOME = ("comfy", "torch")  # packages whose functions compute what they say
+STEPS = ("forward", "forward_comfy_cast_weights", "_conv_forward")
+OWN_CAST = "cast_bias_weight"  # the method by which GGUF's layers offer their values
+OFFERED = {"dtype", "device", "bias_dtype"}  # its arguments
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is a Linear that core or torch computes, or that offers its values; not all are nn.Linear."""
+    if not isinstance(module, nn.Linear) and not _is_core_linear(module):
+        return False
+    if offers_cast(type(module)):
+        return True
+    from_core = all(_module_of(step) == "comfy.ops" for step in _steps(module, "forward_comfy_cast_weights"))
+    computed = type(module).forward is nn.Linear.forward or _module_of(type(module).forward) == "comfy.ops"
+    return computed and from_core and _holds_values(module, (module.out_features, module.in_features))
+
+
+def is_own_convolution(module: nn.Module) -> bool:
+    """Whether ``module`` is a convolution whose sums core or torch computes in its ``_conv_forward``."""
+    if not isinstance(module, CONVOLUTIONS):
+        return False
+    steps = _steps(module, *STEPS)
+    shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
+    known = not any(map(is_foreign, steps))
+    return offers_cast(type(module)) or (known and _holds_values(module, shape))
+
+
+def offers_cast(kind: type[nn.Module]) -> bool:
+    """Whether layers of a class give their own values when asked, as those that read GGUF files do."""
+    own = getattr(kind, OWN_CAST, None)
+    if own is None or not _arguments(own) >= OFFERED:
+        return False
+    return _module_of(kind.forward) in (_module_of(own), "comfy.ops")  # another pack's forward comes with other values
+
+
+def left_class(module: nn.Module) -> str:
+    """The class of a layer that another pack computes, for people; empty for layers of core and torch, and for others.
+
+    A subclass of a Linear or convolution, or a module without modules that holds a matrix and computes by itself.
+    """
+    if is_linear(module) or is_own_convolution(module) or isinstance(module, nn.Embedding):
+        return ""
+    kind = type(module)
+    product = isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_core_linear(module)
+    foreign = any(map(is_foreign, _steps(module, *STEPS)))
+    bare = next(module.children(), None) is None and next(_matrices(module), None) is not None
+    if not product and not (foreign and bare):
+        return ""
+    weight = None if foreign else _weight(module)
+    named = f"{kind.__module__.rpartition('.')[2]}.{kind.__qualname__.replace('<locals>.', '')}"
+    if not isinstance(weight, torch.Tensor):
+        return named
+    plain = type(weight) in (nn.Parameter, torch.Tensor)
+    return f"{named} with {str(weight.dtype).removeprefix('torch.') if plain else type(weight).__name__} weights"
+
+
+def left_decisions(network: nn.Module) -> Iterator[Decision]:
+    """The layers of a network that are left to other packs: each class with its count."""
+    for name, count in Counter(filter(None, map(left_class, network.modules()))).items():
+        yield Decision("left to", f"{name}: {count} layer{'s' if count > 1 else ''}")
+
+
+def why_left(network: nn.Module) -> str:
+    """Why ``auto`` leaves a network as loaded: other packs compute too much of it; empty where they do not."""
+    left = sum(size_of(module) for module in network.modules() if left_class(module))
+    ours = sum(size_of(module) for module in network.modules() if is_linear(module) or is_own_convolution(module))
+    share = left / (left + ours or 1)
+    return f"{share:.0%} of its products are left to another pack" if share > MOST_LEFT else ""
+
+
+def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
+    """The class of a layer that takes no other dtype than core's choice; empty where there is none.
+
+    Args:
+        safe: whether safe fp16 computes torch's own Linears, which take any then.
+    """
+    fixed = (each for each in network.modules() if not _takes_any_dtype(each) and not (safe and is_linear(each)))
+    return next((left_class(each) or type(each).__name__ for each in fixed), "")
+
+
+def size_of(module: nn.Module) -> int:
+    """About how many values a layer's matrix stands for: packed bytes are fewer."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return int(module.in_features) * int(module.out_features)
+    return sum(tensor.numel() for tensor in _matrices(module))
+
+
+def _takes_any_dtype(module: nn.Module) -> bool:
+    """Whether a layer computes in the dtype of its input, as core's do, or has no 16-bit weights to mix with it."""
+    if isinstance(module, comfy.ops.CastWeightBiasOp) or not (left_class(module) or isinstance(module, nn.Linear)):
+        return True
+    return not any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in _tensors(module))
+
+
+def _is_core_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is, or descends from, a Linear of core's for packed files, which is no nn.Linear."""
+    cast = isinstance(module, comfy.ops.CastWeightBiasOp) and "in_features" in vars(module)
+    return cast and not hasattr(module, "expert_linear")
+
+
+def _steps(module: nn.Module, *names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(type(module), name) for name in names if hasattr(type(module), name))
+
+
+def _module_of(function: Any) -> str:
+    """The module in which a function was defined, whatever it was put into; of wrapped ones, another pack's."""
+    modules = [str(getattr(function, "__globals__", {}).get("__name__", ""))]
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+        modules.append(str(getattr(function, "__globals__", {}).get("__name__", "")))
+    return next((name for name in modules if name.partition(".")[0] not in HOME), modules[-1])
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function was defined in another package than core and torch."""
+    return _module_of(function).partition(".")[0] not in HOME
+
+
+def _weight(module: nn.Module) -> Any:
+    return module._parameters.get("weight", vars(module).get("weight"))
+
+
+def _holds_values(module: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a layer's weight is what it says: floating values, core's packed tensor, or not there yet."""
+    if hasattr(type(module), "weight"):  # a property of another pack's
+        return False
+    weight = _weight(module)
+    if weight is None or isinstance(weight, QuantizedTensor):
+        return isinstance(module, comfy.ops.CastWeightBiasOp)
+    plain = type(weight) in (nn.Parameter, torch.Tensor) and type(weight.data) is torch.Tensor
+    return plain and weight.is_floating_point() and weight.shape == shape
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    own = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+    return (tensor for tensor in own if isinstance(tensor, torch.Tensor))
+
+
+def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in _tensors(module) if tensor.ndim > 1)
+
+
+@functools.cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

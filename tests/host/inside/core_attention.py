@@ -1,0 +1,123 @@
+"""Scenes about core's attention functions under a fit: whichever is configured, finite operands give right values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import comfy.ldm.modules.attention as core_attention
+import comfy.model_management as management
+import torch
+from anygpu.compat.transforms import attention as attention_choice
+from anygpu.compat.transforms.attention import Attention
+from anygpu.host.core import attention as override
+from anygpu.host.core import machine as core_machine
+from anygpu.host.core import model as core_model
+from anygpu.host.core.attention import AttentionOverride
+from anygpu.host.core.counts import Counts
+from anygpu.host.core.ownership import is_linear
+from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from host.inside.core_fit import turing
+from host.inside.core_tiny import error, made, output
+from host.inside.sight import state
+
+FUNCTIONS = {
+    "basic": core_attention.attention_basic,
+    "split": core_attention.attention_split,
+    "sub_quad": core_attention.attention_sub_quad,
+    "sub_quad in chunks": core_attention.attention_sub_quad,
+    "pytorch": core_attention.attention_pytorch,
+    "math": core_attention.attention_pytorch,
+}
+
+
+def by_function(function: str) -> dict[str, Any]:
+    """The error of each crafted call through one of core's functions with our override, in both of core's layouts."""
+    counts, errors = Counts(), {}
+    with ExitStack() as stack:
+        if function == "sub_quad in chunks":
+            stack.enter_context(state(get_free_memory=lambda _dev=None, both=False: (1, 1) if both else 1))
+        if function == "math":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            for module in (override, attention_choice):
+                stack.enter_context(mock.patch.object(module, "fused_kernel", lambda *_: ""))
+            torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+            stack.callback(torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp, False)
+        ours = AttentionOverride(Attention(), True, counts=counts)
+        for name, *given in crafted():
+            errors[name] = max(error_of(FUNCTIONS[function], ours, *given, apart) for apart in (False, True))
+    fp16 = sum(count for way, count in counts.ways.items() if way.endswith("in fp16"))
+    reached = counts.ways.total() == 2 * len(errors)
+    return {"errors": errors, "fp16": fp16 if function != "math" else reached * 4, "reached": reached}
+
+
+def error_of(
+    function: Callable[..., Tensor], ours: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, apart: bool
+) -> float:
+    """Against fp64, called as networks call it."""
+    expected = exact(query, key, value, mask)
+    options = {"transformer_options": {override.OVERRIDE: ours}}
+    if apart:
+        found = function(query, key, value, 2, mask, skip_reshape=True, skip_output_reshape=True, **options)
+    else:
+        together = (each.transpose(1, 2).flatten(2) for each in (query, key, value))
+        found = function(*together, 2, mask=mask, **options).unflatten(-1, (2, -1)).transpose(1, 2)
+    return error(found.double(), expected)
+
+
+def by_another(function: str) -> dict[str, Any]:
+    """The same through a kernel of a package, or another node's, which asks core's function for calls with a mask."""
+    seen, errors = set(), {}
+
+    def sage(q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **kwargs: Any) -> Tensor:
+        seen.update(str(each.dtype) for each in (q, k, v))
+        calls.append(1)
+        split = [
+            each if kwargs.get("skip_reshape") else each.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for each in (q, k, v)
+        ]
+        kernel = exact if function == "flash" else sums_of_64_keys_in_fp16
+        found = kernel(*split, mask).to(q.dtype)
+        return found if kwargs.get("skip_output_reshape") else found.transpose(1, 2).flatten(2)
+
+    def node(func: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Any = None, **kwargs: Any) -> Tensor:
+        own = func if mask is not None or len(calls) % 2 else sage
+        calls.append(1)
+        seen.update(str(each.dtype) for each in (q, k, v))
+        return own(q, k, v, heads, mask=mask, **kwargs)
+
+    calls: list[int] = []
+    sage.__name__ = "attention_sage"
+    ours = AttentionOverride(Attention(), True, node if function == "another node's" else None)
+    called = core_attention.attention_sub_quad if ours.before else core_attention.wrap_attn(sage)
+    for name, *given in crafted():
+        errors[name] = max(error_of(called, ours, *given, apart) for apart in (False, True))
+    return {"errors": errors, "calls": len(calls), "dtypes": sorted(seen)}
+
+
+def loud(name: str, factor: float) -> dict[str, Any]:
+    """A network whose queries, keys and values are many times larger, against core's fp32."""
+    model, lines = made(name), list[str]()
+    with torch.no_grad():
+        for path, leaf in model.model.diffusion_model.named_modules():
+            if is_linear(leaf) and path.rpartition(".")[2] in ("to_q", "to_k", "to_v", "qkv"):
+                rows = leaf.out_features // 3 if path.endswith("qkv") else leaf.out_features
+                leaf.weight[-rows:] *= min(factor, 6e4 / float(leaf.weight.abs().max()))
+    expected = output(model, name)
+    fitted, _ = core_model.fit_model(model, keep_latents="never", machine=turing(), tell=lines.append)
+    return {"error": error(output(fitted, name), expected), "told": lines}
+
+
+def chosen_by_flag() -> dict[str, Any]:
+    """What becomes of attention where the user chose core's function on the command line."""
+    lines: list[str] = []
+    with mock.patch.object(core_machine.options, "use_split_cross_attention", True):
+        fitted, decisions = core_model.fit_model(made("Wan 2.1"), machine=turing(), tell=lines.append)
+        output(fitted, "Wan 2.1")
+    management.unload_all_models()
+    return {"said": str(decisions[1]), "told": lines[0]}
