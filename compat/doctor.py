@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .device.copies import to_host
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
@@ -344,7 +345,7 @@ def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
     """Why a finished sampling is still its noise; empty where it is not."""
     if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
         return ""
-    pair = torch.stack([noise.detach().float().flatten().cpu(), result.detach().float().flatten().cpu()])
+    pair = torch.stack([to_host(noise).float().flatten(), to_host(result).float().flatten()])
     likeness = float(torch.corrcoef(pair)[0, 1])
     if not likeness > UNSHRUNK:
         return ""

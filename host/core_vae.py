@@ -11,6 +11,7 @@ import comfy.sd
 import torch
 from torch import nn
 
+from ..compat.device.copies import to_host
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
@@ -26,7 +27,7 @@ class ChannelStatistics:
 
     def __init__(self, vae: Any) -> None:
         pair = (vae.latents_mean, vae.latents_std)
-        self.mean, self.std = (t.detach().float().cpu().view(1, -1, 1, 1, 1) for t in pair)
+        self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in pair)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Of mean 0 and deviation 1."""

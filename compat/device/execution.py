@@ -6,7 +6,7 @@ and diffusers' group offload leaves them on ``cpu``. What counts is the device o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -45,21 +45,6 @@ def current(device: torch.device) -> Iterator[None]:
         if several and default_device().type == device.type:
             value_or(lambda: stack.enter_context(torch.accelerator.device_index(device.index)), None)
         yield
-
-
-def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``value`` with every tensor in it on ``device``; floating tensors also in ``dtype`` when it is given.
-
-    Args:
-        value: a tensor, or a dict, list or tuple of values; anything else is returned as it is.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype) if dtype is not None and value.is_floating_point() else value.to(device)
-    if isinstance(value, Mapping):
-        return {key: placed(item, device, dtype) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(placed(item, device, dtype) for item in value)
-    return value
 
 
 def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:

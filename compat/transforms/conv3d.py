@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device.copies import to_host
 from ..device.execution import HOST
 from ..errors import UnsupportedError
 from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
@@ -268,7 +269,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
     if expected.shape != result.shape or expected.dtype != result.dtype:
         return f"its replacement gave {tuple(result.shape)} {result.dtype} for {tuple(expected.shape)} {expected.dtype}"
     largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    error = float((result.cpu().double() - expected.double()).abs().max() / largest)
+    error = float((to_host(result).double() - expected.double()).abs().max() / largest)
     bound = tolerance(expected.dtype, terms, result.device)
     return "" if error <= bound else f"its replacement differs by {error:.1e} of the largest value, {bound:.1e} allowed"
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.execution import COMPILED, HOST, placed
+from ..device.copies import placed
+from ..device.execution import COMPILED, HOST
 from ..errors import InputError, UnsupportedError
 from ..memory.parts import Undo
 from .blocks import transformer_blocks

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.device.copies import to_host
+
 logger = logging.getLogger(__name__)
 
 SUBPIXELS = 1024
@@ -77,7 +79,7 @@ def face_ids(
     """
     device = screen.device
     if not _reduces_int64(device):
-        return face_ids(screen.cpu(), faces.cpu(), height, width, candidates, steps).to(device)
+        return face_ids(to_host(screen), to_host(faces), height, width, candidates, steps).to(device)
     limit = candidates or CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
     spare = SMALL * (width + 1)  # a box rounded up may hang over the last row: what it tries there never wins
     buffer = torch.full((height * width + spare,), FAR, dtype=torch.int64, device=device)

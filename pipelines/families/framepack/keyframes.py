@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ....compat.device.copies import to_host
 from ....compat.device.execution import checked_leaves
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
@@ -101,4 +102,4 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
         picture = signed(request.frames)[:, :, 0]
         states = pipe.encode_image(picture, device=pipeline.offloader.device_of("image_encoder"))
         progress.step(1, 1, StageText("encoding", "image for SigLIP"))
-    return states.float().cpu()
+    return to_host(states).float()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
+from ....compat.device.copies import placed, to_host
+from ....compat.device.execution import checked_leaves, generator_for, state_of
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -260,7 +261,7 @@ def _section(
         branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
         return guidance.predict(index, pipeline.group, *branches)
 
-    return denoise(noise, schedule, predict, progress=progress, safeguards=safeguards).cpu()
+    return to_host(denoise(noise, schedule, predict, progress=progress, safeguards=safeguards))
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:

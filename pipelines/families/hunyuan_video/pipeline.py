@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.device.copies import placed, to_host
+from ....compat.device.execution import checked_leaves, generator_for
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     Call,
@@ -193,7 +194,7 @@ def sample(
             safeguards=safeguards_of(pipeline, progress, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
-    return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
+    return sampled_latents(pipeline, whole(to_host(latents)) / scale, settings, generator, **extra)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.device.copies import placed, to_host
+from ....compat.device.execution import checked_leaves, generator_for
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -146,7 +147,7 @@ def sample(
             safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)
+    return sampled_latents(pipeline, to_host(latents) / scale, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -269,7 +270,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             encoder, pipeline.tools["feature_extractor"], picture, device
         )
     pipeline.offloader.release("image_encoder")
-    vision: torch.Tensor = states.float().cpu()
+    vision: torch.Tensor = to_host(states).float()
     return vision
 
 
