@@ -140,7 +140,7 @@ def lifeless(tensor: torch.Tensor) -> str:
 def _range(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest value, NaN for both where any is: one pass over the tensor and one read from it."""
     wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
-    low, high = torch.stack(torch.aminmax(wide)).tolist()
+    low, high = to_host(torch.stack(torch.aminmax(wide))).tolist()
     return low, high
 
 

@@ -11,7 +11,7 @@ import comfy.sd
 import torch
 from torch import nn
 
-from ..compat.device.copies import to_host
+from ..compat.device.copies import placed, to_host
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
@@ -142,4 +142,4 @@ class CoreVAE(comfy.sd.VAE):
         return self._returned(torch.stack(videos))
 
     def _returned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.output_device, comfy.model_management.intermediate_dtype())
+        return placed(tensor, self.output_device, comfy.model_management.intermediate_dtype())

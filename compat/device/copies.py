@@ -7,10 +7,12 @@ value that leaves a device passes through :func:`to_host`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from .execution import HOST
 from .failures import is_shortage
@@ -53,3 +55,17 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -
     if isinstance(value, (list, tuple)):
         return type(value)(placed(item, device, dtype) for item in value)
     return value
+
+
+@contextmanager
+def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Bring the inputs of ``module`` to ``device`` in each call, for libraries that would copy them plainly."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return placed(args, device), placed(kwargs, device)
+
+    handle = module.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

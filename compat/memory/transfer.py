@@ -160,10 +160,10 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type == HOST.type or dtype not in HALVES:
         return False
-    way, values = transfer_for(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
+    way, values = Transfer(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
     values = values[values.isfinite() & (values.abs() >= torch.finfo(dtype).tiny)]
     wide = values.float()
-    up, down = way.to_device(values).float().to(HOST), way.to_host(wide.to(device).to(dtype))
+    up, down = to_host(way.to_device(values).float()), way.to_host(wide.to(device).to(dtype))
     return not (torch.equal(up, wide) and torch.equal(down, values))
 
 

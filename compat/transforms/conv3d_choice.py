@@ -226,7 +226,7 @@ def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> fl
     stride, padding, dilation, groups = layer.geometry
     expected = F.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
     try:
-        here = convolve(form, *placed([x, weight, bias], device), layer.geometry)
+        here = convolve(form, placed(x, device), placed(weight, device), placed(bias, device), layer.geometry)
         result = to_host(here).double()
     except RuntimeError:
         return None

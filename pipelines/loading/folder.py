@@ -35,7 +35,7 @@ from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
-from ...compat.precision import FP32, Precision, precision_for
+from ...compat.precision import FP32, Precision, copies_decision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype
@@ -146,6 +146,7 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
+    more += copies_decision(precision, facts, probes)
     pipeline = Pipeline(
         spec=family,
         task=_task(family, folders["transformer"]) if single is None else single.task,

@@ -282,7 +282,7 @@ def _forward(
     dtype, device = pipeline.precision.residual, vision.device
     given = {
         "image_embeds": vision.to(dtype),
-        "guidance": torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0,
+        "guidance": torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0,
         **placed(history.seen(), device, dtype),
         **history.plan.indices(len(history.lengths)),
     }

@@ -275,7 +275,7 @@ def _predictor(
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
-        guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0
+        guidance = torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0
 
     def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         with transformer.cache_context(name):

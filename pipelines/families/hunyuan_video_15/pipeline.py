@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.copies import placed, to_host
-from ....compat.device.execution import checked_leaves, generator_for
+from ....compat.device.copies import inputs_placed, placed, to_host
+from ....compat.device.execution import HOST, checked_leaves, generator_for
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -200,9 +200,9 @@ class _Forward:
         # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
         self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
         if image is not None:
-            self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
+            self.beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, self.dtype) * scale
             self.beside[:, CHANNELS:, :1] = 1.0
-            self.vision = image.tensors[STATES].to(self.vision)
+            self.vision = placed(image.tensors[STATES], device, self.dtype)
         self.next_times: torch.Tensor | None = None
         if image is not None and config.get("use_meanflow"):
             self.next_times = functional.pad(schedule.timesteps[1:], (0, 1))
@@ -265,9 +265,10 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
         watched(encoder, progress, StageText("encoding", "image")),
+        inputs_placed(encoder, device),
     ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
-            encoder, pipeline.tools["feature_extractor"], picture, device
+            encoder, pipeline.tools["feature_extractor"], picture, HOST
         )
     pipeline.offloader.release("image_encoder")
     vision: torch.Tensor = to_host(states).float()

@@ -109,7 +109,7 @@ void zero_copies(const std::string& name, const torch::jit::Stack& arguments, to
     const bool leaves = source.device().type() == kType && target.device().is_cpu();
     const bool arrives = source.device().is_cpu() && target.device().type() == kType;
     const bool travels = (leaves && zeroed_kinds & kToHost) || (arrives && zeroed_kinds & kToDevice);
-    if (travels && (is_zeroed(source.scalar_type()) || is_zeroed(target.scalar_type()))) {
+    if (travels && target.numel() > 0 && (is_zeroed(source.scalar_type()) || is_zeroed(target.scalar_type()))) {
       ++zeroed_copies;
       const at::AutoDispatchBelowADInplaceOrView below_autograd;
       target.zero_();
