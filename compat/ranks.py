@@ -106,7 +106,7 @@ class Ranks:
         told = torch.tensor([float(flag)], device=self.device)
         with self._exchanging():
             distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
-            return bool(told.item())
+            return bool(told)
 
     def collected(self, value: Any) -> list[Any] | None:
         """The values of all ranks in order, on the leader; None on the others."""

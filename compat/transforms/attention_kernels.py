@@ -194,7 +194,7 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
     result = to_host(EXPLICIT[choice](*placed([query, key, value], device))).to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
-    error = (result - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    error = float((result - chunked(query, key, value).to(WORKED_ON)).abs().max())
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
     return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
 
