@@ -144,8 +144,7 @@ def load_paint(
         part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
         for part, module in made.items()
     }
-    configs: dict[str, Mapping[str, Any]] = {"unet": config}
-    weights = {part: _bytes_of(module, dtypes) for part, module in made.items()}
+    configs, weights = {"unet": config}, {part: _bytes_of(module, dtypes) for part, module in made.items()}
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size

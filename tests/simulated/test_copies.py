@@ -17,7 +17,9 @@ from anygpu.compat.precision import SAFE
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
 from anygpu.paint import texturing
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.networks.encoders import dino_states, encoded_prompt
 from anygpu.paint.pictures import checked_pictures, cut_out
+from anygpu.paint.sampling.painting import paint_views
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
@@ -32,6 +34,9 @@ from anygpu.pipelines.text.qwen import qwen_from_core
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, t5_from_core
 from paint.conftest import delight_folder, paint_folder, pbr_folder  # noqa: F401
 from paint.shapes import box
+from paint.stored import checkpoint
+from paint.test_offloader import INPUTS
+from paint.test_offloader import SETTINGS as PAINT
 
 from simulated import accelerator, profiles
 from simulated.test_drawn import Cut
@@ -41,7 +46,6 @@ from simulated.test_paint import PICTURE, SETTINGS
 BF16, FP16 = HALVES
 RADEON = "gfx1201"  # a machine without other faults on which `auto` takes 16 bits
 FULL = pytest.mark.full
-NONE = torch.tensor([])
 
 
 def facts(device: torch.device) -> Any:
@@ -248,22 +252,47 @@ def test_a_run_goes_on_from_its_step_file_with_the_same_bits(acc, tiny_folder, t
 
 
 def textured(folders: dict[str, Path], device: torch.device, offload: str) -> list[torch.Tensor]:
-    """Texture and views of both steps, and what the delight model made of the picture."""
+    """A texture and its views, painted after a delighted picture, and views of the other paint model."""
     given = {"device": facts(device), "offload": offload}
     paint, delight = (load_paint(PaintRequest(folders[kind], **given)) for kind in ("paint", "delight"))
     texture, views, _ = texturing.textured(box(), [PICTURE], paint, delight, SETTINGS)
-    assert FP16 in (paint.precision.transformer, delight.precision.transformer)
-    return [texture.colour, texture.painted, views.views]
+    pbr = load_paint(PaintRequest(folders["paint_pbr"], **given))
+    assert {one.precision.transformer for one in (paint, delight, pbr)} == {FP16}
+    return [texture.colour, texture.painted, views.views, paint_views(pbr, INPUTS, PAINT).views]
 
 
 @FULL
-@pytest.mark.parametrize("offload", MODES[:2])
-def test_paint_and_delight_give_the_same_bits(acc, paint_folder, delight_folder, offload):  # noqa: F811
-    folders = {"paint": paint_folder, "delight": delight_folder}
+@pytest.mark.parametrize("offload", MODES)
+def test_paint_and_delight_give_the_same_bits(acc, paint_folder, pbr_folder, delight_folder, offload):  # noqa: F811
+    folders = {"paint": paint_folder, "paint_pbr": pbr_folder, "delight": delight_folder}
     healthy = textured(folders, acc, offload)
     with accelerator.zeroed_copies(FP16, to_device=True) as zeroed:
         assert all(map(torch.equal, textured(folders, acc, offload), healthy))
         assert zeroed() == 0
+
+
+@FULL
+def test_the_encoders_of_paint_give_the_same_bits(acc, tmp_path):
+    from transformers import CLIPTextConfig, CLIPTextModel, Dinov2Config, Dinov2Model
+
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    dino = Dinov2Config(hidden_size=1536, mlp_ratio=1, image_size=224, **shape)
+    Dinov2Model(dino).save_pretrained(tmp_path / "dino")
+    delight, pbr = checkpoint("delight", tmp_path), checkpoint("paint_pbr", tmp_path)
+    clip = CLIPTextConfig(vocab_size=49408, hidden_size=64, intermediate_size=32, projection_dim=8, **shape)
+    CLIPTextModel(clip).save_pretrained(delight / "text_encoder")
+
+    def encoded() -> list[torch.Tensor]:
+        looking = load_paint(PaintRequest(pbr, image_encoder=tmp_path / "dino", device=facts(acc)))
+        reading = load_paint(PaintRequest(delight, device=facts(acc)))
+        assert {looking.precision.text, reading.precision.text} == {FP16}
+        return [dino_states(looking, INPUTS.references[0], Silent()), encoded_prompt(reading, "", Silent())]
+
+    healthy = encoded()
+    with accelerator.zeroed_copies(FP16, to_device=True) as zeroed:
+        assert all(map(torch.equal, encoded(), healthy))
+        assert zeroed() == 0
+    assert all(states.any() for states in healthy)
 
 
 # ---- what the user is told ------------------------------------------------------------------------------------------
