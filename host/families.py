@@ -67,7 +67,7 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
             count = min(picture.shape[2], noise.shape[2])
             beside[:, :-1, :count] = placed(self.process_latent_in(picture[:, :, :count]), noise.device, noise.dtype)
             mask = given.get("concat_mask")
-            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - placed(mask, noise.device, noise.dtype)
+            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - placed(mask, noise.device).to(noise.dtype)
             beside[:, -1:, : kept.shape[2]] = kept[:, :1]
         return beside
 

@@ -30,9 +30,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The result of ``copy``, which takes a tensor to another device as it is; it is given integers for 16-bit floats.
 
-    A backend that cannot relabel bits has only the plain copy.
+    A tensor of another class, whose dtype may be that of what it unpacks to, is copied as that class does it; a backend
+    that cannot relabel bits has only the plain copy.
     """
-    if tensor.dtype in HALVES:
+    if tensor.dtype in HALVES and type(tensor) in (torch.Tensor, nn.Parameter):
         try:
             return copy(tensor.view(BITS)).view(tensor.dtype)
         except RuntimeError as error:

@@ -146,7 +146,6 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
-    more += copies_decision(precision, facts, probes)
     pipeline = Pipeline(
         spec=family,
         task=_task(family, folders["transformer"]) if single is None else single.task,
@@ -158,7 +157,7 @@ def load(
         configs={name: part.config for name, part in files.items()},
         variant=variant,
         source=request.model,
-        decisions=(precision.decision, offload, attention.decision, *more),
+        decisions=(precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more),
         speed=speed,
         weights=weights,
         probes=probes,
