@@ -43,7 +43,7 @@ def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``value`` with every tensor in it on ``device``; floating ones are cast to ``dtype``, if given, before they leave.
+    """``value`` with every tensor in it on ``device``; floating ones cast to ``dtype``, if given, before they leave.
 
     Args:
         value: a tensor, or a dict, list or tuple of values; anything else is returned as it is.
