@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .device.copies import to_host
+from .device.execution import to_host
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in

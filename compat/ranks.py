@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .device.copies import placed
+from .device.execution import placed
 from .device.facts import first_line
 from .errors import PackError
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.device.facts import first_line
 from ..compat.errors import CheckpointError, MissingPackageError, PackError, UnsupportedError
 from ..compat.ranks import RankLost

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
-from ..compat.device.copies import placed
-from ..compat.device.execution import HOST
+from ..compat.device.execution import HOST, placed
 from ..compat.memory.statistics import MemoryStats
 from ..compat.memory.transfer import set_data, transfer_for
 

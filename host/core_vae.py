@@ -11,7 +11,7 @@ import comfy.sd
 import torch
 from torch import nn
 
-from ..compat.device.copies import placed, to_host
+from ..compat.device.execution import placed, to_host
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format

@@ -14,7 +14,7 @@ import comfy.model_base
 import comfy.supported_models
 import torch
 
-from ..compat.device.copies import placed
+from ..compat.device.execution import placed
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.sampling.core_sampler import TIME
 from .diffusion_model import PICTURE, TRANSFORMER, CoreModel

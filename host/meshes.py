@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 import torch
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.errors import CheckpointError, InputError
 from ..paint.choices import MESH_FILES
 from .api import Types

@@ -13,7 +13,7 @@ import comfy.model_management
 import latent_preview
 import torch
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
 from .folders import kept_folder

@@ -17,7 +17,7 @@ import torch
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left

@@ -20,7 +20,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Kept, Sampled
 from ..pipelines.latents.store import NESTED

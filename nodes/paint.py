@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat import precision
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..compat.transforms.compile import MOST_CACHED

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.transforms import step_cache
 from ..compat.transforms.step_cache import StepCacheSettings
 from ..host import folders, saved

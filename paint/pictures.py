@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 
 GREY, WHITE = 127 / 255, 1.0

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.device.copies import to_host
-from ..compat.device.execution import HOST, Checked, execution_device
+from ..compat.device.execution import HOST, Checked, execution_device, to_host
 from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError
 from ..compat.memory.parts import Silent

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn import functional
 
-from ..compat.device.copies import to_host
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from .family import FITS, FamilySpec
 from .settings import snap

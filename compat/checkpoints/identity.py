@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..device.copies import to_host
+from ..device.execution import to_host
 from .headers import unreadable
 
 WHOLE_BYTES = 64 * 1024**2  # up to which a file is hashed whole: LoRAs, encoders' tokenizers, configurations

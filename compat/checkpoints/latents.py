@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.copies import placed, to_host
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..device.facts import first_line
 from ..errors import CheckpointError, InputError
 from .headers import STORED, entries_and_notes

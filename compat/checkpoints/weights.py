@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..device.copies import to_host
+from ..device.execution import to_host
 from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.copies import placed
+from ..device.execution import placed
 from ..device.failures import is_shortage
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.weights import release_pages
-from ..device.copies import BITS, HALVES, carried, to_host
-from ..device.execution import HOST
+from ..device.execution import BITS, HALVES, HOST, carried, to_host
 from ..device.facts import DeviceFacts
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..device.copies import placed, to_host
+from ..device.execution import placed, to_host
 from ..device.facts import DeviceFacts
 from ..errors import MissingPackageError, PackError, UnsupportedError
 from ..packages import imported

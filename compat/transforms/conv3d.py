@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device.copies import placed, to_host
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..errors import UnsupportedError
 from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
 from .conv3d_forms import Conv3dForm

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..device.copies import placed, to_host
+from ..device.execution import placed, to_host
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for

@@ -10,8 +10,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.copies import carried
-from ..device.execution import HOST, hooked_device
+from ..device.execution import HOST, carried, hooked_device
 from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Conv3dChoice
 from .conv3d_forms import Conv3dForm, Geometry, convolve, padded

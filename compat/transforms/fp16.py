@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device.copies import to_host
+from ..device.execution import to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import Undo

@@ -19,8 +19,7 @@ from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, failures_raise, 
 from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
-from ..device.copies import placed, to_host
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..memory.parts import Undo
 from .attention_processors import full_name
 from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.copies import placed, to_host
-from ..device.execution import COMPILED, HOST
+from ..device.execution import COMPILED, HOST, placed, to_host
 from ..errors import InputError, UnsupportedError
 from ..memory.parts import Undo
 from .blocks import transformer_blocks

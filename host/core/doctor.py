@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_execution.graph_utils import ExecutionBlocker
 from torch import nn
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
 from ...compat.repairs import ATTENTION, tensors_in

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.packages import imported
 from ..choices import FILLS as METHODS

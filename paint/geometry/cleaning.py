@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..choices import FLOATERS as FLOATERS
 from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError
 from ...compat.packages import imported

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 
 logger = logging.getLogger(__name__)
 

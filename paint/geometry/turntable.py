@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from .cameras import ORTHO_SCALE, Camera
 from .mesh import Surface

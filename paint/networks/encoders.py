@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
-from ...compat.device.copies import placed, to_host
-from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute

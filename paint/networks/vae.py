@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.copies import placed, to_host
-from ...compat.device.execution import checked_leaves
+from ...compat.device.execution import checked_leaves, placed, to_host
 from ...compat.packages import attribute
 from ..pictures import shown, signed
 from .layers import Attend

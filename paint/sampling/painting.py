@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.copies import to_host
-from ...compat.device.execution import checked_leaves, execution_device, generator_for
+from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
 from ..text.llama import POOLED

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from ...compat.checkpoints.latents import dtype_name, dtype_named, written
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
 from ..base import LATENT_VERSION, Prompt
 from ..family import MusubiCache

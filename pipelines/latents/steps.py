@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.latents import read_record, record_in, write_record
-from ...compat.device.copies import to_host
-from ...compat.device.execution import generator_for
+from ...compat.device.execution import generator_for, to_host
 from ...compat.errors import PackError
 from ..sampling.resume import StepState
 from .recovery import UNLISTED

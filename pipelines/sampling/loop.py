@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.copies import to_host
-from ...compat.device.execution import state_of
+from ...compat.device.execution import state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.output_check import NotFinite, require_finite

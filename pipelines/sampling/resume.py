@@ -14,8 +14,7 @@ import torch
 
 from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
-from ...compat.device.copies import placed
-from ...compat.device.execution import generator_for, state_of
+from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.output_check import NotFinite
 from ...compat.precision import Precision
 from ...compat.ranks import Group

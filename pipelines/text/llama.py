@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
 from ..memory.estimates import PAIR, texts_at_once

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.packed import without_unpacking
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
 from ..memory.estimates import texts_at_once

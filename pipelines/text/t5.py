@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
-from ...compat.device.copies import to_host
-from ...compat.device.execution import checked_leaves
+from ...compat.device.execution import checked_leaves, to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Latents, Pipeline, Progress, Prompt, PromptRequest
 from ..memory.estimates import PAIR, beside_text, texts_at_once

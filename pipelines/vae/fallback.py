@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.copies import to_host
-from ...compat.device.execution import HOST, checked_leaves, generator_for
+from ...compat.device.execution import HOST, checked_leaves, generator_for, to_host
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.copies import to_host
+from ...compat.device.execution import to_host
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name

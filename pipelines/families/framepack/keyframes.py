@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....compat.device.copies import inputs_placed, to_host
-from ....compat.device.execution import HOST, checked_leaves
+from ....compat.device.execution import HOST, checked_leaves, inputs_placed, to_host
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
 from ...pictures import checked_vision, signed

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.copies import placed, to_host
-from ....compat.device.execution import checked_leaves, generator_for, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,

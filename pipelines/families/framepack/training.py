@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from ....compat.checkpoints.latents import dtype_name
-from ....compat.device.copies import to_host
+from ....compat.device.execution import to_host
 from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, ImageCondition
 from ...latents.musubi import sized

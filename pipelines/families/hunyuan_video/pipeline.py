@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.copies import placed, to_host
-from ....compat.device.execution import checked_leaves, generator_for
+from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     Call,

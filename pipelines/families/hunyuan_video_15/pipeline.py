@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.copies import inputs_placed, placed, to_host
-from ....compat.device.execution import HOST, checked_leaves, generator_for
+from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....compat.device.copies import placed, to_host
-from ....compat.device.execution import HOST, checked_leaves, generator_for
+from ....compat.device.execution import HOST, checked_leaves, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.copies import placed, to_host
-from ....compat.device.execution import checked_leaves, generator_for
+from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import Call, Forwards, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer

@@ -19,7 +19,7 @@ from anygpu.compat.checkpoints.latents import (
     record_in,
     write_record,
 )
-from anygpu.compat.device.copies import placed, to_host
+from anygpu.compat.device.execution import placed, to_host
 from anygpu.compat.errors import CheckpointError, InputError
 from simulated import accelerator, profiles
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.device.copies import BITS, HALVES
+from anygpu.compat.device.execution import BITS, HALVES
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.transfer import Transfer, bf16_bits_to_fp32, transfer_for
 from simulated import accelerator

@@ -6,8 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from anygpu.compat.device.copies import placed
-from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, state_of
+from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from anygpu.pipelines.base import (
     Call,
     ImageCondition,
