@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .device.execution import to_host
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
@@ -140,7 +141,7 @@ def lifeless(tensor: torch.Tensor) -> str:
 def _range(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest value, NaN for both where any is: one pass over the tensor and one read from it."""
     wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
-    low, high = torch.stack(torch.aminmax(wide)).tolist()
+    low, high = to_host(torch.stack(torch.aminmax(wide))).tolist()
     return low, high
 
 
@@ -345,7 +346,7 @@ def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
     """Why a finished sampling is still its noise; empty where it is not."""
     if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
         return ""
-    pair = torch.stack([noise.detach().float().flatten().cpu(), result.detach().float().flatten().cpu()])
+    pair = torch.stack([to_host(noise).float().flatten(), to_host(result).float().flatten()])
     likeness = float(torch.corrcoef(pair)[0, 1])
     if not likeness > UNSHRUNK:
         return ""

@@ -180,6 +180,15 @@ def precision_for(
     return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
 
 
+def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = None) -> tuple[Decision, ...]:
+    """One that floats of 16 bits travel as integers, where a part has them and this device damages plain copies."""
+    for dtype in dict.fromkeys((precision.transformer, precision.text, precision.vae)):
+        plain = verdict(f"copy.{NAMES[dtype]}", policy_for(facts), probes)
+        if not plain.usable:
+            return (Decision("copies", "16-bit values as integers", plain.why, AUTO),)
+    return ()
+
+
 def reason_against(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
     """Why none of ``models`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
 

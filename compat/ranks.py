@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .device.execution import placed
 from .device.facts import first_line
 from .errors import PackError
 
@@ -76,7 +77,7 @@ class Ranks:
 
         like = pieces[0]
         counts = [torch.Size(shape).numel() for shape in shapes]
-        sent = torch.cat([piece.reshape(-1) for piece in pieces]).to(self.device)
+        sent = placed(torch.cat([piece.reshape(-1) for piece in pieces]), self.device)
         received = sent.new_empty(sum(counts))
         size = like.element_size()  # gloo does not know every dtype: bytes are bytes
         with self._exchanging():
@@ -87,7 +88,7 @@ class Ranks:
                 [piece.numel() * size for piece in pieces],
                 group=self.group,
             )
-        parts = received.to(like.device).split(counts)
+        parts = placed(received, like.device).split(counts)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def gathered(self, own: torch.Tensor, dim: int, count: int) -> torch.Tensor:
@@ -105,7 +106,7 @@ class Ranks:
         told = torch.tensor([float(flag)], device=self.device)
         with self._exchanging():
             distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
-            return bool(told.item())
+            return bool(told)
 
     def collected(self, value: Any) -> list[Any] | None:
         """The values of all ranks in order, on the leader; None on the others."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..compat.device.execution import to_host
 from ..compat.device.facts import first_line
 from ..compat.errors import CheckpointError, MissingPackageError, PackError, UnsupportedError
 from ..compat.ranks import RankLost
@@ -183,8 +184,8 @@ def pixels_of(preview: torch.Tensor) -> torch.Tensor:
     Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to the full range.
     """
     if preview.ndim == 4:
-        return (preview[0].detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8)
-    frame = preview[0, :, 0].detach().cpu().float()
+        return (to_host(preview[0]).float().clamp(0, 1) * 255).round().to(torch.uint8)
+    frame = to_host(preview[0, :, 0]).float()
     groups = torch.stack([group.mean(0) for group in frame.tensor_split(3)], -1)
     low, high = groups.amin((0, 1)), groups.amax((0, 1))
     return ((groups - low) / (high - low).clamp_min(1e-6) * 255).round().to(torch.uint8)

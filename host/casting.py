@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
-from ..compat.device.execution import HOST
+from ..compat.device.execution import HOST, placed
 from ..compat.memory.statistics import MemoryStats
 from ..compat.memory.transfer import set_data, transfer_for
 
@@ -273,7 +273,7 @@ def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
         if device.type == HOST.type:
             set_data(tensor, transfer_for(data.device, data.dtype).to_host(data))
             return
-        set_data(tensor, data.to(device))
+        set_data(tensor, placed(data, device))
         if keep and data.device.type == HOST.type:
             tensor.__dict__["anygpu_home"] = (data, tensor.data.data_ptr())
 

@@ -11,6 +11,7 @@ import comfy.sd
 import torch
 from torch import nn
 
+from ..compat.device.execution import placed, to_host
 from ..pipelines import stages
 from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
@@ -26,7 +27,7 @@ class ChannelStatistics:
 
     def __init__(self, vae: Any) -> None:
         pair = (vae.latents_mean, vae.latents_std)
-        self.mean, self.std = (t.detach().float().cpu().view(1, -1, 1, 1, 1) for t in pair)
+        self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in pair)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         """Of mean 0 and deviation 1."""
@@ -141,4 +142,4 @@ class CoreVAE(comfy.sd.VAE):
         return self._returned(torch.stack(videos))
 
     def _returned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.output_device, comfy.model_management.intermediate_dtype())
+        return placed(tensor, self.output_device, comfy.model_management.intermediate_dtype())

@@ -14,6 +14,7 @@ import comfy.model_base
 import comfy.supported_models
 import torch
 
+from ..compat.device.execution import placed
 from ..pipelines.base import ImageCondition, Pipeline
 from ..pipelines.sampling.core_sampler import TIME
 from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
@@ -64,9 +65,9 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
         beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:
             count = min(picture.shape[2], noise.shape[2])
-            beside[:, :-1, :count] = self.process_latent_in(picture[:, :, :count]).to(noise)
+            beside[:, :-1, :count] = placed(self.process_latent_in(picture[:, :, :count]), noise.device, noise.dtype)
             mask = given.get("concat_mask")
-            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - mask.to(noise)
+            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - placed(mask, noise.device).to(noise.dtype)
             beside[:, -1:, : kept.shape[2]] = kept[:, :1]
         return beside
 
@@ -105,7 +106,7 @@ def _beside(picture: torch.Tensor, noise: torch.Tensor, masked: bool = True) -> 
     """The picture in the first latent frame, and where ``masked`` a mask that says so, to stand beside ``noise``."""
     channels = picture.shape[1]
     beside = noise.new_zeros(noise.shape[0], channels + masked, *noise.shape[2:])
-    beside[:, :channels, :1] = picture.to(noise)
+    beside[:, :channels, :1] = placed(picture, noise.device, noise.dtype)
     beside[:, channels:, :1] = 1.0
     return comfy.conds.CONDNoiseShape(beside)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import folder_paths
 import torch
 
+from ..compat.device.execution import to_host
 from ..compat.errors import CheckpointError, InputError
 from ..paint.choices import MESH_FILES
 from .api import Types
@@ -107,8 +108,8 @@ def from_core(mesh: Any) -> Mesh:
 
 def to_core(mesh: Mesh) -> Any:
     """A core MESH."""
-    uvs = None if mesh.uvs is None else mesh.uvs.float()[None].cpu()
-    return Types.MESH(mesh.vertices.float()[None].cpu(), mesh.faces.long()[None].cpu(), uvs=uvs)
+    uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
+    return Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:

@@ -13,6 +13,7 @@ import comfy.model_management
 import latent_preview
 import torch
 
+from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
 from .folders import kept_folder
@@ -39,7 +40,7 @@ class PaintProgress(NodeProgress):
         views = list(preview())
         if not views:
             return None
-        row = torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8).cpu().numpy()
+        row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()
         picture = Image.fromarray(row)
         return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
 

@@ -17,6 +17,7 @@ import torch
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left
@@ -176,4 +177,4 @@ class NodeProgress:
         width = self._previewer.latent_rgb_factors.shape[1] if hasattr(self._previewer, "latent_rgb_factors") else None
         if width is not None and estimate.shape[1] != width:
             return None
-        return self._previewer.decode_latent_to_preview_image("JPEG", estimate.cpu())
+        return self._previewer.decode_latent_to_preview_image("JPEG", to_host(estimate))

@@ -20,6 +20,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Kept, Sampled
 from ..pipelines.latents.store import NESTED
@@ -94,7 +95,7 @@ def keep_for_decode(samples: torch.Tensor) -> None:
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
     """What identifies latents."""
-    return *samples.shape, zlib.crc32(samples.detach().cpu().float().contiguous().numpy().tobytes())
+    return *samples.shape, zlib.crc32(to_host(samples).float().contiguous().numpy().tobytes())
 
 
 class _Estimates:
@@ -108,7 +109,7 @@ class _Estimates:
         """Core's callback, with the step noted first."""
 
         def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
-            self.last = guider.inner_model.process_latent_out(estimate.to(torch.float32)).cpu()
+            self.last = to_host(guider.inner_model.process_latent_out(estimate.to(torch.float32)))
             self.done, self.total = step + 1, total
             return None if callback is None else callback(step, estimate, x, total)
 

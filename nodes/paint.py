@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat import precision
+from ..compat.device.execution import to_host
 from ..compat.memory import offloader
 from ..compat.transforms import attention
 from ..compat.transforms.compile import MOST_CACHED
@@ -275,7 +276,7 @@ class PaintViews(io.ComfyNode):
         progress = PaintProgress(cls.hidden.unique_id)
         references = texturing.references_of(pipeline, cut_out(image, mask), None, DelightSettings(), progress)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
-        levels = None if sigmas is None else tuple(sigmas.tolist())
+        levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         start = latents_of(pipeline, latent)
         chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
         inputs = PaintInputs(references=references, normals=normals, positions=positions, cameras=cameras, dino=dino)

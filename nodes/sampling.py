@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..compat.device.execution import to_host
 from ..compat.transforms import step_cache
 from ..compat.transforms.step_cache import StepCacheSettings
 from ..host import folders, saved
@@ -85,7 +86,7 @@ class Sample(io.ComfyNode):
         videos = [None] if latent is None else batch.videos_of(latent)
         starts = [latent_format.start_of(pipeline, video, progress.notify) for video in videos]
         settings = own_inputs(pipeline, settings, progress.notify)
-        chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(sigmas.tolist()))
+        chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 
         def sample(index: int, seed: int, part: Any) -> Latents:
             start = starts[index % len(starts)]
@@ -160,7 +161,7 @@ class SampleFramePack(io.ComfyNode):
             clip_seconds=settings.pop("clip_seconds"), window=settings.pop("window"), order=order,
             end_strength=end_strength, single_frame=single_frame,
         )
-        levels = None if sigmas is None else tuple(sigmas.tolist())
+        levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
 
         def sample(_index: int, seed: int, part: Any) -> Latents:

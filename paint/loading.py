@@ -23,7 +23,7 @@ from ..compat.memory.host_weights import HostWeights
 from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
 from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
 from ..compat.memory.statistics import amount
-from ..compat.precision import PAINT, Precision, precision_for
+from ..compat.precision import PAINT, Precision, copies_decision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
@@ -145,14 +145,14 @@ def load_paint(
         part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
         for part, module in made.items()
     }
-    configs: dict[str, Mapping[str, Any]] = {"unet": config}
-    weights = {part: _bytes_of(module, dtypes) for part, module in made.items()}
+    configs, weights = {"unet": config}, {part: _bytes_of(module, dtypes) for part, module in made.items()}
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size
     compiled = blocks_for(request.compiled, readers)
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
     offloader, offload = _offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
+    remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
     return PaintPipeline(
         family=kind,
         variant=_variant(request, kind, stored),
@@ -164,7 +164,7 @@ def load_paint(
         configs=configs,
         source=request.model,
         compiled=compiled,
-        decisions=(precision.decision, offload, attention.decision, *_remarks(request, place, stored, dropped)),
+        decisions=(precision.decision, offload, attention.decision, *remarks),
         weights=weights,
         probes=probes,
         stands_in_for=request.stands_in_for,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 
 GREY, WHITE = 127 / 255, 1.0
@@ -39,7 +40,7 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
                 expected="values from 0 to 1",
                 fix="Check the node that makes this picture.",
             )
-        batch = batch.detach().to("cpu", torch.float32).clamp(0, 1)
+        batch = to_host(batch).float().clamp(0, 1)
         checked += [batch] if batch.ndim == 3 else list(batch)
     if not checked:
         raise InputError(f"no {subject}", expected="at least one picture", fix="Connect an IMAGE.")
@@ -60,7 +61,7 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
     checked = checked_pictures(pictures, "reference picture")
     if mask is None or not bool((mask > 0).any()):
         return checked
-    mask = mask.detach().cpu().float().reshape(-1, *mask.shape[-2:])
+    mask = to_host(mask).float().reshape(-1, *mask.shape[-2:])
     if len(mask) not in (1, len(checked)):
         raise InputError(
             f"{len(mask)} masks for {len(checked)} reference pictures",
@@ -160,5 +161,5 @@ def saved(pictures: Tensor, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}_{index:02}.png" for index in range(len(pictures))]
     for path, picture in zip(paths, pictures, strict=True):
-        Image.fromarray((picture.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).numpy()).save(path)
+        Image.fromarray((to_host(picture).clamp(0, 1) * 255).round().to(torch.uint8).numpy()).save(path)
     return paths

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.device.execution import HOST, Checked, execution_device
+from ..compat.device.execution import HOST, Checked, execution_device, to_host
 from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError
 from ..compat.memory.parts import Silent
@@ -124,15 +124,15 @@ def texture_of(
         metallic = roughness = None
         if metallic_roughness is not None:
             second = bake(surface, cameras, metallic_roughness, settings, count)
-            both = filled(second, surface, settings.fill, settings.exact, progress.check).cpu()
+            both = to_host(filled(second, surface, settings.fill, settings.exact, progress.check))
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, "baking")
     share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
     return Texture(
-        colour=colour.cpu(),
+        colour=to_host(colour),
         metallic=metallic,
         roughness=roughness,
-        painted=baked.painted.cpu(),
+        painted=to_host(baked.painted),
         share=baked.share,
         notes=(share, *baked.notes),
     )

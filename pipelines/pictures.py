@@ -7,6 +7,7 @@ import math
 import torch
 from torch.nn import functional
 
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from .family import FITS, FamilySpec
 from .settings import snap
@@ -33,7 +34,7 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
         )
     if shape[-1] != 3:
         raise InputError(f"{subject} has {shape[-1]} channels", expected="3 channels", fix="Connect an RGB image.")
-    return frames.detach().to("cpu", torch.float32)
+    return to_host(frames).float()
 
 
 def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
@@ -48,7 +49,7 @@ def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tenso
             expected=f"the shape {(1, tokens, width)}",
             fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
         )
-    return vision.detach().float().cpu()
+    return to_host(vision).float()
 
 
 def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:

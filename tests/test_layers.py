@@ -186,6 +186,72 @@ def test_files_and_functions_are_short(source: str) -> None:
             assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MADE_HERE = "made on the host"
+READ_PLAINLY = {  # (file, function) -> why its copies need no door
+    ("compat/device/execution.py", "to_host"): "the door",
+    ("compat/device/probes.py", "copy_to_host"): "asks how this device copies",
+    ("compat/device/probes.py", "shifted_bits"): "fp32",
+    ("compat/device/probes.py", "wide_output"): "fp32",
+    ("compat/device/probes.py", "double"): "fp64",
+    ("compat/device/probes.py", "eight_bits"): "fp32",
+    ("compat/device/facts.py", "device_fault"): "fp32",
+    ("pipelines/demo/scenes.py", "_motion"): MADE_HERE,
+    ("pipelines/families/ltx/pipeline.py", "_linear_quadratic"): MADE_HERE,
+    ("pipelines/families/ltx/pipeline.py", "_stretched"): MADE_HERE,
+    ("pipelines/sampling/schedules.py", "schedule_for"): MADE_HERE,
+    ("pipelines/sampling/schedules.py", "_set"): MADE_HERE,
+    ("paint/baking/fill.py", "_sweep_in_order"): MADE_HERE,
+    ("paint/sampling/solvers.py", "schedule_for"): MADE_HERE,
+}
+
+
+def is_host(node: ast.expr) -> bool:
+    """Whether an argument names host memory: "cpu", HOST, or torch.device("cpu")."""
+    named = getattr(node, "id", getattr(node, "attr", ""))
+    made = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "device" and any(map(is_host, node.args))
+    return named == "HOST" or made or (isinstance(node, ast.Constant) and str(node.value).startswith("cpu"))
+
+
+def plain_copies(tree: ast.AST) -> list[tuple[str, int, str]]:
+    """(function, line, call) of each copy to the host that does not begin or end at ``to_host``."""
+    found = []
+    for owner in ast.walk(tree):
+        if not isinstance(owner, (*FUNCTIONS, ast.Module)):
+            continue
+        inner = {id(n) for f in ast.walk(owner) if isinstance(f, FUNCTIONS) and f is not owner for n in ast.walk(f)}
+        for node in ast.walk(owner):
+            if id(node) in inner or not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            name, arguments = node.func.attr, [*node.args, *(word.value for word in node.keywords)]
+            home = name == "cpu" or (name in ("to", "as_tensor", "type", "copy_") and any(map(is_host, arguments)))
+            names = {n.id for n in ast.walk(node.func) if isinstance(n, ast.Name)}
+            if home or (name in ("item", "tolist") and not names & {"to_host", "numpy"}):
+                found.append((getattr(owner, "name", ""), node.lineno, name))
+    return found
+
+
+def test_values_come_home_through_one_door() -> None:
+    """Some drivers zero floats of 16 bits on the way. ``.numpy()`` refuses a device's tensor by itself; ``float(x)`` is
+    found by the device that zeroes copies, in tests/simulated/test_copies.py."""
+    used: set[tuple[str, str]] = set()
+    for source in SOURCES:
+        for function, line, call in plain_copies(tree_of(source)):
+            used.add((source, function))
+            allowed = (source, function) in READ_PLAINLY
+            assert allowed, f"{source}:{line} .{call}() in {function}: use to_host of compat/device/execution.py"
+    assert used == set(READ_PLAINLY), f"rows that nothing needs: {set(READ_PLAINLY) - used}"
+
+
+def test_each_spelling_of_a_plain_copy_is_found() -> None:
+    plain = ("x.cpu()", "x.to('cpu')", "x.to(HOST)", "x.to(torch.device('cpu'), dtype)", "x.float().to(device=HOST)")
+    plain += ("x.item()", "x.detach().tolist()", "torch.as_tensor(x, device='cpu')", "x.to(device='cpu:0')")
+    for text in plain:
+        assert plain_copies(ast.parse(f"def f(x):\n    return {text}")) and plain_copies(ast.parse(text)), text
+    for text in ("to_host(x).tolist()", "x.to(device)", "x.to(torch.float32)", "x.to(y)", "x.numpy()"):
+        assert not plain_copies(ast.parse(f"def f(x):\n    return {text}")), text
+
+
 CLASSES = {node.name for source in SOURCES for node in ast.walk(tree_of(source)) if isinstance(node, ast.ClassDef)}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..device.execution import to_host
 from .headers import unreadable
 
 WHOLE_BYTES = 64 * 1024**2  # up to which a file is hashed whole: LoRAs, encoders' tokenizers, configurations
@@ -40,7 +41,7 @@ def content_of(path: Path) -> str:
 def picture_content(frames: torch.Tensor) -> str:
     """The hash of frames (F, H, W, 3 or 4) in 0..1, in steps of 8 bits as files have them, whatever file they came
     from."""
-    levels = frames.detach().cpu().clamp(0, 1).mul(255).round().to(torch.uint8)
+    levels = to_host(frames).clamp(0, 1).mul(255).round().to(torch.uint8)
     digest = hashlib.sha256(json.dumps(list(levels.shape)).encode())
     digest.update(bytes_of(levels))
     return digest.hexdigest()[:DIGITS]
@@ -48,7 +49,7 @@ def picture_content(frames: torch.Tensor) -> str:
 
 def bytes_of(values: torch.Tensor) -> bytes:
     """Every bit of a tensor of any dtype, in the order of its indices."""
-    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return to_host(values).contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _folder(folder: Path) -> str:

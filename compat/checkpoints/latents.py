@@ -7,17 +7,15 @@ a file is dropped onto it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..device.facts import first_line
-from ..device.failures import is_shortage
 from ..errors import CheckpointError, InputError
-from ..memory.transfer import HALVES, Transfer, transfer_for
 from .headers import STORED, entries_and_notes
 from .weights import read_tensors, write_tensors
 
@@ -49,7 +47,7 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
     Raises:
         CheckpointError: as :func:`write_record`.
     """
-    here = _apart({name: on_host(tensor) for name, tensor in tensors.items()})
+    here = _apart({name: to_host(tensor).contiguous() for name, tensor in tensors.items()})
     size = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
     try:
         return write_tensors(path, here, metadata)
@@ -78,7 +76,7 @@ def read_record(
     if not entries:
         raise CheckpointError(f"no tensors in {str(path)!r}", expected=f"a file of {subject}", fix="Choose another.")
     tensors = read_tensors(entries, None, lambda _bytes: None)
-    return {name: on_device(tensor, device) for name, tensor in tensors.items()}, metadata
+    return placed(tensors, device), metadata
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -120,25 +118,6 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
             expected=f"version {newest} or older",
             fix="Update AnyGPU.",
         )
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, bit for bit; 16-bit floats travel as integers.
-
-    One stack damaged bf16 only in copies above 10 MB, so no small probe can clear a device for floats.
-    """
-    tensor = tensor.detach()
-    if tensor.device.type == HOST.type:
-        return tensor.contiguous()
-    whole = tensor.contiguous()
-    return _travelled(whole, whole.device, lambda way: way.to_host(whole))
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor``, which is in host memory, on ``device``, bit for bit; 16-bit floats travel as integers."""
-    if device.type == HOST.type:
-        return tensor
-    return _travelled(tensor, device, lambda way: way.to_device(tensor))
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
@@ -190,13 +169,3 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         separate[name] = tensor.clone() if place in seen and tensor.numel() else tensor
         seen.add(place)
     return separate
-
-
-def _travelled(tensor: torch.Tensor, device: torch.device, travel: Callable[[Transfer], torch.Tensor]) -> torch.Tensor:
-    way = Transfer(device, tensor.dtype, as_bits=tensor.dtype in HALVES)
-    try:
-        return travel(way)
-    except RuntimeError as error:  # a backend that cannot relabel bits has only the plain copy
-        if is_shortage(error) or not way.as_bits:
-            raise
-        return travel(transfer_for(device, tensor.dtype))

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..device.execution import to_host
 from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
@@ -170,9 +171,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     from safetensors.torch import save_file
 
     with replacing(path) as temporary:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata)
-        )
+        here = {name: to_host(tensor).contiguous() for name, tensor in tensors.items()}
+        save_file(here, temporary, dict(metadata))
     return path
 
 

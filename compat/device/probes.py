@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .execution import to_host
+
 SUITE = 2  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
@@ -176,12 +178,8 @@ def eight_bits(device: torch.device) -> str:
 
 
 def bits_of(there: Tensor) -> Tensor:
-    """The bits of a tensor on the host, carried as integers: a device may corrupt bf16 on the way (gfx1151)."""
-    kind = _integers(there.dtype)
-    try:
-        return there.contiguous().view(kind).cpu()
-    except (RuntimeError, NotImplementedError):  # a lazy device may not see one tensor as another dtype
-        return there.cpu().contiguous().view(kind)
+    """The bits of a tensor on the host."""
+    return to_host(there).contiguous().view(_integers(there.dtype))
 
 
 def home(there: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..device.execution import placed
 from ..device.failures import is_shortage
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of
@@ -284,7 +285,7 @@ def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], k
         return None
 
     def here(value: Any) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        return placed(value, device) if isinstance(value, torch.Tensor) else value
 
     return tuple(map(here, args)), {name: here(value) for name, value in kwargs.items()}
 

@@ -2,9 +2,8 @@
 
 Bits travel as they are, and every cast is made on the host.
 
-Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way to the host. So a
-tensor is narrowed before it is sent, fetched in its own dtype, and widened on arrival. If a plain copy is not exact,
-the bits are copied as 16-bit integers.
+Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack does so on the way to the host. So a tensor
+is narrowed before it is sent, fetched in its own dtype, and widened on arrival, and 16-bit floats travel as integers.
 
 Whether weights arrive faster from a mapped file or through memory of their own is timed: on ROCm each copy from a
 mapped page stalled for half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358). The affected drivers
@@ -26,9 +25,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.weights import release_pages
-from ..device.execution import HOST
+from ..device.execution import BITS, HALVES, HOST, carried, to_host
 from ..device.facts import DeviceFacts
-from ..device.failures import is_shortage
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
@@ -36,8 +34,6 @@ from .host_weights import ALIGNED_BYTES, views_of
 from .parts import StageText
 from .statistics import MemoryStats, amount
 
-BITS = torch.int16
-HALVES = (torch.bfloat16, torch.float16)
 SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
@@ -55,14 +51,12 @@ class Transfer:
     Args:
         device: the far end.
         dtype: what floating tensors have there.
-        as_bits: whether 16-bit floats travel as integers.
         memory_stats: counts the bytes and the time of activations on their way; code that moves weights counts them
             itself.
     """
 
     device: torch.device
     dtype: torch.dtype
-    as_bits: bool = False
     memory_stats: MemoryStats | None = None
 
     def to_device(
@@ -76,18 +70,14 @@ class Transfer:
         """
         here = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         with self._counted(here.nbytes):
-            if here.dtype not in HALVES or not self.as_bits:
-                return copy_to_device(here, self.device, check, staged)
-            return copy_to_device(here.view(BITS), self.device, check, staged).view(self.dtype)
+            return copy_to_device(here, self.device, check, staged)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, in its own dtype, bit for bit."""
         if tensor.device.type == HOST.type:
             return tensor
         with self._counted(tensor.nbytes):
-            if not self.as_bits or tensor.dtype not in HALVES:
-                return tensor.to(HOST)
-            return tensor.view(BITS).to(HOST).view(tensor.dtype)
+            return to_host(tensor)
 
     def to_host_fp32(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host; a floating one is widened to fp32 there, after it has arrived."""
@@ -108,6 +98,10 @@ def copy_to_device(
         staged: whether each slice is copied into ordinary memory first, for drivers that stall at the pages of a mapped
             file.
     """
+    return carried(source, lambda bits: _copied(bits, device, check, staged))
+
+
+def _copied(source: torch.Tensor, device: torch.device, check: Callable[[], None] | None, staged: bool) -> torch.Tensor:
     behind = HOST.type == source.device.type != device.type and source.is_pinned()
     if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
         if check is not None:
@@ -142,29 +136,20 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
     For a 16-bit float the device is asked, with all 65 536 patterns there and back: 128 KB, under a millisecond.
 
     Raises:
-        UnsupportedError: the device returns other bits than it was given, as integers too.
+        UnsupportedError: the device returns other bits than it was given.
     """
+    way = Transfer(device, dtype)
     if device.type == HOST.type or dtype not in HALVES:
-        return Transfer(device, dtype)
+        return way
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
-    exact = ~patterns.view(dtype).isnan()  # a copy may write another NaN; no number depends on which
-    try:
-        there = patterns.to(device).view(dtype)
-        plain = there.to(HOST).view(BITS)
-        if torch.equal(plain[exact], patterns[exact]):
-            return Transfer(device, dtype)
-        bits = there.view(BITS).to(HOST)
-    except RuntimeError as error:
-        if is_shortage(error):  # which says nothing of how the device copies
-            raise
-        return Transfer(device, dtype)  # a backend that cannot relabel bits has only the plain copy
-    if not torch.equal(bits[exact], patterns[exact]):
+    exact = ~patterns.view(dtype).isnan()  # a plain copy may write another NaN; no number depends on which
+    if not torch.equal(way.to_host(way.to_device(patterns.view(dtype))).view(BITS)[exact], patterns[exact]):
         raise UnsupportedError(
             f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given",
             expected="exact copies between host and device",
             fix="Choose precision fp32 on the load node, or update this device's driver.",
         )
-    return Transfer(device, dtype, as_bits=True)
+    return way
 
 
 def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
@@ -174,10 +159,10 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type == HOST.type or dtype not in HALVES:
         return False
-    way, values = transfer_for(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
+    way, values = Transfer(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
     values = values[values.isfinite() & (values.abs() >= torch.finfo(dtype).tiny)]
     wide = values.float()
-    up, down = way.to_device(values).float().to(HOST), way.to_host(wide.to(device).to(dtype))
+    up, down = to_host(way.to_device(values).float()), way.to_host(wide.to(device).to(dtype))
     return not (torch.equal(up, wide) and torch.equal(down, values))
 
 

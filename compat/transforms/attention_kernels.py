@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..device.execution import placed, to_host
 from ..device.facts import DeviceFacts
 from ..errors import MissingPackageError, PackError, UnsupportedError
 from ..packages import imported
@@ -192,9 +193,9 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
     """The largest error of one small call on ``device``, and what it may be."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
-    result = EXPLICIT[choice](query.to(device), key.to(device), value.to(device)).cpu().to(WORKED_ON)
+    result = to_host(EXPLICIT[choice](*placed([query, key, value], device))).to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
-    error = (result - chunked(query, key, value).to(WORKED_ON)).abs().max().item()
+    error = float((result - chunked(query, key, value).to(WORKED_ON)).abs().max())
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
     return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
 

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..device.execution import to_host
+
 Attend = Callable[..., torch.Tensor]
 Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
 OPEN = 2  # torch binds a graph to the lengths 0 and 1
@@ -316,7 +318,7 @@ def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
-    lengths = tuple(int(count) for count in counts.tolist())
+    lengths = tuple(int(count) for count in to_host(counts).tolist())
     return lengths if all(lengths) and torch.equal(first, valid) else None
 
 
@@ -361,7 +363,7 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
     pictured = picture.shape[1]
     total = [pictured] * picture.shape[0]
     for (name, mask), valid in zip(pairs, texts, strict=True):
-        counts = [int(count) for count in valid.bool().sum(1).tolist()]
+        counts = [int(count) for count in to_host(valid.bool().sum(1)).tolist()]
         known = valid_counts(valid)
         most = max(counts) if known is not None or not any(counts) else valid.shape[1]
         named[name], named[mask] = named[name][:, :most], valid[:, :most]

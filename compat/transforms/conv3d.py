@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..errors import UnsupportedError
 from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
 from .conv3d_forms import Conv3dForm
@@ -257,7 +257,7 @@ def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
     with torch.inference_mode(False), torch.no_grad():
         expected = _tensors(_clone_on(unit.owner, {}, HOST, dtype)(*inputs))
         try:
-            results = _tensors(_clone_on(unit.owner, plans, first.device, dtype)(*(x.to(first.device) for x in inputs)))
+            results = _tensors(_clone_on(unit.owner, plans, first.device, dtype)(*placed(inputs, first.device)))
         except (RuntimeError, ValueError) as error:
             return f"its replacement failed: {str(error).splitlines()[0]}"
         terms = max(leaf.weight[0].numel() for leaf in unit.leaves.values())
@@ -268,7 +268,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
     if expected.shape != result.shape or expected.dtype != result.dtype:
         return f"its replacement gave {tuple(result.shape)} {result.dtype} for {tuple(expected.shape)} {expected.dtype}"
     largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
-    error = float((result.cpu().double() - expected.double()).abs().max() / largest)
+    error = float((to_host(result).double() - expected.double()).abs().max() / largest)
     bound = tolerance(expected.dtype, terms, result.device)
     return "" if error <= bound else f"its replacement differs by {error:.1e} of the largest value, {bound:.1e} allowed"
 
@@ -283,10 +283,10 @@ def _clone_on(
     own = {*clone.__dict__, "forward", "_diffusers_hook"}
     clone.__dict__.update({name: value for name, value in module.__dict__.items() if name not in own})
     for name, value in module._parameters.items():
-        copied = None if value is None else nn.Parameter(value.detach().to(device, dtype), requires_grad=False)
+        copied = None if value is None else nn.Parameter(placed(value.detach(), device, dtype), requires_grad=False)
         clone.register_parameter(name, copied)
     for name, buffer in module.named_buffers(recurse=False):
-        clone.register_buffer(name, buffer.to(device))
+        clone.register_buffer(name, placed(buffer, device))
     for name, child in module.named_children():
         clone.add_module(name, _clone_on(child, plans, device, dtype))
     if module in plans:

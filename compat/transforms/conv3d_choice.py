@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..device.execution import placed, to_host
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for
@@ -225,8 +226,8 @@ def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> fl
     stride, padding, dilation, groups = layer.geometry
     expected = F.conv3d(x.double(), weight.double(), bias.double(), stride, padding, dilation, groups)
     try:
-        here = convolve(form, x.to(device), weight.to(device), bias.to(device), layer.geometry)
-        result = here.cpu().double()
+        here = convolve(form, placed(x, device), placed(weight, device), placed(bias, device), layer.geometry)
+        result = to_host(here).double()
     except RuntimeError:
         return None
     error = float((result - expected).abs().max() / expected.abs().max())

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.execution import HOST, hooked_device
+from ..device.execution import HOST, carried, hooked_device
 from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Conv3dChoice
 from .conv3d_forms import Conv3dForm, Geometry, convolve, padded
@@ -169,7 +169,7 @@ def _aligned(x: Tensor, leaf: SwappedConv3d) -> Tensor:
     if not leaf.__dict__.get("conv3d_told"):
         logger.warning("%s It is moved there now.", misplaced(leaf, x))
         leaf.__dict__["conv3d_told"] = True
-    return x.to(device)
+    return carried(x, lambda bits: bits.to(device))
 
 
 def _reads_frames_first(leaf: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device.execution import to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
@@ -121,7 +122,7 @@ def fp32_output_works(device: torch.device) -> bool:
     try:
         x = torch.full((16, 16), 300.0, dtype=HALF, device=device)
         product = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
-        return bool((product.cpu() == 2 * 16 * 300.0**2 + 1).all())
+        return bool((to_host(product) == 2 * 16 * 300.0**2 + 1).all())
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError; an older torch knows no out_dtype
         return False
 

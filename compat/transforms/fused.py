@@ -19,7 +19,7 @@ from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, failures_raise, 
 from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
-from ..device.execution import HOST
+from ..device.execution import HOST, placed, to_host
 from ..memory.parts import Undo
 from .attention_processors import full_name
 from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
@@ -148,7 +148,7 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
     x, weight = (torch.randint(-4, 5, (rows, 64), generator=generator).div(8).to(dtype) for rows in (96, 80))
     bias = torch.linspace(-256, -128, 80).round().div(64).to(dtype)
     with failures_raise():
-        result = linear_gelu(x.to(device), weight.to(device), bias.to(device)).cpu()
+        result = to_host(linear_gelu(*placed([x, weight, bias], device)))
     truth = linear_gelu_reference(x.double(), weight.double(), bias.double())
     error, separate = (
         float((each.double() - truth).norm() / truth.norm())

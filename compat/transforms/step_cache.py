@@ -7,15 +7,16 @@ on a transformer for one sampling and taken off after it, and counts what really
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..device.execution import COMPILED, HOST, placed
+from ..device.execution import COMPILED, HOST, placed, to_host
 from ..errors import InputError, UnsupportedError
 from ..memory.parts import Undo
 from .blocks import transformer_blocks
@@ -199,6 +200,9 @@ class _Active:
             _register_blocks()
             self.transformer.enable_cache(self._config())
             self.undo.append(self.transformer.disable_cache)
+            for hook in _hooks(self.transformer):
+                if hasattr(hook, "threshold"):
+                    hook._should_compute_remaining_blocks = partial(_changed, hook._should_compute_remaining_blocks)
             for register, hook in (
                 (self.transformer.register_forward_pre_hook, self._before),
                 (self.transformer.register_forward_hook, self._after),
@@ -235,7 +239,7 @@ class _Active:
 
     def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
-        now = float(time.max()) if isinstance(time, torch.Tensor) else self.time
+        now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
         rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows
         turn = (now > self.time) - (now < self.time)
         if self.index < 0 or turn * self.turn < 0:  # time runs one way: a step back is the start of another sampling
@@ -268,6 +272,19 @@ class _Active:
             return inner(*args, **named)
 
         self.undo.set(unit, "forward", forward)
+
+
+class _Measured(torch.Tensor):
+    """A tensor whose ``item`` comes home exactly."""
+
+    def item(self) -> Any:
+        """The number, also where a device damages plain copies of it."""
+        return to_host(self.as_subclass(torch.Tensor)).item()
+
+
+def _changed(decide: Callable[[torch.Tensor], bool], residual: torch.Tensor) -> bool:
+    """What ``decide`` of diffusers' cache says of the first block's residual, (B, N, D); it compares by ``item``."""
+    return decide(residual.as_subclass(_Measured))
 
 
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:

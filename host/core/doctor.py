@@ -13,6 +13,7 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_execution.progress import get_progress_state
 from torch import nn
 
+from ...compat.device.execution import to_host
 from ...compat.doctor import Doctor, lifeless, not_finite, one_colour, unshrunk
 from ...compat.output_check import is_flat
 from ...compat.repairs import ATTENTION, tensors_in
@@ -105,7 +106,7 @@ def where_of(options: dict[str, Any]) -> str:
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
-        index = int((levels.cpu() > float(level.max()) * (1 + 1e-4)).sum())
+        index = int((to_host(levels) > float(level.max()) * (1 + 1e-4)).sum())
         step = f"step {index + 1} of {len(levels) - 1}"
     branch = BRANCHES.get(tuple(sorted(set(options.get("cond_or_uncond", ())))), "")
     return f"{step}, {branch}" if branch else step

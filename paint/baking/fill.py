@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.packages import imported
 from ..choices import FILLS as METHODS
@@ -119,9 +120,9 @@ def _sweep_in_order(
     import numpy as np
 
     target = colours.device
-    paint, done = colours.cpu().double().numpy().copy(), known.cpu().numpy().copy()
-    positions = places.cpu().double().numpy()
-    triangles = faces.cpu().numpy()
+    paint, done = to_host(colours).double().numpy().copy(), to_host(known).numpy().copy()
+    positions = to_host(places).double().numpy()
+    triangles = to_host(faces).numpy()
     order = [vertex for vertex in triangles.reshape(-1).tolist() if not done[vertex]]
     near: dict[int, list[int]] = {vertex: [] for vertex in order}
     following = np.roll(triangles, -1, axis=1).reshape(-1).tolist()
@@ -172,7 +173,7 @@ def navier_stokes(texture: Tensor, painted: Tensor) -> Tensor:
         MissingPackageError: OpenCV is absent.
     """
     cv2 = imported("cv2")
-    picture = (texture.detach().cpu().clamp(0, 1) * 255).to(torch.uint8).numpy()
-    holes = (~painted).cpu().to(torch.uint8).numpy() * 255
+    picture = (to_host(texture).clamp(0, 1) * 255).to(torch.uint8).numpy()
+    holes = to_host(~painted).to(torch.uint8).numpy() * 255
     done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
     return torch.from_numpy(done).to(texture.device, texture.dtype) / 255

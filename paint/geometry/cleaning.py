@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..choices import FLOATERS as FLOATERS
 from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
@@ -40,8 +41,8 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
     if not 0 <= settings.floaters <= 1:
         raise InputError(f"floaters {settings.floaters}", expected="a share from 0 to 1", fix=f"{FLOATERS} is usual.")
     checked_shapes(mesh)
-    faces, notes = mesh.faces.detach().cpu().long(), []
-    vertices = mesh.vertices.detach().cpu().double()
+    faces, notes = to_host(mesh.faces).long(), []
+    vertices = to_host(mesh.vertices).double()
     steps = (
         (settings.broken, finite, "with a NaN or infinite corner"),
         (settings.degenerate, solid, "without area"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError
 from ...compat.packages import imported
@@ -93,7 +94,7 @@ class Surface:
                 fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
             )
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
-        vertices, faces = mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long()
+        vertices, faces = to_host(mesh.vertices).double(), to_host(mesh.faces).long()
         used = vertices[named_by(faces, len(vertices))]
         centre = (used.amax(0) + used.amin(0)) / 2
         radius = float((used - centre).norm(dim=1).max())
@@ -368,12 +369,12 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
         metallic, roughness = metallic_roughness[..., 0], metallic_roughness[..., 1]
         packed = torch.stack((torch.zeros_like(metallic), roughness, metallic), dim=-1)
         material |= {"metallicRoughnessTexture": _picture(packed), "metallicFactor": 1.0}
-    uvs = torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1).detach().cpu().numpy()
+    uvs = to_host(torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1)).numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
-    normals = welded_normals(mesh.vertices.detach().cpu().double(), mesh.faces.detach().cpu().long())
+    normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())
     made = trimesh.Trimesh(
-        mesh.vertices.detach().cpu().numpy(),
-        mesh.faces.detach().cpu().numpy(),
+        to_host(mesh.vertices).numpy(),
+        to_host(mesh.faces).numpy(),
         vertex_normals=normals.numpy(),
         visual=visual,
         process=False,
@@ -417,4 +418,4 @@ def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
 def _picture(values: Tensor) -> Any:
     from PIL import Image
 
-    return Image.fromarray((values.detach().cpu().clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+    return Image.fromarray((to_host(values).clamp(0, 1) * 255).round().to(torch.uint8).numpy())

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...compat.device.execution import to_host
+
 logger = logging.getLogger(__name__)
 
 SUBPIXELS = 1024
@@ -77,7 +79,7 @@ def face_ids(
     """
     device = screen.device
     if not _reduces_int64(device):
-        return face_ids(screen.cpu(), faces.cpu(), height, width, candidates, steps).to(device)
+        return face_ids(to_host(screen), to_host(faces), height, width, candidates, steps).to(device)
     limit = candidates or CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
     spare = SMALL * (width + 1)  # a box rounded up may hang over the last row: what it tries there never wins
     buffer = torch.full((height * width + spare,), FAR, dtype=torch.int64, device=device)
@@ -153,7 +155,7 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
     group = torch.bucketize(columns, sides) * len(SIDES) + torch.bucketize(rows, sides)
     group = torch.where(triangles.plain, group, len(SIDES) ** 2)
     order = group.argsort(stable=True)
-    counts = torch.bincount(group, minlength=len(SIDES) ** 2 + 1).tolist()
+    counts = to_host(torch.bincount(group, minlength=len(SIDES) ** 2 + 1)).tolist()
     start = 0
     for index, count in enumerate(counts[:-1]):
         wide, high = SIDES[index // len(SIDES)], SIDES[index % len(SIDES)]
@@ -255,7 +257,7 @@ def _reduces_int64(device: torch.device) -> bool:
         probe = torch.tensor([FAR, FAR], device=device)
         keys = torch.tensor([1 << 40, 1 << 39], device=device)
         probe.scatter_reduce_(0, torch.tensor([0, 0], device=device), keys, "amin")
-        return probe.tolist() == [1 << 39, FAR]
+        return to_host(probe).tolist() == [1 << 39, FAR]
     except (RuntimeError, NotImplementedError, TypeError) as error:
         logger.info("views are rasterised on the CPU: %s has no int64 scatter-min (%s)", device, error)
         return False

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from .cameras import ORTHO_SCALE, Camera
 from .mesh import Surface
@@ -65,7 +66,7 @@ def turntable(
         # the camera goes round; the picture looks as if the mesh turned
         view = rasterised(surface, Camera(360 * index / frames, elevation), size * SMOOTHING, ORTHO_SCALE)
         picture = view.image(_shaded(surface, view, texture), background).movedim(-1, 0)[None]
-        pictures.append(F.avg_pool2d(picture, SMOOTHING)[0].movedim(0, -1).clamp(0, 1).cpu())
+        pictures.append(to_host(F.avg_pool2d(picture, SMOOTHING)[0].movedim(0, -1).clamp(0, 1)))
     return torch.stack(pictures)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
-from ...compat.device.execution import checked_leaves, execution_device
+from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute
@@ -69,8 +69,7 @@ def _states(
     """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
     device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
     with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_leaves(module, progress.check):
-        given = given.to(device, module.dtype if given.is_floating_point() else None)
-        states: Tensor = module(given).last_hidden_state.cpu().float()
+        states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
     return states
 

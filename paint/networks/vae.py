@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.execution import checked_leaves
+from ...compat.device.execution import checked_leaves, placed, to_host
 from ...compat.packages import attribute
 from ..pictures import shown, signed
 from .layers import Attend
@@ -73,9 +73,9 @@ def encoded(
     means, deviations = [], []
     with checked_leaves(vae, progress.check):
         for picture in signed(pictures).split(1):
-            posterior = vae.encode(picture.to(device, vae.dtype)).latent_dist
-            means.append(posterior.mean.cpu().float())
-            deviations.append(posterior.std.cpu().float())
+            posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist
+            means.append(to_host(posterior.mean).float())
+            deviations.append(to_host(posterior.std).float())
     mean = torch.cat(means)
     if generator is None:
         return mean
@@ -92,7 +92,7 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stag
     pictures = []
     with checked_leaves(vae, progress.check):
         for index, one in enumerate(latents.split(1)):
-            picture = vae.decode(one.to(device, vae.dtype), return_dict=False)[0]
-            pictures.append(shown(picture.cpu().float()))
+            picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]
+            pictures.append(shown(to_host(picture).float()))
             progress.step(index + 1, len(latents), stage)
     return torch.cat(pictures)

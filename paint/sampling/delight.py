@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...compat.device.execution import checked_leaves, execution_device, generator_for
+from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
@@ -172,7 +172,7 @@ def denoised(
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)
-            velocity = unet(torch.cat((noisy, rows), dim=1), step, text).cpu().float()
+            velocity = to_host(unet(torch.cat((noisy, rows), dim=1), step, text)).float()
             guided = velocity[:1]
             if len(velocity) > 1:
                 guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)

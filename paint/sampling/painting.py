@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.execution import checked_leaves, execution_device, generator_for
+from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
@@ -218,7 +218,7 @@ def sampled(
     solver = solver_for(settings.scheduler, plan_of(settings))
     start = None
     if settings.latents is not None and settings.denoise < 1:
-        start = settings.latents.detach().cpu().float() * vae.SCALE
+        start = to_host(settings.latents).float() * vae.SCALE
     x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
     run = Run(
@@ -238,7 +238,7 @@ def sampled(
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
-            velocity = velocity.cpu().float().unflatten(0, (len(rows), -1))
+            velocity = to_host(velocity).float().unflatten(0, (len(rows), -1))
             # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
             guided = velocity[0]
             if len(rows) > 1:
@@ -369,7 +369,7 @@ def _dino(
     pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, times: Mapping[str, float]
 ) -> Tensor:
     if inputs.dino is not None:
-        states = inputs.dino.detach().cpu().float()
+        states = to_host(inputs.dino).float()
         if states.ndim != 3 or states.shape[-1] != 1536:
             raise InputError(
                 f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...compat.checkpoints.latents import on_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
 from ..text.llama import POOLED
@@ -41,7 +41,7 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
     Raises:
         InputError: no tensor of five dimensions, or a version that is newer than this pack.
     """
-    samples, record = on_host(samples_of(latent)).float(), latent.get(KEY)
+    samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         notify("these latents come from another node: decoded as text to video with seed 0")
         return _foreign(pipeline, samples)
@@ -81,7 +81,7 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
         return {}
     mask = latent.get("noise_mask")
     if mask is not None:
-        mask = on_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
+        mask = to_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
 
 

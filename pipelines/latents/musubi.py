@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...compat.checkpoints.latents import dtype_name, dtype_named, on_host, written
+from ...compat.checkpoints.latents import dtype_name, dtype_named, written
+from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
 from ..base import LATENT_VERSION, Prompt
 from ..family import MusubiCache
@@ -143,7 +144,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
 
 def scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
     """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
-    stored = on_host(samples)[0]
+    stored = to_host(samples)[0]
     return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
 
 

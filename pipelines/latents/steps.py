@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.latents import read_record, record_in, write_record
-from ...compat.device.execution import generator_for
+from ...compat.device.execution import generator_for, to_host
 from ...compat.errors import PackError
 from ..sampling.resume import StepState
 from .recovery import UNLISTED
@@ -67,7 +67,7 @@ class KeptSteps:
 
     def keep(self, key: str, state: StepState) -> bool:
         """Replace what is kept of this sampling; returns whether the disk took it."""
-        tensors = {LATENTS: state.latents.cpu()}  # waits for the device to finish the step: no cost of ours
+        tensors = {LATENTS: to_host(state.latents)}  # waits for the device to finish the step: no cost of ours
         begun = time.perf_counter()
         solver: dict[str, Any] = {}
         for name, value in state.solver.items():

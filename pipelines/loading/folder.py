@@ -35,7 +35,7 @@ from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError
 from ...compat.memory.offloader import Offloader, offloader_for
 from ...compat.memory.parts import denoises, role_of
-from ...compat.precision import FP32, Precision, precision_for
+from ...compat.precision import FP32, Precision, copies_decision, precision_for
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype
@@ -157,7 +157,7 @@ def load(
         configs={name: part.config for name, part in files.items()},
         variant=variant,
         source=request.model,
-        decisions=(precision.decision, offload, attention.decision, *more),
+        decisions=(precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more),
         speed=speed,
         weights=weights,
         probes=probes,

@@ -51,7 +51,7 @@ def guidance_of(pipeline: Pipeline, call: Call, default: bool = False) -> torch.
     """
     if not pipeline.configs["transformer"].get("guidance_embeds", default):
         return None
-    given = call.guidance if call.guidance is not None else call.latents.new_tensor([6.0])
+    given = call.guidance if call.guidance is not None else call.latents.new_full((1,), 6.0)
     return given.to(call.latents.dtype).reshape(-1).expand(call.latents.shape[0]) * TIME
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import state_of
+from ...compat.device.execution import state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.output_check import NotFinite, require_finite
@@ -318,6 +318,6 @@ def _later(
         except DEVICE_ERRORS as error:
             if not is_shortage(error):
                 raise
-        return made(output.cpu(), latents.cpu())
+        return made(to_host(output), to_host(latents))
 
     return estimate

@@ -14,7 +14,7 @@ import torch
 
 from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
-from ...compat.device.execution import generator_for, state_of
+from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.output_check import NotFinite
 from ...compat.precision import Precision
 from ...compat.ranks import Group
@@ -203,14 +203,14 @@ class Steps:
         if state.latents.shape != latents.shape or any(hasattr(type(schedule.solver), name) for name in state.solver):
             return latents, 0
         for name, value in state.solver.items():
-            setattr(schedule.solver, name, _placed(value, latents.device))
+            setattr(schedule.solver, name, placed(value, latents.device))
         self.generator.set_state(generator_for(0, state.generator_state).get_state())
         where = f"after step {state.done} of {len(schedule)}"
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
         self.resuming.skipped += state.done
         self.last = state
-        return state.latents.to(latents), state.done
+        return placed(state.latents, latents.device, latents.dtype), state.done
 
     def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
         """Note the state after ``done`` steps, and keep it where it is time to."""
@@ -324,9 +324,3 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
 def _storable(value: Any) -> bool:
     items = value if isinstance(value, list) else [value]
     return all(isinstance(item, (*PLAIN, torch.Tensor)) for item in items)
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_placed(item, device) for item in value]
-    return value.to(device) if isinstance(value, torch.Tensor) else value

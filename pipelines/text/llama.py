@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
 from ..memory.estimates import PAIR, texts_at_once
@@ -80,7 +81,9 @@ def llama_embeds(
     count = texts_at_once(pipeline, "text_encoder_2")
     with held_encoder(pipeline, "text_encoder_2", count, progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
-        pooled = torch.cat([pipe._get_clip_prompt_embeds(batch, **where).cpu() for batch in in_batches(texts, count)])
+        pooled = torch.cat(
+            [to_host(pipe._get_clip_prompt_embeds(batch, **where)) for batch in in_batches(texts, count)]
+        )
         progress.step(2 * len(texts), 2 * len(texts), ENCODING)
     for embeds, vector in zip(encoded, pooled.split(1), strict=True):
         embeds[POOLED] = vector
@@ -118,8 +121,8 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
             fix="Use DualCLIPLoader with type hunyuan_video, which loads both text encoders.",
         )
     mask, count = extra.get("attention_mask"), embeds.shape[1]
-    valid = torch.ones(1, count, dtype=torch.long) if mask is None else mask.reshape(1, -1)[:, -count:].long().cpu()
-    return trimmed({EMBEDS: embeds.float().cpu(), MASK: valid}) | {POOLED: pooled.float().cpu()}
+    valid = torch.ones(1, count, dtype=torch.long) if mask is None else to_host(mask).reshape(1, -1)[:, -count:].long()
+    return trimmed({EMBEDS: to_host(embeds).float(), MASK: valid}) | {POOLED: to_host(pooled).float()}
 
 
 def _template(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.packed import without_unpacking
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
 from ..memory.estimates import texts_at_once
@@ -75,8 +76,8 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
     """
     mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
     states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
-    ours = {EMBEDS: states.float().cpu()}
-    return ours if quoted is None else ours | {EMBEDS_2: quoted.float().cpu()}
+    ours = {EMBEDS: to_host(states).float()}
+    return ours if quoted is None else ours | {EMBEDS_2: to_host(quoted).float()}
 
 
 class Chat:
@@ -175,6 +176,6 @@ def _glyph_embeds(
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
                 tokenizer, encoder, [texts[index]], device, tokenizer_max_length=length
             )
-            glyphs[index] = states[:, mask[0].bool()].cpu()
+            glyphs[index] = to_host(states[:, mask[0].bool()])
             progress.step(len(texts) + done + 1, total, ENCODING)
     return glyphs

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
-from ...compat.device.execution import checked_leaves
+from ...compat.device.execution import checked_leaves, to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Latents, Pipeline, Progress, Prompt, PromptRequest
 from ..memory.estimates import PAIR, beside_text, texts_at_once
@@ -129,7 +129,7 @@ def by_text(embeds: torch.Tensor, masks: torch.Tensor) -> list[dict[str, torch.T
 def trimmed(embeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Embeddings cut to their valid tokens (at least one), on the CPU; the mask must have its padding on the right."""
     length = max(1, int(embeds[MASK].long().sum()))
-    return {name: tensor[:, :length].cpu() for name, tensor in embeds.items()}
+    return {name: to_host(tensor[:, :length]) for name, tensor in embeds.items()}
 
 
 def batched(prompt: Prompt, guided: bool) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import HOST, checked_leaves, generator_for
+from ...compat.device.execution import HOST, checked_leaves, generator_for, to_host
 from ...compat.device.facts import empty_cache, first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
@@ -392,7 +392,7 @@ def encoded(
 
 def unsigned(video: torch.Tensor) -> torch.Tensor:
     """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
-    return (video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous().cpu()
+    return to_host((video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compat.device.execution import to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError
@@ -159,7 +160,7 @@ class Stream:
             centre = wide.mean(-1)
             mean.append(centre)
             variance.append((wide - centre[:, None]).square_().sum(-1))
-        return count, torch.stack(mean).cpu().double(), torch.stack(variance).cpu().double()
+        return count, to_host(torch.stack(mean)).double(), to_host(torch.stack(variance)).double()
 
     def _side(self, plane: Tensor, grow: int) -> int:
         """Cells per side of a tile of ``plane`` that holds as many elements as the last layer's does."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.transforms.attention_processors import full_name
@@ -144,7 +145,7 @@ class Work:
         decode: Callable[..., Tensor],
     ) -> None:
         """Decode the regions that are still whole on all devices; those that fail there stay pending."""
-        host_time, tasks, places = None if time is None else time.cpu(), [], []
+        host_time, tasks, places = None if time is None else to_host(time), [], []
         for window in self.windows:
             window.pending = [part for region in window.pending for part in _split(region, attempt, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):

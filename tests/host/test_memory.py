@@ -34,6 +34,11 @@ def test_equals_the_cpu_with_room_for_all_and_for_nothing(inside: Inside, name: 
     assert (found["left"], found["classes"]) == (0, 0), "something stayed after Unload Models"
 
 
+@pytest.mark.parametrize("name", ["ltx", *(pytest.param(name, marks=full) for name in CASES[1:])])
+def test_a_device_that_zeroes_bf16_on_its_way_to_the_host_gives_the_same_bits(inside: Inside, name: str) -> None:
+    assert inside.play("memory", "zeroed", name=name) == {"equal": [True, True], "zeroed": 0, "offload": "comfyui"}
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SAMPLED else [full]) for name in FAMILIES])
 def test_any_share_of_the_weights_gives_the_same_latents(inside: Inside, name: str) -> None:
     shares = [1.0, 0.6, 0.4, 0.25, 0.15] if name not in SAMPLED else [0.4, 0.15]

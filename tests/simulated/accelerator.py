@@ -153,6 +153,7 @@ def _renew() -> None:
     _loaded().acc_cap_buffers(ctypes.c_int64(0), 0)
     _loaded().acc_word_shortage(b"")
     _loaded().acc_refuse_set_data(0)
+    _loaded().acc_zero_copies(0)
     torch.accelerator.set_device_index(0)
     torch.acc.manual_seed_all(DEFAULT_SEED)
     for index in range(device_count()):
@@ -257,6 +258,25 @@ def without_set_data() -> Iterator[None]:
         yield
     finally:
         _loaded().acc_refuse_set_data(0)
+
+
+@contextlib.contextmanager
+def zeroed_copies(dtype: torch.dtype, to_host: bool = True, to_device: bool = False) -> Iterator[Callable[[], int]]:
+    """Copies of ``dtype``, bf16 or fp16, between host and device arrive as zeros, whatever asked for them.
+
+    A copy that also casts counts where either end has the dtype, and `.item()` is a copy. Integers arrive.
+
+    Yields:
+        How many copies were zeroed so far.
+    """
+    kinds = {torch.bfloat16: 1, torch.float16: 2}[dtype] | 4 * to_host | 8 * to_device
+    library = _loaded()
+    library.acc_zeroed_copies.restype = ctypes.c_int64
+    library.acc_zero_copies(kinds)
+    try:
+        yield library.acc_zeroed_copies
+    finally:
+        library.acc_zero_copies(0)
 
 
 def take_waits() -> list[tuple[int, int]]:

@@ -46,7 +46,7 @@ def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> P
     return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device))
 
 
-def rendered(pipeline: Pipeline, case: Case, progress: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+def rendered(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents and frames of one short run."""
     progress = progress or Silent()
     with torch.no_grad():
@@ -56,7 +56,7 @@ def rendered(pipeline: Pipeline, case: Case, progress: Any = None) -> tuple[torc
         looks = "image" in pipeline.spec.effective
         request = PromptRequest("a red fox", "blurry", image=PICTURE if case.pictured and looks else None)
         prompt = stages.encode_prompt(pipeline, request, progress)
-        settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
+        settings = SampleSettings(64, 64, case.frames, steps=steps, seed=3, cfg=2.0)
         if pipeline.family == "framepack":
             framepack = FramePackSettings(case.frames / 30, window=2)
             latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)

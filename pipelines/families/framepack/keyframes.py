@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....compat.device.execution import checked_leaves
+from ....compat.device.execution import HOST, checked_leaves, inputs_placed, to_host
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
 from ...pictures import checked_vision, signed
@@ -94,11 +94,11 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
         return checked_vision(request.vision, side * side, width)
     from diffusers import HunyuanVideoFramepackPipeline
 
-    hold = pipeline.offloader.hold("image_encoder", 0, progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
+    with hold as encoder, checked_leaves(encoder, progress.check), inputs_placed(encoder, device):
         tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
         pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=pipeline.offloader.device_of("image_encoder"))
+        states = pipe.encode_image(picture, device=HOST)
         progress.step(1, 1, StageText("encoding", "image for SigLIP"))
-    return states.float().cpu()
+    return to_host(states).float()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed, state_of
+from ....compat.device.execution import checked_leaves, generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -260,7 +260,7 @@ def _section(
         branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
         return guidance.predict(index, pipeline.group, *branches)
 
-    return denoise(noise, schedule, predict, progress=progress, safeguards=safeguards).cpu()
+    return to_host(denoise(noise, schedule, predict, progress=progress, safeguards=safeguards))
 
 
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
@@ -281,7 +281,7 @@ def _forward(
     dtype, device = pipeline.precision.residual, vision.device
     given = {
         "image_embeds": vision.to(dtype),
-        "guidance": torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0,
+        "guidance": torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0,
         **placed(history.seen(), device, dtype),
         **history.plan.indices(len(history.lengths)),
     }

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from ....compat.checkpoints.latents import dtype_name
+from ....compat.device.execution import to_host
 from ....compat.errors import InputError
 from ...base import SECTION_ORDERS, ImageCondition
 from ...latents.musubi import sized
@@ -74,6 +75,6 @@ def training_sections(
         tensors = {f"latents_{size}": target}
         tensors |= {f"{theirs}_{size}": seen[ours][0] for theirs, ours in CLEAN.items()}
         tensors |= {f"{theirs}_{dtype_name(torch.int64)}": indices[ours] for theirs, ours in INDICES.items()}
-        tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = image.tensors[VISION][0].detach().cpu().to(film.dtype)
+        tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = to_host(image.tensors[VISION][0]).to(film.dtype)
         yield place, tensors
         history.add(target[None])

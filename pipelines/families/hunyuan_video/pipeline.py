@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     Call,
@@ -193,7 +193,7 @@ def sample(
             safeguards=safeguards_of(pipeline, progress, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
-    return sampled_latents(pipeline, whole(latents.cpu()) / scale, settings, generator, **extra)
+    return sampled_latents(pipeline, whole(to_host(latents)) / scale, settings, generator, **extra)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _predictor(
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = None
     if transformer.config.guidance_embeds:
-        guidance = torch.tensor([settings.guidance], dtype=dtype, device=device) * 1000.0
+        guidance = torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0
 
     def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         with transformer.cache_context(name):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -146,7 +146,7 @@ def sample(
             safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return sampled_latents(pipeline, latents.cpu() / scale, settings, generator)
+    return sampled_latents(pipeline, to_host(latents) / scale, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -199,9 +199,9 @@ class _Forward:
         # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
         self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
         if image is not None:
-            self.beside[:, :CHANNELS, :1] = image.tensors[PICTURE].to(self.beside) * scale
+            self.beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, self.dtype) * scale
             self.beside[:, CHANNELS:, :1] = 1.0
-            self.vision = image.tensors[STATES].to(self.vision)
+            self.vision = placed(image.tensors[STATES], device, self.dtype)
         self.next_times: torch.Tensor | None = None
         if image is not None and config.get("use_meanflow"):
             self.next_times = functional.pad(schedule.timesteps[1:], (0, 1))
@@ -264,12 +264,13 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
         watched(encoder, progress, StageText("encoding", "image")),
+        inputs_placed(encoder, device),
     ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
-            encoder, pipeline.tools["feature_extractor"], picture, device
+            encoder, pipeline.tools["feature_extractor"], picture, HOST
         )
     pipeline.offloader.release("image_encoder")
-    vision: torch.Tensor = states.float().cpu()
+    vision: torch.Tensor = to_host(states).float()
     return vision
 
 

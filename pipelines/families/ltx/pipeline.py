@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, placed
+from ....compat.device.execution import HOST, checked_leaves, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo
@@ -239,7 +239,7 @@ def sample(
             step=stepper.step,
         )
     mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
-    latents = sampled_latents(pipeline, unpacked(tokens.cpu()), settings, generator, **mapped)
+    latents = sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
     return replace(latents, task="image" if anchors else "text")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed
+from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import Call, Forwards, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
 from ...memory.estimates import beside_transformer
@@ -101,7 +101,7 @@ def sample(
             safeguards=safeguards_of(pipeline, progress, generator),
             noise_mask=noise_mask_for(settings, clean, noise),
         )
-    return sampled_latents(pipeline, latents.cpu() * std / scale + mean, settings, generator)
+    return sampled_latents(pipeline, to_host(latents) * std / scale + mean, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

@@ -15,12 +15,11 @@ from anygpu.compat.checkpoints import latents as latent_files
 from anygpu.compat.checkpoints.latents import (
     finite,
     metadata_of,
-    on_device,
-    on_host,
     read_record,
     record_in,
     write_record,
 )
+from anygpu.compat.device.execution import placed, to_host
 from anygpu.compat.errors import CheckpointError, InputError
 from simulated import accelerator, profiles
 
@@ -86,13 +85,13 @@ def test_every_bit_survives_every_device_both_ways(machine: str, dtype: torch.dt
     with profiles.on(machine) as profile:
         here = torch.randn(size) if dtype is torch.float32 else patterns(dtype, size)
         bits = torch.int32 if dtype is torch.float32 else torch.int16
-        there = on_device(here, profile.device)
+        there = placed(here, profile.device)
         assert there.device == profile.device and there.dtype is dtype
         path = write_record(tmp_path / f"{size}.safetensors", {"x": there.clone()}, {})
         assert torch.equal(read_record(path, "latents")[0]["x"].view(bits), here.view(bits))
         again, _ = read_record(path, "latents", profile.device)
         assert again["x"].device == profile.device
-        assert torch.equal(on_host(again["x"]).view(bits), here.view(bits))
+        assert torch.equal(to_host(again["x"]).view(bits), here.view(bits))
 
 
 def test_a_device_that_spoils_only_large_float_copies_is_no_match(tmp_path: Path) -> None:
@@ -108,9 +107,9 @@ def test_a_device_that_spoils_only_large_float_copies_is_no_match(tmp_path: Path
     here = patterns(torch.bfloat16, LARGE)
     hooks = [partial(accelerator.hook, name, after=spoil) for name in ("aten::copy_", "aten::_copy_from")]
     with accelerator.fresh() as device, hooks[0](), hooks[1]():
-        there = on_device(here, device)
+        there = placed(here, device)
         assert not torch.equal(there.to("cpu").view(torch.int16), here.view(torch.int16)), "the fault is not there"
-        assert torch.equal(on_host(there).view(torch.int16), here.view(torch.int16))
+        assert torch.equal(to_host(there).view(torch.int16), here.view(torch.int16))
 
 
 def test_nan_and_infinity_are_counted_and_refused_or_clamped() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from anygpu.compat.device.execution import BITS, HALVES
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.transfer import BITS, HALVES, Transfer, bf16_bits_to_fp32, transfer_for
+from anygpu.compat.memory.transfer import Transfer, bf16_bits_to_fp32, transfer_for
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
@@ -40,21 +41,15 @@ def equal_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.dtype is expected.dtype and torch.equal(found.view(BITS), expected.view(BITS))
 
 
-@pytest.mark.parametrize("as_bits", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_number_survives_the_way_there_and_back(acc, dtype, as_bits):
-    values, way = numbers(dtype), Transfer(acc, dtype, as_bits)
+def test_every_number_survives_the_way_there_and_back(acc, dtype):
+    values, way = numbers(dtype), Transfer(acc, dtype)
     there = way.to_device(values)
     assert there.device == acc and there.dtype is dtype
     assert equal_bits(way.to_host(there), values)
     assert torch.equal(way.to_host_fp32(there), values.float())
     strided = values[:4096].view(64, 64).t()
     assert equal_bits(way.to_host(way.to_device(strided)), strided)
-
-
-def test_a_sound_device_gets_plain_copies(acc):
-    assert not transfer_for(acc, torch.bfloat16).as_bits
-    assert not transfer_for(torch.device("cpu"), torch.bfloat16).as_bits
 
 
 def test_bits_travel_as_integers_where_the_copy_to_the_host_is_corrupt(acc):
@@ -64,7 +59,6 @@ def test_bits_travel_as_integers_where_the_copy_to_the_host_is_corrupt(acc):
         there = values.to(acc)
         assert not equal_bits(there.cpu(), values), "the fault is not there"
         way = transfer_for(acc, torch.bfloat16)
-        assert way.as_bits
         assert equal_bits(way.to_host(there), values)
         assert torch.equal(way.to_host_fp32(there), values.float())
 
@@ -101,5 +95,5 @@ def test_widened_is_exact_without_a_cast(acc):
 
 
 def test_integers_are_sent_as_they_are(acc):
-    counts, way = torch.arange(5), Transfer(acc, torch.bfloat16, as_bits=True)
+    counts, way = torch.arange(5), Transfer(acc, torch.bfloat16)
     assert torch.equal(way.to_host_fp32(way.to_device(counts)), counts)

@@ -49,6 +49,21 @@ def full_and_none(name: str) -> dict[str, Any]:
     return found
 
 
+def zeroed(name: str) -> dict[str, Any]:
+    """A case in bf16 on a device that zeroes bf16 on its way to the host, with room for everything and for nothing."""
+    with torch.no_grad():
+        pipeline = loaded_for(name, precision="bf16")
+        expected, equal = rendered(pipeline, name), []
+        with accelerator.zeroed_copies(torch.bfloat16) as count:
+            for vram in (management.vram_state, management.VRAMState.NO_VRAM):
+                management.unload_all_models()
+                with state(vram_state=vram):
+                    equal.append(
+                        all(map(torch.equal, rendered(pipeline, name, device=pipeline.offloader.device), expected))
+                    )
+            return {"equal": equal, "zeroed": count(), "offload": pipeline.offloader.mode}
+
+
 def native(pipeline: Any) -> int:
     """How many layers of the parts in memory have another class than they were read with."""
     return sum(isinstance(leaf, CastLeaf) for part in pipeline.parts.values() for leaf in part.modules())

@@ -92,6 +92,36 @@ void book_transfers(const std::string& name, const torch::jit::Stack& arguments)
   }
 }
 
+// A driver that zeroes floats of 16 bits between host and device: one flag per dtype and direction. Each copy ends here
+// or in _local_scalar_dense, whatever it was called as; integers of the same bits are left alone.
+enum Zeroed { kBFloat16 = 1, kHalf = 2, kToHost = 4, kToDevice = 8 };
+std::atomic<int> zeroed_kinds{0};
+std::atomic<int64_t> zeroed_copies{0};
+
+bool is_zeroed(at::ScalarType type) {
+  return (zeroed_kinds & kBFloat16 && type == at::kBFloat16) || (zeroed_kinds & kHalf && type == at::kHalf);
+}
+
+void zero_copies(const std::string& name, const torch::jit::Stack& arguments, torch::jit::Stack* stack) {
+  if (name == "aten::copy_") {
+    const auto& target = arguments[0].toTensor();
+    const auto& source = arguments[1].toTensor();
+    const bool leaves = source.device().type() == kType && target.device().is_cpu();
+    const bool arrives = source.device().is_cpu() && target.device().type() == kType;
+    const bool travels = (leaves && zeroed_kinds & kToHost) || (arrives && zeroed_kinds & kToDevice);
+    if (travels && target.numel() > 0 && (is_zeroed(source.scalar_type()) || is_zeroed(target.scalar_type()))) {
+      ++zeroed_copies;
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      target.zero_();
+    }
+  } else if (name == "aten::_local_scalar_dense" && zeroed_kinds & kToHost) {
+    if (is_zeroed(arguments[0].toTensor().scalar_type())) {
+      ++zeroed_copies;
+      stack->back() = at::Scalar(0.0);
+    }
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.operator_name().name;
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -113,6 +143,9 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     lending.lend();
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
     lending.settle();
+  }
+  if (zeroed_kinds.load(std::memory_order_relaxed) != 0) {
+    zero_copies(name, arguments, stack);
   }
   if (clocked) {
     note_results(torch::jit::Stack(stack->end() - op.schema().returns().size(), stack->end()));
@@ -247,6 +280,15 @@ const bool host_kernels_registered = [] {
 // Plain C entry points for ctypes.
 extern "C" void acc_refuse_set_data(int on) {
   acc::set_data_refused = on != 0;
+}
+
+extern "C" void acc_zero_copies(int kinds) {
+  acc::zeroed_kinds = kinds;
+  acc::zeroed_copies = 0;
+}
+
+extern "C" int64_t acc_zeroed_copies() {
+  return acc::zeroed_copies;
 }
 
 // The operators to report to Python, as newline-separated names.
