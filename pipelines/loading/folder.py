@@ -165,6 +165,7 @@ def load(
         stands_in_for=request.stands_in_for,
         request=request if single is None else _resolved(request, single),
     )
+    guessed = () if pipeline.is_demo and request.variant == AUTO else guessed
     return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
 
 
