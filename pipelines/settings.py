@@ -103,12 +103,17 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
     return tuple(map(said, rows))
 
 
-def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the loaded variant is run by default; of a demo model, what it draws, since it has one way to be run."""
+def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """How the loaded variant is run by default; of a demo model, what it draws, since it has one way to be run.
+
+    Args:
+        variant: what is said of the variant; nothing is guessed of a demo model.
+    """
     if pipeline.is_demo:
-        return (_demo_decision(pipeline),)
+        return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
     recipe = recipe_of(pipeline)
-    return () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
+    return (*variant, *chosen)
 
 
 def _demo_decision(pipeline: Pipeline) -> Decision:
