@@ -70,9 +70,9 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a demo model samples: a corner of core's latents, of its own size, at its own cfg.
+    """Sample the corner of core's latents that a demo model draws, of its own size, at its own cfg.
 
-    Behind core's context windows it is the windows that have its own length.
+    Where core cuts the clip into windows of its own length, the clip keeps its length.
     """
     own, guider = of_checkpoint(pipeline).defaults, executor.class_obj
     call = inspect.signature(executor.original).bind(*args, **kwargs)

@@ -20,8 +20,10 @@ from anygpu.pipelines.memory.estimates import Size
 from PIL import Image
 
 SHAPES = ((64, 64), (200, 90), (90, 300))
-LATER = (pytest.param(name, marks=pytest.mark.full) for name in ("ltx", "hunyuan_video_i2v", "mochi"))
-TINY = ("hunyuan_video_15_i2v", "framepack", *LATER)
+LATER = (
+    pytest.param(name, marks=pytest.mark.full) for name in ("ltx", "hunyuan_video_i2v", "hunyuan_video_15_i2v", "mochi")
+)
+TINY = ("framepack", *LATER)
 DEMOS = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 
 
