@@ -196,19 +196,12 @@ def _save_job(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
     from .pipelines import jobs
-    from .pipelines.memory.page import memory_plan, planned_size
+    from .pipelines.memory.page import memory_plan
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
-    pipeline, settings = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine)), job.settings
-    frames = settings.frames
-    if job.framepack is not None:
-        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or pipeline.spec.defaults.fps)
-    guided = (settings.cfg or pipeline.spec.defaults.cfg) > 1.0
-    size = planned_size(pipeline, settings.width, settings.height, frames, guided)
-    if job.framepack is not None:
-        size = replace(size, window=job.framepack.window)
-    print(memory_plan(pipeline, size, settings)[0])
+    pipeline = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine))
+    print(memory_plan(pipeline, *jobs.planned_size(job, machine, pipeline))[0])
     return 0
 
 
@@ -268,7 +261,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
 def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
-    from .pipelines.demo import MODELS
+    from .pipelines.base import DEMOS
     from .pipelines.jobs import Machine, Places
     from .pipelines.movie import write_mp4
     from .pipelines.receipts import decoded_receipt, tags_for
@@ -279,7 +272,7 @@ def replay(arguments: argparse.Namespace) -> int:
     require_writable(output, OUTPUT_BYTES, "--output")
     searched = tuple(map(Path, arguments.search))
     machine = Machine(
-        places=Places((*searched, MODELS), (path.parent, Path(), *searched)),
+        places=Places((*searched, DEMOS), (path.parent, Path(), *searched)),
         state=Path(arguments.state).expanduser(),
         device=arguments.device,
     )
@@ -293,12 +286,13 @@ def replay(arguments: argparse.Namespace) -> int:
 def _machine(arguments: argparse.Namespace) -> Any:
     """Where the job of ``arguments`` runs."""
     from .compat.device.facts import accelerators, default_device, rooms_on
+    from .pipelines.base import DEMOS
     from .pipelines.jobs import Machine, Places
 
     beside = [Path(arguments.job).parent] if arguments.job else []
     cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
     return Machine(
-        places=Places(tuple(map(Path, arguments.search)), (*beside, Path())),
+        places=Places((*map(Path, arguments.search), DEMOS), (*beside, Path())),
         state=Path(arguments.state).expanduser(),
         device=arguments.device,
         trace=None if arguments.profile is None else Path(arguments.profile),
@@ -315,6 +309,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .compat.decision import AUTO
     from .pipelines import jobs
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
+    from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
     from .pipelines.loading.folder import family_of_folder
     from .pipelines.vae.plan import Form
@@ -330,7 +325,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         raise InputError("no --model", expected="a model folder, or --job FILE", fix="Add --model FOLDER.")
     if arguments.prompt is None and arguments.recover is None and not arguments.plan:
         raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
-    model = Path(arguments.model)
+    model = demo_folder(arguments.model) or Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
     size = {name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
@@ -443,7 +438,10 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.set_defaults(run=render)
     add = parser.add_argument
-    add("--model", help="diffusers model folder, or a FramePack transformer folder")
+    add(
+        "--model",
+        help="diffusers model folder, a FramePack transformer folder, or a demo model such as 'demo: LTX-Video'",
+    )
     add("--prompt", help="needed, except with --recover and --job")
     add("--job", metavar="FILE", help="render a job file; its models are searched in --search, pictures beside it")
     add("--save-job", metavar="FILE", help="write the job to a file instead of rendering it")

@@ -20,6 +20,7 @@ from comfy_execution.utils import get_executing_context
 
 from ..compat.errors import InputError
 from ..pipelines.base import ImageCondition, Pipeline
+from ..pipelines.demo.stand_in import corner
 from ..pipelines.loading import lora as loras
 from ..pipelines.loading.lora_kinds import BIAS
 from ..pipelines.settings import of_checkpoint
@@ -61,7 +62,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     patcher = offloader.patcher_of(TRANSFORMER, made)
     keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
-    if pipeline.stands_in_for:
+    if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
     if reload is not None:
         patcher.cached_patcher_init = (_model_again, (reload,))
@@ -69,29 +70,32 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a demo model samples in a published one's place: a corner of core's latents, of its own size, at its cfg."""
-    own = of_checkpoint(pipeline).defaults
-    spatial, temporal = pipeline.spec.ratios
-    sides = (own.frames - 1) // temporal + 1, own.height // spatial, own.width // spatial
+    """Sample the corner of core's latents that a demo model draws, of its own size, at its own cfg.
+
+    Where core cuts the clip into windows of its own length, the clip keeps its length.
+    """
+    own, guider = of_checkpoint(pipeline).defaults, executor.class_obj
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    larger = tuple(given["latent_image"].shape[-3:]) != sides
-
-    def corner(latents: Any) -> Any:
-        return None if latents is None else latents[..., : sides[0], : sides[1], : sides[2]].contiguous()
-
-    if larger and len(given["latent_shapes"] or [0]) == 1:
+    shape, said = given["latent_image"].shape, []
+    if len(given["latent_shapes"] or [0]) == 1:
+        windows, usual = guider.model_options.get("context_handler"), (own.frames - 1) // pipeline.spec.stride + 1
+        frames = shape[-3] if windows is not None and windows.context_length <= usual else 0
         for name in ("noise", "latent_image", "denoise_mask"):
-            given[name] = corner(given[name])
-        given["latent_shapes"] = [given["latent_image"].shape]
-        said = [f"the demo model draws at its own size: {own.width}x{own.height}, {own.frames} frames"]
-        guider = executor.class_obj
-        if type(guider) is CFGGuider and guider.cfg != own.cfg:
-            said.append(f"and at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
-            guider.set_cfg(own.cfg)
+            given[name] = None if given[name] is None else corner(pipeline, given[name], frames)
+        drawn = given["latent_image"].shape
+        given["latent_shapes"] = [drawn]
+        if drawn != shape:
+            (spatial, temporal), (count, rows, columns) = pipeline.spec.ratios, drawn[-3:]
+            size = f"{columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"
+            said.append(f"draws at its own size: {size}")
+    if type(guider) is CFGGuider and guider.cfg != own.cfg:
+        said.append(f"draws at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
+        guider.set_cfg(own.cfg)
+    if said:
         progress = _progress()
-        progress.notify(", ".join(said))
+        progress.notify(f"the demo model {'; it '.join(said)}")
         progress.show()
     return executor(*call.args, **call.kwargs)
 

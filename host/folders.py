@@ -11,7 +11,7 @@ import folder_paths
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
-from ..pipelines.demo import demo_loras, demo_models
+from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.latents.steps import FOLDER
 from ..pipelines.loading.download import published_family, remedy
 from ..pipelines.loading.folder import family_of_folder, find_models
@@ -100,10 +100,10 @@ def stand_in_for(name: str) -> str:
 
 def model_folder(name: str) -> Path:
     """The folder of a listed model, as :func:`path_of` finds it; of a demo model also by the name of another size."""
-    demos = {demo.rpartition(" (")[0]: folder for demo, folder in demo_models().items()}
     listed = {**models(), **demo_models()}
-    if name not in listed and name.rpartition(" (")[0] in demos:
-        return demos[name.rpartition(" (")[0]]
+    demo = None if name in listed else demo_folder(name)
+    if demo is not None:
+        return demo
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
     fix = "" if name in listed else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
     return path_of(name, listed, model_roots(), what, fix)
@@ -206,6 +206,19 @@ def upscaler_file(name: str) -> Path:
     searched = roots(UPSCALER_KEYS)
     what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
     return path_of(name, upscalers(), searched, what, f"Put it into {searched[0]} and press R.")
+
+
+def picture_sides(name: object) -> tuple[int, int] | None:
+    """Width and height in pixels of the picture that a node of core's loads by this name; None where it cannot be."""
+    from PIL import ExifTags, Image
+
+    if not isinstance(name, str):
+        return None
+    unread = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+    with suppress(*unread), Image.open(folder_paths.get_annotated_filepath(name)) as picture:
+        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) > 4
+        return picture.size[::-1] if turned else picture.size
+    return None
 
 
 def kept_folder() -> Path:

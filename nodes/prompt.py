@@ -69,8 +69,8 @@ class EncodePrompt(io.ComfyNode):
         """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
-        texts = own_inputs(pipeline, texts, progress.notify)
-        prompt = stages.encode_prompt(pipeline, PromptRequest(**texts, sections=sections), progress)
+        texts = own_inputs(pipeline, {**texts, "sections": sections}, progress.notify)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(**texts), progress)
         progress.finish(prompt.described(pipeline.spec.title))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
 
@@ -192,7 +192,9 @@ class EncodeVideo(io.ComfyNode):
     def execute(cls, pipeline: Any, images: Any, width: int, height: int, fit: str, seed: int) -> io.NodeOutput:
         """The latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        chosen = own_inputs(pipeline, {"width": width, "height": height, "fit": fit}, progress.notify)
+        chosen = {"images": images, "width": width, "height": height, "fit": fit}
+        chosen = own_inputs(pipeline, chosen, progress.notify)
+        images = chosen.pop("images")
         latents = stages.encode_video(pipeline, images, **chosen, seed=seed, progress=progress)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames")
         return io.NodeOutput(latent_format.to_core(latents))

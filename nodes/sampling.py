@@ -16,7 +16,7 @@ from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import FramePackSettings, Latents, SampleSettings
 from ..pipelines.decisions import in_short
-from ..pipelines.demo.stand_in import own_inputs
+from ..pipelines.demo.stand_in import own_inputs, own_latents
 from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents.steps import KeptSteps
@@ -84,7 +84,7 @@ class Sample(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         videos = [None] if latent is None else batch.videos_of(latent)
-        starts = [latent_format.start_of(pipeline, video, progress.notify) for video in videos]
+        starts = [own_latents(pipeline, latent_format.start_of(pipeline, video, progress.notify), progress.notify) for video in videos]
         settings = own_inputs(pipeline, settings, progress.notify)
         chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 

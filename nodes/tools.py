@@ -11,6 +11,7 @@ from ..host.api import io, ui
 from ..host.progress import NodeProgress
 from ..paint.choices import KINDS
 from ..pipelines import report as reports
+from ..pipelines.demo.stand_in import own_inputs
 from ..pipelines.loading import download as downloads
 from ..pipelines.memory import page as memory_plan
 from ..pipelines.memory.forecast import Forecast
@@ -116,7 +117,8 @@ class MemoryPlan(Uncached):
         if pipeline.family in KINDS:
             text, bars = paint_plan(pipeline, width, frames, guided)
         else:
-            size = memory_plan.planned_size(pipeline, width, height, frames, guided)
+            sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.notify)
+            size = memory_plan.planned_size(pipeline, **sizes, guided=guided)
             text, bars = memory_plan.memory_plan(pipeline, size)
         progress.finish(text)
         return io.NodeOutput(text, bars, ui=ui.PreviewImage(bars, cls=cls))

@@ -28,7 +28,7 @@ VIEWS = (  # azimuth and elevation in degrees, and how much a view counts, as pu
     (180, -90, 0.05),
 )
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
-MODELS = Path(__file__).parent / "models"  # that ship with the pack
+MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
 DEMO_SIZE = 128  # pixels of a view of theirs
 STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0")
 PAGES = {
@@ -50,8 +50,8 @@ def demo_paint_models() -> dict[str, Path]:
 
 
 def is_demo(source: Path) -> bool:
-    """Whether a pipeline was read from what ships with the pack."""
-    return source.parent == MODELS
+    """Whether a pipeline was read from what ships with the pack, by whichever name or path."""
+    return MODELS in source.resolve().parents
 
 
 def is_paint_folder(folder: Path) -> bool:

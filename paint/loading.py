@@ -27,7 +27,7 @@ from ..compat.precision import PAINT, Precision, copies_decision, precision_for
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
-from .choices import DEMO_SIZE, PAGES
+from .choices import DEMO_SIZE, PAGES, is_demo
 from .choices import VARIANTS as VARIANTS
 from .estimates import paint_bytes
 from .networks import published as networks
@@ -100,6 +100,11 @@ class PaintPipeline(KnownToHost):
     probes: ProbeStore | None = None
     stands_in_for: str = ""
     attention: str = ""
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether its model ships with the pack, however it was chosen."""
+        return is_demo(self.source)
 
     @property
     def patcher(self) -> Any:
@@ -250,8 +255,10 @@ def _config(place: Path) -> Mapping[str, Any]:
 
 def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) -> list[Decision]:
     remarks = []
-    if request.stands_in_for:
-        why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
+    if is_demo(request.model):
+        why = "ships with the pack: docs/models.md has where to get published models"
+        if request.stands_in_for:
+            why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
         remarks.append(Decision("model", f"paints simple bodies at {DEMO_SIZE}x{DEMO_SIZE}", why, AUTO))
     if both_kinds(place):
         why = "the folder has .bin and .safetensors, which may differ"

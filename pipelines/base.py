@@ -24,6 +24,7 @@ from .family import FamilySpec, GuidanceStep
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 ENCODING = StageText("encoding", "prompt")
+DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that ship with the pack
 
 
 class Progress(Protocol):
@@ -111,6 +112,11 @@ class Pipeline(KnownToHost):
         """The frozen id of its family, as files have it."""
         return self.spec.id
 
+    @property
+    def is_demo(self) -> bool:
+        """Whether its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
+        return DEMOS in self.source.resolve().parents
+
     def on_leader(self, call: Callable[[], Value]) -> Value:
         """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
         return call() if self.group is None else self.group.on_leader(call)
@@ -156,7 +162,7 @@ class Prompt:
     def described(self, title: str) -> str:
         """What the prompt is, in one line; ``title`` is the family's."""
         tokens = next(iter(self.embeds.values())).shape[1]
-        return f"prompt for {title}: {tokens} tokens{', with negative' if self.negative is not None else ''}"
+        return f"prompt for {title}: {tokens} tokens{', with negative' if self.has_negative else ''}"
 
     def __repr__(self) -> str:
         return f"<{self.described(self.family)}>"

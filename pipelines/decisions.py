@@ -14,7 +14,6 @@ from ..compat.precision import NAMES, SAFE
 from ..compat.transforms import attention
 from ..compat.transforms.attention_kernels import reason_against
 from .base import Pipeline
-from .demo import MODELS
 from .registry import FAMILIES
 from .report import title_of
 
@@ -32,7 +31,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
     return {
         "family": pipeline.family,
         "title": title_of(pipeline),
-        "model": "demo model" if pipeline.source.parent == MODELS else pipeline.source.name,
+        "model": "demo model" if pipeline.is_demo else pipeline.source.name,
         "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
         "decisions": [decision.as_json() for decision in decisions],
     }
@@ -41,8 +40,9 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
-    if pipeline.stands_in_for:
-        what = f"demo model in place of {pipeline.stands_in_for!r}"
+    if pipeline.is_demo:
+        name = pipeline.stands_in_for
+        what = f"demo model in place of {name!r}" if name else f"demo model, {title_of(pipeline)}"
     return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
 
@@ -81,5 +81,5 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:
-    """The variant, where the family has several."""
-    return () if pipeline.variant == pipeline.family else (pipeline.variant,)
+    """The variant, where the family has several and a published model is one of them."""
+    return () if pipeline.is_demo or pipeline.variant == pipeline.family else (pipeline.variant,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from glob import escape
 from pathlib import Path, PurePosixPath
@@ -14,7 +14,8 @@ import torch
 from ..compat.checkpoints.identity import content_of, picture_content
 from ..compat.errors import CheckpointError, InputError, PackError
 from . import stages
-from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress
+from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
+from .demo.stand_in import own_inputs
 from .job_format import PLACES as PLACES
 from .job_format import Adapter as Adapter
 from .job_format import Caching as Caching
@@ -31,17 +32,21 @@ from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
 from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
+from .memory import page
+from .memory.estimates import Size
 from .movie import read_frames
 from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
+from .settings import of_checkpoint
 from .speed import with_step_cache
 from .vae.fallback import serve_decoding
 from .vae.plan import Form
 from .vae.shared import dismiss
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
+VIDEO_FIT = "crop"
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
 
 
@@ -175,7 +180,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
         files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
         device=machine.device,
         cards=machine.cards,
-        search=machine.places.models,
+        search=tuple(root for root in machine.places.models if root != DEMOS),  # no part of a published model is there
         state=machine.state,
     )
 
@@ -227,7 +232,7 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
 
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
-    group = pipeline.group
+    group, job = pipeline.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
@@ -245,7 +250,8 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
-        framepack = job.framepack or FramePackSettings(clip_seconds=5.0)
+        framepack = job.framepack
+        assert framepack is not None  # as_run
         signed = partial(
             with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
@@ -259,11 +265,61 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     return latents, kept
 
 
+def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
+    """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
+    framepack = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
+    parts: dict[str, Any] = {"prompt": job.prompt, "settings": job.settings}
+    parts |= {} if framepack is None else {"framepack": framepack}
+    given = {item.name: getattr(part, item.name) for part in parts.values() for item in fields(part)}
+    own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)
+    for name, part in parts.items():
+        parts[name] = replace(part, **{item.name: own[item.name] for item in fields(part)})
+    return replace(job, **parts, fit=own["fit"])
+
+
+def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
+    """The size that a run of ``job`` samples, and its settings; pictures are read for their shape, nothing is encoded.
+
+    Raises:
+        CheckpointError: a picture is not on this machine. InputError: a size out of range.
+    """
+    progress = Silent()
+    job = as_run(job, pipeline, progress.notify)
+    settings, usual = job.settings, of_checkpoint(pipeline).defaults
+    width, height, frames = settings.width, settings.height, settings.frames
+    if job.pictures:
+        picture = _picture(job, job.pictures[0], machine, progress, pipeline)
+        width, height = stages.picture_size(pipeline, picture, width, height, job.fit)
+    if job.video is not None:
+        video = _frames(job, machine, progress, pipeline)
+        width, height, frames = stages.video_size(pipeline, video, width, height, VIDEO_FIT)
+    if job.framepack is not None:
+        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or usual.fps)
+    guided = (settings.cfg or usual.cfg) > 1.0
+    size = page.planned_size(pipeline, width, height, frames, guided)
+    return size if job.framepack is None else replace(size, window=job.framepack.window), settings
+
+
+def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+    """The frames of a job's picture, or those that a demo model starts from."""
+    frames, _ = machine.places.frames(picture.file)
+    own: torch.Tensor = own_inputs(pipeline, {"image": frames, "fit": job.fit}, progress.notify)["image"]
+    return own
+
+
+def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+    """The frames of a job's video, as many as a demo model draws."""
+    assert job.video is not None
+    frames, _ = machine.places.frames(job.video)
+    own: torch.Tensor = own_inputs(pipeline, {"images": frames}, progress.notify)["images"]
+    return own
+
+
 def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
     """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
-        frames, _ = machine.places.frames(picture.file)
+        frames = _picture(job, picture, machine, progress, pipeline)
         start = frames if start is None else start
         request = ImageRequest(
             frames,
@@ -282,9 +338,8 @@ def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
-    frames, _ = machine.places.frames(job.video)
-    size = job.settings
-    return stages.encode_video(pipeline, frames, size.width, size.height, "crop", size.seed, progress)
+    frames, size = _frames(job, machine, progress, pipeline), job.settings
+    return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
 
 
 def _inside(roots: tuple[Path, ...], name: str) -> list[Path]:

@@ -18,6 +18,7 @@ MOST_SHIFT = 100.0
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
 FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
+SIDES = frozenset(("width", "height"))  # of these: a checkpoint that names them takes no size of its family's
 GUIDANCE = (
     *("guidance", "cfg", "cfg_start", "cfg_end", "shift", "guidance_rescale", "sigmas", "latents", "noise_mask", "stg"),
 )
@@ -70,22 +71,21 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
-    return replace(family, defaults=_with_own(defaults, pipeline.tools["index"].get(OWN_DEFAULTS)))
+    own = own_defaults(pipeline)
+    return replace(family, defaults=replace(defaults, **own), buckets=() if own.keys() & SIDES else family.buckets)
 
 
-def _with_own(defaults: Defaults, own: object) -> Defaults:
-    """``defaults`` with what the index of a checkpoint says that it was trained for; what cannot be meant is left out.
+def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
+    """What the index of a checkpoint says that it was trained for, by the names of :class:`Defaults`.
 
-    Args:
-        own: of the file, so anything: a number counts that is positive and of the type of the default.
+    It is of a file, so anything: a number counts that is positive and of the type of the family's default.
     """
-    given = own if isinstance(own, dict) else {}
-    meant = {
+    given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.defaults
+    return {
         name: value
-        for name, value in given.items()
-        if name in Defaults.__slots__ and type(value) is type(getattr(defaults, name)) and 0 < value < math.inf
+        for name, value in (given.items() if isinstance(given, dict) else ())
+        if name in Defaults.__slots__ and type(value) is type(getattr(usual, name)) and 0 < value < math.inf
     }
-    return replace(defaults, **meant)
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
@@ -103,20 +103,26 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
     return tuple(map(said, rows))
 
 
-def recipe_decision(pipeline: Pipeline) -> tuple[Decision, ...]:
-    """How the loaded variant is run by default, and whether a demo model is used in place of a published one."""
+def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """How the loaded variant is run by default; of a demo model, what it draws, since it has one way to be run.
+
+    Args:
+        variant: what is said of the variant; nothing is guessed of a demo model.
+    """
+    if pipeline.is_demo:
+        return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
-    return (*_stand_in(pipeline), *chosen)
+    return (*variant, *chosen)
 
 
-def _stand_in(pipeline: Pipeline) -> tuple[Decision, ...]:
-    if not pipeline.stands_in_for:
-        return ()
+def _demo_decision(pipeline: Pipeline) -> Decision:
     defaults = of_checkpoint(pipeline).defaults
-    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames"
-    why = f"in place of {pipeline.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
-    return (Decision("model", f"draws coloured shapes at {size}", why, AUTO),)
+    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
+    why = "ships with the pack; AnyGPU Download Model fetches published models"
+    if pipeline.stands_in_for:
+        why = f"in place of {pipeline.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
+    return Decision("model", f"draws coloured shapes at {size}", why, AUTO)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,12 @@ from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
     FINAL,
+    SIDES,
     complete,
     final_size,
     guidance_steps,
     of_checkpoint,
+    own_defaults,
     recipe_of,
     report_unused,
     require_family,
@@ -142,7 +144,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         require_family(previous.family, family, "the previous image condition")
         width, height = previous.width, previous.height
     else:
-        width, height = _picture_size(pipeline, frames, request, fit)
+        width, height = picture_size(pipeline, frames, request.width, request.height, fit)
     report_unused(family, request, ("frame", "strength", "vision", "previous"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
@@ -171,11 +173,9 @@ def encode_video(
             fix=f"Use AnyGPU Encode Image: {family.title} starts from a picture and noise only.",
         )
     pictures = checked_frames(frames, "the video")
-    width, height = fitted_size(family, pictures, width or pictures.shape[2], height or pictures.shape[1], fit)
-    stride = family.stride
-    count = (pictures.shape[0] - 1) // stride * stride + 1
+    width, height, count = video_size(pipeline, pictures, width, height, fit)
     if count != pictures.shape[0]:
-        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {family.stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
@@ -250,7 +250,7 @@ def sample_framepack(
         )
     rate = settings.fps or of_checkpoint(pipeline).defaults.fps
     settings = replace(settings, frames=family.code.frames_for(framepack, rate))
-    settings = complete(family, prompt, image, settings, progress)
+    settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
     size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(
@@ -383,13 +383,24 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     return latents
 
 
-def _picture_size(pipeline: Pipeline, frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[int, int]:
-    """Width and height in pixels for an image: what is asked, or what the family's module chooses for its shape."""
-    module = pipeline.spec.code
-    if fit == "nearest bucket" and not (request.width and request.height) and hasattr(module, "nearest_size"):
-        width, height = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
-        return int(width), int(height)
-    return fitted_size(of_checkpoint(pipeline), frames, request.width, request.height, fit)
+def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
+    """Width and height in pixels that pictures are encoded at: what is asked, or a size of the model's for their shape.
+
+    Args:
+        frames: (F, H, W, 3), of which only the shape counts.
+    """
+    module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
+    if fit == "nearest bucket" and not (width and height) and hasattr(module, "nearest_size") and not own:
+        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
+        return int(wide), int(tall)
+    return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
+
+
+def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int, int]:
+    """Width and height in pixels, and the count of frames, that a video (F, H, W, 3) is encoded at."""
+    stride = pipeline.spec.stride
+    wide, tall = fitted_size(pipeline.spec, frames, width or frames.shape[2], height or frames.shape[1], fit)
+    return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 
 
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:

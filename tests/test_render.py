@@ -10,8 +10,12 @@ import torch
 from anygpu import cli
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages, tiny
+from anygpu.pipelines.base import DEMOS
+from anygpu.pipelines.demo.scenes import scene_of
+from anygpu.pipelines.jobs import read_job
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 LOUD = "transformer_blocks.0.ff.net.2.weight"  # loud enough, it takes the residual out of fp16's range
@@ -95,3 +99,63 @@ def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_mod
     code, said = doctor(loud, "--precision", "fp16")
     assert code == 1 and f"transformer.{LOUD.removesuffix('.weight')} (Linear, fp16)" in said
     assert doctor(loud, "--precision", "fp16", "--repair", "keep") == (0, "no fault in 9 frames of 64x64\n")
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    path = tmp_path / "photo.png"
+    Image.effect_noise((300, 200), 90).convert("RGB").save(path)
+    return path
+
+
+NAMED = ["demo: FramePack", "demo: FramePack (1 MB)", str(DEMOS / "framepack")]
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_a_job_names_a_demo_model_by_its_choice_or_its_folder(named: str, tmp_path: Path) -> None:
+    target = tmp_path / "job.json"
+    assert cli.main(["render", "--model", named, "--prompt", "a fox", "--save-job", str(target)]) == 0
+    job = read_job(target)
+    assert (job.family, job.model.name) == ("framepack", "framepack") and job.model.content
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("named", NAMED)
+def test_a_demo_model_is_planned_as_it_is_run(named: str, photo: Path, tmp_path: Path, capsys) -> None:
+    given = ("--model", named, "--image", str(photo), "--device", "cpu", "--state", str(tmp_path))
+    assert cli.main(["render", *given, "--plan"]) == 0
+    assert "FramePack 64x64, 9 frames: " in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_demo_model_draws_at_its_own_size_whatever_is_asked(photo: Path, tmp_path: Path, capsys) -> None:
+    """By its choice, by its folder, and in a job. Frames are compared as the checker reads them: convolutions are
+    chosen by their times, and another one rounds otherwise."""
+    job = tmp_path / "job.json"
+    asked = ("--prompt", "a red fox", "--seed", "3")
+    larger = ("--width", "704", "--height", "480", "--frames", "97", "--steps", "40")
+    assert cli.main(["render", "--model", "demo: LTX-Video", *asked, *larger, "--save-job", str(job)]) == 0
+    ways = (
+        ("--model", "demo: LTX-Video", *asked, *larger),
+        ("--model", str(DEMOS / "ltx"), *asked),
+        ("--job", str(job)),
+    )
+    seen = []
+    for way in ways:
+        here = tmp_path / str(len(seen))
+        state = ("--device", "cpu", "--state", str(here), "--output", str(here / "a.mp4"))
+        assert cli.main(["render", *way, *state]) == 0
+        seen.append(read_frames(here / "a.mp4")[0])
+        said = [line for line in capsys.readouterr().err.splitlines() if "it does not know fox" in line]
+        assert len(said) == 1 and ("width 704 -> 64" in said[0]) == (str(DEMOS / "ltx") not in way)
+    assert {tuple(frames.shape) for frames in seen} == {(9, 64, 64, 3)}
+    assert {scene_of(frames).caption for frames in seen} == {"a red circle moves left on blue"}
+
+
+@pytest.mark.full
+def test_a_picture_is_planned_at_the_size_it_is_encoded_at(tiny_folder: Path, photo: Path, tmp_path, capsys) -> None:
+    for provider in ("hunyuan_video", "siglip"):
+        tiny.build(provider, tiny_folder)
+    given = ("--model", str(tiny.build("framepack", tiny_folder)), "--search", str(tiny_folder), "--image", str(photo))
+    assert cli.main(["render", *given, "--plan", "--device", "cpu", "--state", str(tmp_path), "--seconds", "1.13"]) == 0
+    assert "FramePack 768x512, 37 frames: " in capsys.readouterr().out

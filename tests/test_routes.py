@@ -35,6 +35,8 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import forecast
+from anygpu.pipelines.stages import picture_size
+from PIL import Image
 
 from paint import stored
 
@@ -99,6 +101,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_user_directory=lambda: str(tmp_path / "user"),
         get_input_directory=lambda: str(tmp_path / "input"),
         get_output_directory=lambda: str(tmp_path / "output"),
+        get_annotated_filepath=lambda name: str(tmp_path / "input" / name),
     )
     queue = SimpleNamespace(currently_running={})
     memory = SimpleNamespace(
@@ -302,6 +305,43 @@ def test_the_demo_model_that_paints_is_told_at_its_own_size(pack):
     assert status == 200 and any("in place of" in str(each) for each in found["pipelines"][0]["decisions"])
     own, asked = ([stage["peak"] for stage in each["stages"]] for each in found["forecasts"])
     assert own == asked
+
+
+def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny_folder):
+    """As the command plans the same run; a picture of unknown shape leaves the family's default."""
+    for name, published in (("framepack", "FramePackI2V_HY"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "flux")):
+        weights_on(pack, tiny_folder, name, published)
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    (pack.home / "input").mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (90, 300)).save(pack.home / "input" / "tall.png", exif=turned)
+    seen = {}
+    for model, kind, sizes in (
+        ("FramePackI2V_HY", "AnyGPUSampleFramePack", {"clip_seconds": 1.13, "fps": 30.0}),
+        ("LTX-Video", "AnyGPUSample", {"frames": 9}),
+        ("demo: FramePack", "AnyGPUSampleFramePack", {"clip_seconds": 5.0, "fps": 30.0}),
+    ):
+        for picture in ("tall.png", "gone.png"):
+            prompt = {
+                "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": model}},
+                "2": {"class_type": "LoadImage", "inputs": {"image": picture}},
+                "3": {"class_type": "AnyGPUEncodeImage", "inputs": {"image": ["2", 0], "fit": "nearest bucket"}},
+                "4": {"class_type": "AnyGPUEncodeImage", "inputs": {"previous": ["3", 0], "width": 64, "height": 64}},
+                "5": {"class_type": kind, "inputs": {"pipeline": ["1", 0], "image": ["4", 0], **sizes}},
+            }
+            _, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+            (told,) = found["forecasts"]
+            seen[model, picture] = told["found"].split(" frames")[0]
+    families = {
+        model: load(LoadRequest(pack.home / "models" / model, device="cpu")) for model, _ in seen if ":" not in model
+    }
+    for model, count in (("FramePackI2V_HY", 37), ("LTX-Video", 9)):
+        width, height = picture_size(families[model], torch.empty(1, 90, 300, 3), 0, 0, "nearest bucket")
+        usual = families[model].spec.defaults
+        assert width > 2 * height and seen[model, "tall.png"] == f"{width}x{height}, {count}"
+        assert seen[model, "gone.png"] == f"{usual.width}x{usual.height}, {count}"
+    assert seen["demo: FramePack", "tall.png"] == seen["demo: FramePack", "gone.png"] == "64x64, 9"
 
 
 def test_a_node_that_delights_is_told_of_delight_alone(pack):

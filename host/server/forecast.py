@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ...compat.device.facts import GIBIBYTE
 from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
@@ -16,13 +18,15 @@ from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...pipelines.base import Pipeline, SampleSettings
+from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
+from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
 from ...pipelines.placement import load_placed
-from ...pipelines.settings import of_checkpoint, snap
+from ...pipelines.settings import SIDES, of_checkpoint, snap
+from ...pipelines.stages import picture_size
 from ...pipelines.time.choice import times_of
 from ...pipelines.time.forecast import planned_run
 from .. import folders, memory_manager
@@ -30,7 +34,7 @@ from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_re
 from .panel import facts, said
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
-DELIGHTS = "AnyGPUDelightImage"
+DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 LARGEST = 1e9  # of a number that a widget holds
 CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
@@ -60,8 +64,9 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
     forecasts = []
     for node in _of(prompt, RUNS):
         loader = _loader_of(prompt, node)
-        if _runs(prompt[node]["class_type"], pipelines.get(loader)):
-            forecasts.append({"node": node, "loader": loader, **_forecast(prompt[node], pipelines[loader])})
+        pipeline = pipelines.get(loader)
+        if _runs(prompt[node]["class_type"], pipeline):
+            forecasts.append({"node": node, "loader": loader, **_forecast(prompt, node, pipeline)})
     return {"pipelines": cards, "forecasts": forecasts}
 
 
@@ -84,11 +89,14 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
         entry = prompt.get(node)
         if entry is None or entry["class_type"] in LOADERS:
             return "" if entry is None else node
-        link = entry["inputs"].get("pipeline")
-        if not (isinstance(link, list) and len(link) == 2 and isinstance(link[0], str)):
-            return ""
-        node = link[0]
+        node = _source(prompt, node, "pipeline")
     return ""
+
+
+def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
+    """The node that an input of ``node`` is linked to; empty where there is none."""
+    link = prompt.get(node, {}).get("inputs", {}).get(name)
+    return link[0] if isinstance(link, list) and len(link) == 2 and isinstance(link[0], str) else ""
 
 
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -120,16 +128,39 @@ def _widget(value: Any, name: str, default: Any) -> Any:
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
 
 
-def _forecast(entry: Mapping[str, Any], pipeline: Any) -> dict[str, Any]:
-    """What each stage will need beside what is free, for the size on a node; linked values count as unset."""
-    plain = {
-        name: value
-        for name, value in entry["inputs"].items()
-        if isinstance(value, (int, float)) and 0 < value < LARGEST
-    }
+def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers on a node; linked values count as unset."""
+    given = entry["inputs"].items()
+    return {name: value for name, value in given if isinstance(value, (int, float)) and 0 < value < LARGEST}
+
+
+def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[str, float]:
+    """Width and height of the picture that a node starts from, as it will be encoded; none where that is not known."""
+    encoder = _source(prompt, node, "image")
+    for _ in range(MOST_STEPS):
+        encoder = _source(prompt, encoder, "previous") or encoder  # one that is joined to another takes its size
+    loader = _source(prompt, encoder, "image")
+    if [prompt.get(each, {}).get("class_type") for each in (encoder, loader)] != [ENCODES, LOADS]:
+        return {}
+    sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
+    if sides is None:
+        return {}
+    sizes = {name: value for name, value in _numbers(prompt[encoder]).items() if name in SIDES}
+    fit = prompt[encoder]["inputs"].get("fit")
+    fit = fit if fit in PICTURE_FITS else PICTURE_FITS[0]
+    asked = own_inputs(pipeline, {"width": 0, "height": 0, "fit": fit, **sizes}, lambda _: None)
+    shape = torch.empty((1, sides[1], sides[0], 3), device="meta")
+    width, height = picture_size(pipeline, shape, int(asked["width"]), int(asked["height"]), asked["fit"])
+    return {"width": width, "height": height}
+
+
+def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
+    """What each stage will need beside what is free, for the size on a node and of the picture it starts from."""
+    entry = prompt[node]
+    plain = _numbers(entry)
     try:
         if isinstance(pipeline, Pipeline):
-            plain = own_inputs(pipeline, plain, lambda _: None)
+            plain = own_inputs(pipeline, {**_pictured(prompt, node, pipeline), **plain}, lambda _: None)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
@@ -196,8 +227,9 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
 def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
     family = of_checkpoint(pipeline)
     frames = int(plain.get("frames", 0))
-    if "clip_seconds" in plain:
-        frames = int(plain["clip_seconds"] * plain.get("fps", family.defaults.fps))
+    if "clip_seconds" in plain and family.sections:
+        clip = FramePackSettings(plain["clip_seconds"], single_frame=bool(plain.get("single_frame")))
+        frames = family.code.frames_for(clip, plain.get("fps", family.defaults.fps))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided = plain.get("cfg", family.defaults.cfg) > 1.0
     asked = Size(

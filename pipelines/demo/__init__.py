@@ -10,11 +10,12 @@ import functools
 from contextlib import suppress
 from pathlib import Path
 
+from ..base import DEMOS as MODELS
 from ..loading.folder import family_of_folder, find_models
 
-__all__ = ["LORAS", "MODELS", "demo_loras", "demo_models"]
+__all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]
 
-MODELS, LORAS = Path(__file__).parent / "models", Path(__file__).parent / "loras"
+LORAS = MODELS.with_name("loras")
 
 
 @functools.cache
@@ -28,6 +29,12 @@ def demo_models() -> dict[str, Path]:
             if family is not None and size:
                 named[family.order] = f"demo: {family.title} ({round(size / 1e6)} MB)", folder
     return dict(named[order] for order in sorted(named))
+
+
+def demo_folder(choice: str) -> Path | None:
+    """The folder of a choice, also where it names another size or none; None for what is no demo model."""
+    folders = {known.rpartition(" (")[0]: folder for known, folder in demo_models().items()}
+    return folders.get(choice.rpartition(" (")[0] or choice)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ TRAVEL = (15.0, 19.0)  # such pixels from the first frame to the last
 GROWTH = (0.6, 1.25)  # of the radius
 FEWEST_PIXELS = 30  # a shape of fewer is none
 MOVED_PIXELS, GROWN, TURNED = 6.0, 1.6, math.radians(20)  # between the first frames and the last
+OFF_COLOUR, EDGES = 0.35, 0.1  # how far a pixel is from both colours; the share of these, where the colours mix
 CORNERS = 0.15  # the least harmonic of a shape with corners: 0.34 for a triangle, 0.33 for a square, 0.0 for a circle
 
 
@@ -109,6 +110,27 @@ def scene_in(prompt: str) -> Scene | None:
     pattern = rf"an? ({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(motions)}) on ({'|'.join(COLOURS)})"
     match = re.fullmatch(pattern, " ".join(prompt.lower().split()).rstrip("."))
     return Scene(match[2], match[1], motions[match[3]], match[4]) if match else None
+
+
+def unknown_words(prompt: str) -> list[str]:
+    """The words of a prompt that no caption has, each once, in their order."""
+    known = {"a", "an", "on", *COLOURS, *SHAPES, *" ".join(MOTIONS.values()).split()}
+    words = re.findall(r"\w+(?:[-'\u2019]\w+)*", prompt.lower())
+    return [word for word in dict.fromkeys(words) if word not in known]
+
+
+def scene_in_picture(picture: torch.Tensor) -> Scene | None:
+    """The still scene that a picture (F, H, W, 3) in 0..1 shows; None if it is not a shape of one colour on another."""
+    if picture.ndim != 4 or picture.shape[-1] != 3 or 0 in picture.shape:
+        return None
+    small = torch.nn.functional.interpolate(picture[:1].detach().float().cpu().movedim(-1, 1), (64, 64), mode="area")
+    frame = small.movedim(1, -1)
+    scene = scene_of(frame)
+    if not scene.shape:
+        return None
+    pure = torch.tensor([COLOURS[scene.ground], COLOURS[scene.colour]]) / 255
+    off = torch.cdist(frame.reshape(-1, 3), pure).amin(1)
+    return scene if float((off > OFF_COLOUR).float().mean()) < EDGES else None
 
 
 def agreement(seen: Sequence[Scene], asked: Sequence[Scene]) -> dict[str, float]:

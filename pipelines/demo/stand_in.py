@@ -1,53 +1,104 @@
-"""What the inputs of a published model's workflow become where a demo model runs in its place."""
+"""What the inputs of a published model's workflow become where a demo model runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..base import Pipeline
 from ..settings import of_checkpoint
-from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in
+from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in, scene_in_picture, unknown_words
 
 SECTION = ("clip_seconds", "window")
 SIZES = ("width", "height", "frames", "steps", "cfg", "fps")  # what it was trained for, and draws nothing else
-FIT = "crop"  # of pictures: a bucket of another shape would be another size
+BUCKET, FIT = "nearest bucket", "crop"  # of pictures: a bucket of another shape would be another size
+Inputs = Mapping[str, Any]
+Change = tuple[dict[str, Any], list[str]]  # inputs by name, and what is said of them
 
 
-def own_inputs(pipeline: Pipeline, inputs: Mapping[str, Any], notify: Callable[[str], None]) -> dict[str, Any]:
-    """``inputs`` of a node as the demo model can draw them, and said; as they are where none stands in.
+def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
+    """``inputs`` of a node as a demo model can draw them, what is changed said in one line; of others as they are.
 
     Args:
-        inputs: values by name. Sizes become the demo model's own, a text in words that it does not know an example,
-            and so does the picture of a model that starts from one.
+        inputs: values by name. Sizes, and the length of a clip, become the demo model's own; a text that is no scene
+            of its world an example, and so does the picture of a model that starts from one.
     """
-    if not pipeline.stands_in_for:
+    if not pipeline.is_demo:
         return dict(inputs)
+    changes = (_sizes(pipeline, inputs), _words(inputs), _picture(pipeline, inputs))
+    said = [text for _, texts in changes for text in texts]
+    if said:
+        notify(f"the demo model {'; it '.join(said)}")
+    return {**inputs, **{name: value for own, _ in changes for name, value in own.items()}}
+
+
+def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
+    """``start``, as ``start_of`` gives it, with no more of latents and mask than a demo model draws, which is said."""
+    latents = start.get("latents") if pipeline.is_demo else None
+    if latents is None:
+        return dict(start)
+    samples, mask = corner(pipeline, latents.samples), start["noise_mask"]
+    if samples.shape == latents.samples.shape:
+        return dict(start)
+    spatial, temporal = pipeline.spec.ratios
+    count, rows, columns = samples.shape[-3:]
+    frames, width, height = (count - 1) * temporal + 1, columns * spatial, rows * spatial
+    notify(f"the demo model draws a corner of these latents at its own size: {width}x{height}, {frames} frames")
+    own = replace(latents, samples=samples, width=width, height=height, frames=frames, extra={})
+    return {"latents": own, "noise_mask": None if mask is None else corner(pipeline, mask)}
+
+
+def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.Tensor:
+    """The first latent frames, rows and columns of ``latents`` (..., T, H, W), as many as a demo model draws.
+
+    Args:
+        frames: latent frames to keep; 0 for its own number.
+    """
+    own = of_checkpoint(pipeline).defaults
+    spatial, temporal = pipeline.spec.ratios
+    count = frames or (own.frames - 1) // temporal + 1
+    return latents[..., :count, : own.height // spatial, : own.width // spatial].contiguous()
+
+
+def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
     defaults = of_checkpoint(pipeline).defaults
-    own = {name: getattr(defaults, name) for name in SIZES if name in inputs}
-    own |= {"fit": FIT} if "fit" in inputs else {}
+    own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
     own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.sections else {}
     own = {name: value for name, value in own.items() if name in inputs}
-    changed = [
-        f"{name} {inputs[name]:g} -> {own[name]:g}"
-        for name in (*SIZES, *SECTION)
-        if inputs.get(name) not in (0, own.get(name))
-    ]
-    if changed:
-        notify(f"the demo model draws at its own size: {', '.join(changed)}")
+    changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in own.items() if inputs[name] not in (0, value)]
+    if inputs.get("fit") == BUCKET:
+        own["fit"] = FIT
+    clip = inputs.get("images")
+    if clip is not None and len(clip) not in (0, defaults.frames):
+        own["images"] = clip[torch.arange(defaults.frames).clamp(max=len(clip) - 1)]
+        changed.append(f"frames {len(clip)} -> {defaults.frames}")
+    if pipeline.spec.sections and inputs.get("sections"):
+        own["sections"] = ()
+        changed.append(f"section prompts {len(inputs['sections'])} -> 0")
+    return own, [f"draws at its own size: {', '.join(changed)}"] if changed else []
+
+
+def _words(inputs: Inputs) -> Change:
+    own: dict[str, Any] = {"negative": ""} if "negative" in inputs else {}
+    said = ["knows no negative prompt: it is left out"] if inputs.get("negative", "").strip() else []
     if "text" in inputs and scene_in(inputs["text"]) is None:
         own["text"] = EXAMPLE.caption
+        unknown = ", ".join(unknown_words(inputs["text"]))
+        why = f"does not know {unknown}" if unknown else "draws one shape that does one thing"
         words = "; ".join(", ".join(words) for words in (SHAPES, COLOURS, MOTIONS.values()))
-        notify(f"the demo model draws {EXAMPLE.caption!r} instead of this text. Its words: {words}")
-    elif inputs.get("negative"):
-        notify("the demo model knows no negative prompt: it is left out")
-    own |= {"negative": ""} if "negative" in inputs else {}
-    if pipeline.task == "image" and "fit" in inputs and inputs.get("image") is not None:
-        own["image"] = first_frame(EXAMPLE)
-        notify(
-            f"the demo model starts from a {EXAMPLE.colour} {EXAMPLE.shape} on {EXAMPLE.ground}, not from this picture"
-        )
-    return {**inputs, **own}
+        said.append(f"draws {EXAMPLE.caption!r} instead of this text, since it {why}. Its words: {words}")
+    return own, said
+
+
+def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
+    picture = inputs.get("image")
+    if picture is None or pipeline.task != "image" or "fit" not in inputs or scene_in_picture(picture) is not None:
+        return {}, []
+    shown = f"a {EXAMPLE.colour} {EXAMPLE.shape} on {EXAMPLE.ground}"
+    return {"image": first_frame(EXAMPLE)}, [f"starts from {shown}, not from this picture"]
 
 
 def one_section(pipeline: Pipeline) -> tuple[float, int]:

@@ -45,7 +45,7 @@ from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
 from ..registry import FAMILIES
-from ..settings import recipe_decision
+from ..settings import recipe_decisions
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
@@ -165,7 +165,7 @@ def load(
         stands_in_for=request.stands_in_for,
         request=request if single is None else _resolved(request, single),
     )
-    return replace(pipeline, decisions=(*pipeline.decisions, *told, *guessed, *recipe_decision(pipeline)))
+    return replace(pipeline, decisions=(*pipeline.decisions, *told, *recipe_decisions(pipeline, guessed)))
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:

@@ -29,7 +29,7 @@ from host.server import Host, NoHost, Server, find_host, free_port
 
 pytestmark = [pytest.mark.farm, pytest.mark.host]
 SECONDS = 300  # for what takes a few on an idle machine
-STEPS = 40  # of a tenth of a second at least, each of them kept (chaos.py)
+STEPS = 20  # the demo model's own, of a tenth of a second at least, each of them kept (chaos.py)
 DEMO = next(iter(demo_models()))
 SHAPES = "a red circle moves left on blue\na white square stays still on blue"
 STEADY = Path(__file__).with_name("steady.py")
@@ -182,7 +182,7 @@ def test_jobs_come_back_although_a_worker_is_killed(head: str, farm: JobFolder, 
 
 
 def test_cancel_ends_the_jobs(head: str, farm: JobFolder, server: Server) -> None:
-    graph, there = sent(head, "cancelled", seeds="11-13", steps=1000)
+    graph, there = sent(head, "cancelled", seeds="11-13")
 
     def sampling(_node: str, run: Run) -> bool:
         return ", sampling " in "".join(run.texts_of(there))

@@ -165,7 +165,6 @@ def shrunk(
 
 SCENE, SCENE_PICTURE, SCENE_CLIP = "a red square moves left on blue", "scene.png", "scene.mp4"
 DEMO_RATE = 8.0  # frames per second of the clips that they were trained on
-FEW_STEPS = 4  # with which a demo model still draws what is asked: docs/quality.md
 
 
 def with_demo_model(prompt: Prompt, model: str, text: str = SCENE) -> Prompt:
@@ -174,8 +173,6 @@ def with_demo_model(prompt: Prompt, model: str, text: str = SCENE) -> Prompt:
     given["AnyGPULoadPipeline"], given["AnyGPUEncodePrompt"] = {"model": model}, {"text": text, "negative": ""}
     for node in prompt.values():
         node["inputs"].update(given.get(node["class_type"], {}))
-        if "steps" in node["inputs"]:
-            node["inputs"]["steps"] = FEW_STEPS
     return prompt
 
 

@@ -58,6 +58,40 @@ def test_the_shipped_workflows_draw_with_one_while_no_model_is_installed(server:
         assert any(f"in place of {PUBLISHED[file]!r}" in text for text in said), said
 
 
+CHOICES = {folder.name: choice for choice, folder in demo_models().items()}
+USUAL = ("ltx_text_to_video", "framepack_image_to_video")
+REST = sorted(set(PUBLISHED) - set(USUAL))
+
+
+@pytest.mark.parametrize("file", [*USUAL, *(pytest.param(file, marks=pytest.mark.full) for file in REST)])
+def test_a_demo_model_draws_the_same_by_its_own_name_as_in_another_s_place(
+    server: Server, client: Client, file: str
+) -> None:
+    """The shipped workflow with only its model changed: the same clip, and the same lines but for the load node's."""
+    placed, chosen = pictured(replay(WORKFLOWS / f"{file}.json")), pictured(replay(WORKFLOWS / f"{file}.json"))
+    (loader,) = (node for node, entry in chosen.items() if entry["class_type"] == "AnyGPULoadPipeline")
+    chosen[loader]["inputs"]["model"] = CHOICES[max(filter(file.startswith, CHOICES), key=len)]
+    runs = [client.run(chosen)]
+    models = server.base / "models" / "diffusers"
+    away = models.rename(models.with_name("away"))
+    models.mkdir()
+    try:
+        runs.append(client.run(placed))
+    finally:
+        models.rmdir()
+        away.rename(models)
+    assert [run.ending for run in runs] == ["execution_success"] * 2, [run.message for run in runs]
+    by_name, in_place = (pictures(server, run).astype(float) for run in runs)
+    assert by_name.shape == in_place.shape == (len(by_name), 64, 64, 3)
+    assert np.abs(by_name - in_place).max() <= 1, (
+        "the same clip, but for how a convolution rounds that was timed between"
+    )
+    said = [[line for _, text in run.texts for line in text.split("  \n") if "demo model" in line] for run in runs]
+    other = [{line for line in lines if " fp32, offload " not in line} for lines in said]
+    assert other[0] == other[1] and any("draws at its own size" in line for line in other[0])
+    assert any("does not know " in line for line in other[0]) or "_core_" in file
+
+
 def test_windows_of_core_s_draw_a_clip_longer_than_the_model_was_trained_for(server: Server, client: Client) -> None:
     text, graph = "a white square stays still on blue", Graph()
     pipeline = graph.add("AnyGPULoadPipeline", **loading(next(iter(demo_models()))))

@@ -15,17 +15,27 @@ from anygpu.pipelines.demo.scenes import scene_of
 
 from host import lora_files, videos
 from host.client import Client
-from host.prompts import PREFIX, SAVE, SCENE, WORKFLOWS, Prompt, filmed, pictured, replay, shrunk, with_demo_model
+from host.prompts import (
+    DEMO_RATE,
+    PREFIX,
+    SAVE,
+    SCENE,
+    WORKFLOWS,
+    Prompt,
+    filmed,
+    pictured,
+    replay,
+    shrunk,
+    with_demo_model,
+)
 from host.server import Server
 
 pytestmark = pytest.mark.host
 
 ASKED = {"anygpu_mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
 FRAMES = {  # where it is not as many as were asked for
-    "anygpu_ltx_video_to_video": 17,  # the clip's own
     "anygpu_framepack_first_last_frame": 17,  # the end image is at the end of the last section
 }
-RATES = {"anygpu_ltx_video_to_video": 8}  # the clip's own rate
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
     "anygpu_ltx_text_to_video": "a white triangle grows on black",
     "anygpu_ltx_image_to_video": SCENE,
@@ -49,7 +59,7 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
     ours = {node for node, facts in prompt.items() if facts["class_type"].startswith("AnyGPU")}
     assert ours <= set(run.executed)
     (record,) = run.files()
-    rate = RATES.get(workflow.stem, sampler["inputs"]["fps"])
+    rate = DEMO_RATE if workflow.stem in DRAWN else sampler["inputs"]["fps"]
     expected = videos.Facts(width=64, height=64, frames=FRAMES.get(workflow.stem, asked), fps=rate)
     assert videos.facts(server.output(record)) == expected
     assert record["subfolder"] == "video" and record["filename"].startswith(workflow.stem)

@@ -63,3 +63,13 @@ def test_what_it_stands_in_for_is_decided_and_said():
     made = load_paint(PaintRequest(model, device="cpu", stands_in_for="hunyuan3d-paint-v2-0"))
     assert status_of(made).startswith("demo model in place of 'hunyuan3d-paint-v2-0': ")
     assert any("paints simple bodies at 128x128" in str(decision) for decision in made.decisions)
+
+
+def test_chosen_by_any_path_it_is_the_same_model_that_says_the_same(monkeypatch):
+    (model,) = demo_paint_models().values()
+    monkeypatch.chdir(model.parent)
+    instead = load_paint(PaintRequest(model, device="cpu", stands_in_for="hunyuan3d-paint-v2-0"))
+    for path in (model, Path(model.name), model / "unet", model / "unet" / "diffusion_pytorch_model.safetensors"):
+        made = load_paint(PaintRequest(path, device="cpu"))
+        assert made.is_demo and status_of(made).startswith("demo model, Hunyuan3D paint")
+        assert [each.brief for each in made.decisions] == [each.brief for each in instead.decisions]

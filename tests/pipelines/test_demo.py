@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.pipelines.base import Silent
+from anygpu.pipelines import jobs
+from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
-from anygpu.pipelines.demo.stand_in import own_inputs
+from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
+from anygpu.pipelines.jobs import Content, Job, Machine, Picture, Places
+from anygpu.pipelines.latents.convert import start_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
+from PIL import Image
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 
@@ -175,7 +180,131 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     asked = {"text": "A blue square moves right on yellow.", "negative": ""}
     assert own_inputs(pipeline, {**asked, "negative": "blurry"}, said.append) == asked and len(said) == 3
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3
-    assert own_inputs(replace(pipeline, stands_in_for=""), given, said.append) == given and len(said) == 3
+    for inputs in (given, {"text": "a woman smiles", "negative": "blurry"}):
+        one, other = [], []
+        chosen = own_inputs(replace(pipeline, stands_in_for=""), inputs, one.append)
+        assert chosen == own_inputs(pipeline, inputs, other.append) and one == other, "one model, one behaviour"
+    published = replace(pipeline, source=Path("LTX-Video"))
+    assert own_inputs(published, given, said.append) == given and len(said) == 3
+
+
+NAMES = ("framepack", "hunyuan_video", "hunyuan_video_15", "ltx", "mochi")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("spelt", ["absolute", "relative", "linked"])
+def test_a_demo_model_is_one_however_its_folder_is_spelt_and_says_one_line_of_itself(
+    name, spelt, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(MODELS.parent)
+    (tmp_path / "mine").symlink_to(MODELS / name)
+    folder = {"absolute": MODELS / name, "relative": Path("models") / name, "linked": tmp_path / "mine"}[spelt]
+    pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
+    assert pipeline.is_demo and card_of(pipeline)["model"] == "demo model"
+    lines = [str(each) for each in pipeline.decisions if each.subject in ("model", "recipe", "variant")]
+    frames = FRAMES.get(name, 9)
+    assert lines == [f"model draws coloured shapes at 64x64, {frames} frames, 20 steps: {lines[0].partition(': ')[2]}"]
+    assert status_of(pipeline).startswith(f"demo model, {pipeline.spec.title}: fp32, ")
+
+
+def test_each_word_that_a_demo_model_does_not_know_is_named_in_one_line():
+    pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
+
+    def line(text, **more):
+        said = []
+        own = own_inputs(pipeline, {"text": text, **more}, said.append)
+        assert own["text"] == scenes.EXAMPLE.caption and len(said) == 1 and "\n" not in said[0]
+        return said[0]
+
+    named = line("A purple square that moves left, well-lit, on a red-hot Füße; 赤い!", negative="blurry")
+    assert "does not know purple, that, well-lit, red-hot, füße, 赤い. Its words: circle" in named
+    assert "knows no negative prompt: it is left out" in named
+    assert "draws one shape that does one thing. Its words" in line("on green a circle spins")
+    assert "does not know" not in line("")
+    sections = []
+    framepack = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
+    given = {"text": scenes.EXAMPLE.caption, "negative": " ", "sections": ("a", "b")}
+    assert own_inputs(framepack, given, sections.append)["sections"] == ()
+    assert sections == ["the demo model draws at its own size: section prompts 2 -> 0"]
+
+
+def test_a_picture_of_its_world_is_started_from_and_another_is_not(world):
+    pipeline = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
+    shape = scenes.first_frame(scenes.Scene("square", "yellow", "up", "black")).repeat_interleave(3, 1)
+    shape = shape.repeat_interleave(3, 2)
+    photo = torch.rand(1, 90, 64, 3, generator=torch.Generator().manual_seed(0))
+    for picture, taken in ((shape, True), (photo, False), (torch.ones(1, 64, 64, 3), False), (photo[..., :1], False)):
+        said = []
+        own = own_inputs(pipeline, {"image": picture, "fit": "pad"}, said.append)
+        assert own["fit"] == "pad" and torch.equal(own["image"], picture) == taken and bool(said) != taken
+
+
+def test_a_video_to_start_from_is_brought_to_its_own_length():
+    pipeline, said = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu")), []
+    for count in (1, 9, 30):
+        clip = torch.arange(count).float().view(-1, 1, 1, 1)
+        own = own_inputs(pipeline, {"images": clip, "width": 0, "height": 0, "fit": "crop"}, said.append)["images"]
+        assert own.flatten().tolist() == [min(index, count - 1) for index in range(9)]
+    assert said == [f"the demo model draws at its own size: frames {count} -> 9" for count in (1, 30)]
+
+
+def test_latents_to_start_from_are_cut_to_what_it_draws():
+    pipeline, said = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu")), []
+    own = of_checkpoint(pipeline).defaults
+    spatial, temporal = pipeline.spec.ratios
+    channels = pipeline.configs["vae"]["latent_channels"]
+    samples = torch.rand(1, channels, 4, 3 * own.height // spatial, 2 * own.width // spatial)
+    start = start_of(pipeline, {"samples": samples, "noise_mask": samples[:, :1]}, said.append)
+    cut, mask = own_latents(pipeline, start, said.append).values()
+    assert (cut.width, cut.height, cut.frames) == (64, 64, 9) and "corner of these latents" in said[-1]
+    assert torch.equal(cut.samples, samples[:, :, : 1 + 8 // temporal, : 64 // spatial, : 64 // spatial])
+    assert mask.shape[-3:] == cut.samples.shape[-3:]
+    whole = {"latents": cut, "noise_mask": None}
+    assert own_latents(pipeline, whole, said.append) == whole
+    assert own_latents(replace(pipeline, source=Path("LTX-Video")), start, said.append) == start
+
+
+TEMPLATES = {  # by demo model: what the shipped templates of its family ask, as a job
+    "ltx": (SampleSettings(704, 480, 97, 40, 42, 25.0, cfg=3.0), None),
+    "hunyuan_video": (SampleSettings(848, 480, 73, 30, 42, 24.0, guidance=6.0), None),
+    "hunyuan_video_15": (SampleSettings(848, 480, 121, 50, 42, 24.0, cfg=6.0), None),
+    "framepack": (SampleSettings(0, 0, 0, 25, 42, 30.0, guidance=10.0), FramePackSettings(5.0, 9)),
+    "mochi": (SampleSettings(848, 480, 85, 64, 42, 30.0, cfg=4.5), None),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["a red fox walks through fresh snow", "a white square grows on blue"])
+def test_chosen_by_hand_it_draws_what_it_draws_in_another_s_place(name, text, tmp_path):
+    """The frames and the lines of a job with what its templates ask, and with its own sizes."""
+    photo = Content("photo.png")
+    places = Places(known={photo: tmp_path / "photo.png"})
+    Image.effect_noise((300, 200), 90).convert("RGB").save(tmp_path / "photo.png")
+    settings, framepack = TEMPLATES[name]
+    pictures = (Picture(photo),) if framepack else ()
+    job = Job(Content(name), PromptRequest(text), settings, framepack=framepack, pictures=pictures)
+    plain = replace(job, settings=SampleSettings(0, 0, 0, 0, 42, guidance=settings.guidance), framepack=None)
+    runs = []
+    for asked, instead in ((job, ""), (job, "the published one"), (plain, "")):
+        pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu", stands_in_for=instead))
+        told = Told()
+        made = jobs.run(asked, Machine(places, tmp_path / "state", "cpu"), told, pipeline)
+        runs.append((made.frames, [line for line in told.lines if line.startswith("the demo model")]))
+    (hand, lines), (placed, same), (own, _) = runs
+    assert hand.shape == (FRAMES.get(name, 9), 64, 64, 3) and torch.equal(hand, placed) and torch.equal(hand, own)
+    assert lines == same and "draws at its own size" in lines[0]
+    assert ("does not know fox, walks, through, fresh, snow" in lines[0]) == ("fox" in text)
+
+
+class Told(Silent):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def notify(self, text):
+        self.lines.append(text)
 
 
 def test_a_demo_model_that_starts_from_a_picture_stands_in_with_its_own():
