@@ -324,8 +324,8 @@ def hooks_on(module: nn.Module) -> GroupHooks | None:
 
 def remove_hooks(module: nn.Module) -> None:
     """Take off the hooks that another mode, another pipeline or a failure left on a part; its weights are at home."""
-    every = (hook for member in module.modules() for hook in member._forward_pre_hooks.values() if _is_ours(hook))
-    for hooks in {hook.args[0].hooks for hook in every}:
+    every: Iterator[Any] = (hook for member in module.modules() for hook in member._forward_pre_hooks.values())
+    for hooks in {hook.args[0].hooks for hook in every if _is_ours(hook)}:
         hooks.offload()
     _unhook(module)
 

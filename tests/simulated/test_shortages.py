@@ -41,9 +41,7 @@ class Small(nn.Module):
 def small(mode: str, acc: torch.device, kept: HostWeights) -> tuple[StandaloneOffloader, nn.Module]:
     torch.manual_seed(0)
     module = Small().requires_grad_(False)
-    return StandaloneOffloader(
-        Parts({PART: lambda _: module}), acc, mode, OffloadOptions(host_weights=kept)
-    ), module
+    return StandaloneOffloader(Parts({PART: lambda _: module}), acc, mode, OffloadOptions(host_weights=kept)), module
 
 
 def plain(own: StandaloneOffloader, x: torch.Tensor) -> torch.Tensor:
