@@ -58,7 +58,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-    rules, wanted = get_model_conversion_mapping(module), module.state_dict()
+    rules: list[Any] = get_model_conversion_mapping(module)
+    wanted = module.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
     found = {

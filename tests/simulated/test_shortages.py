@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.failures import is_shortage
-from anygpu.compat.memory.hooks import GROUP, HOOKS, is_hooked_by_others
+from anygpu.compat.errors import PackError, parts_of
+from anygpu.compat.memory.hooks import GROUP, HOOKS, GroupHooks, is_hooked_by_others
 from anygpu.compat.memory.host_weights import PINNED, HostWeights
 from anygpu.compat.memory.offloader import STEP_DOWN, OffloadOptions, StandaloneOffloader
 from anygpu.compat.memory.parts import Parts
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from torch import nn
 
 from simulated.shortages import shortage
-from simulated.test_families import MODES
+from simulated.test_families import CASES, MODES, loaded_for, rendered
 
 PART = "transformer"
 Run = Callable[[StandaloneOffloader, torch.Tensor], torch.Tensor]
@@ -64,7 +67,7 @@ def require_whole(module: nn.Module) -> None:
     hooked = [m for m in module.modules() if m._forward_pre_hooks or m._forward_hooks]
     assert not any(map(is_hooked_by_others, hooked))
     if HOOKS in module.__dict__:
-        assert len(hooked) >= 3 and all(m._forward_pre_hooks and m._forward_hooks for m in hooked)
+        assert hooked and all(m._forward_pre_hooks and m._forward_hooks for m in hooked)
         assert module.__dict__[HOOKS].total_bytes > 0
     else:
         assert not hooked and not any(GROUP in m.__dict__ for m in module.modules())
@@ -93,11 +96,73 @@ def sweep(acc: torch.device, mode: str, run: Run, kept: HostWeights, **options: 
         assert torch.equal(run(own, x), wanted), f"the run after step {at} of {mode}"
 
 
-@pytest.mark.parametrize("mode", ["none", "group"])
-def test_a_shortage_while_a_part_steps_down_leaves_it_whole(acc, mode):
-    """Before and behind each swap of values, hook, stream and event; operators are in the long test."""
-    for behind in (False, True):
-        assert sweep(acc, mode, stepping, HostWeights({PART: PINNED}), behind=behind, operators=False) > 20
+@pytest.mark.parametrize(("mode", "behind"), [("none", False), ("group", True)])
+def test_a_shortage_while_a_part_steps_down_leaves_it_whole(acc, mode, behind):
+    """At each swap of values, hook, stream and event; operators are in the long test."""
+    assert sweep(acc, mode, stepping, HostWeights({PART: PINNED}), behind=behind, operators=False) > 20
+
+
+SETTINGS = SampleSettings(64, 64, 9, steps=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("offload", "short", "behind"), [("none", 1, False), ("none", 1, True), ("group", 2, False), ("group", 0, True)]
+)
+def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monkeypatch, offload, short, behind):
+    """Hooks fail before or behind: at the step down after ``short`` forwards that ran out, or at the first use."""
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload)
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
+    wanted = stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
+    attach, step_down, left = GroupHooks._attach, StandaloneOffloader.step_down, [short]
+
+    def failing(hooks: GroupHooks) -> None:
+        if behind:
+            attach(hooks)
+        monkeypatch.setattr(GroupHooks, "_attach", attach)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def stepping_down(own: StandaloneOffloader, *parts: str) -> str:
+        monkeypatch.setattr(GroupHooks, "_attach", failing)
+        return step_down(own, *parts)
+
+    def full(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("HIP out of memory")
+
+    monkeypatch.setattr(StandaloneOffloader, "step_down", stepping_down)
+    handle = pipeline.parts["transformer"].register_forward_pre_hook(full)
+    if not short:
+        pipeline.offloader.take_off("transformer")
+        monkeypatch.setattr(GroupHooks, "_attach", failing)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        stages.sample(pipeline, prompt, None, SETTINGS, Silent())
+    assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys() and left[0] < 1
+    handle.remove()
+    monkeypatch.undo()
+    assert torch.equal(stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_shortage_anywhere_in_a_run_is_survived_or_explained(acc, tiny_folder, name, offload):
+    """At places all over a run of each family; the next run is as the first."""
+    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload)
+    wanted = rendered(pipeline, CASES[name])[1]
+    with shortage(0) as whole:
+        rendered(pipeline, CASES[name])
+    for at in range(1, whole.count, whole.count // 24):
+        with shortage(at):
+            try:
+                rendered(pipeline, CASES[name])
+            except Exception as error:
+                told = isinstance(error, PackError) or {"expected", "fix"} <= parts_of(str(error)).keys()
+                assert told and "belong together" not in str(error), f"step {at}: {error!r}"
+        for part in pipeline.parts.values():
+            require_whole(part)
+        again = rendered(pipeline, CASES[name])[1]
+        assert torch.equal(again, wanted), f"the run after step {at}"
 
 
 @pytest.mark.full

@@ -82,7 +82,10 @@ def t5(tiny_folder: Path) -> Path:
     return next(folder for cls, folder in encoders(tiny_folder) if cls == T5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [*(pytest.param(dtype, marks=pytest.mark.full) for dtype in (torch.float32, torch.float16)), torch.bfloat16],
+)
 def test_each_class_is_what_upstream_loads(tiny_folder: Path, dtype: torch.dtype) -> None:
     classes = []
     for name, folder in encoders(tiny_folder):
