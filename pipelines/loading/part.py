@@ -307,7 +307,7 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
         _keep_packed(files, name, layer, advance, views)
     for one, other in module.all_tied_weights_keys.items():  # two tables of one weight
         for target, source in ((one, other), (other, one)):
-            if target in missing and isinstance(layers[source], Stored):
+            if target in missing and isinstance(layers.get(source), Stored):
                 pack(layers[target], layers[source].stored, None, files.dtype, layers[source].codec)
                 missing.discard(target)
     _require_same(files, list(missing - {names[name] for name in kept}), [])
