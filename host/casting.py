@@ -265,17 +265,17 @@ def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
     data = tensor.data
     if data.device == device:
         return
-    home: tuple[torch.Tensor, int] | None = tensor.__dict__.pop("anygpu_home", None)
+    home: tuple[torch.Tensor, int] | None = tensor.__dict__.get("anygpu_home")
     with torch.inference_mode(False), torch.no_grad():
         if device.type == HOST.type and home is not None and home[1] == data.data_ptr():
             set_data(tensor, home[0])
-            return
-        if device.type == HOST.type:
+        elif device.type == HOST.type:
             set_data(tensor, transfer_for(data.device, data.dtype).to_host(data))
-            return
-        set_data(tensor, placed(data, device))
-        if keep and data.device.type == HOST.type:
-            tensor.__dict__["anygpu_home"] = (data, tensor.data.data_ptr())
+        else:
+            set_data(tensor, placed(data, device))
+    tensor.__dict__.pop("anygpu_home", None)  # not before it moved: a failure leaves all as it was
+    if keep and data.device.type == HOST.type != device.type:
+        tensor.__dict__["anygpu_home"] = (data, tensor.data.data_ptr())
 
 
 def send_home(module: nn.Module) -> None:

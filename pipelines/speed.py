@@ -43,6 +43,7 @@ UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
     *(AssertionError, RuntimeError, ImportError),
 )
+MISFITS = ("shape", "size of tensor", "size mismatch", "channels", "config")  # in an error: not of its configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,16 +334,21 @@ def running(
             if is_shortage(error):
                 raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
-                raise _unexpected(error, stage.title, pipeline.source) from error
+                raise _unexpected(error, stage, pipeline.source, device) from error
             raise
 
 
-def _unexpected(error: Exception, stage: str, source: Path) -> UnsupportedError:
-    """The error for the unforeseen: a configuration that fits its weights and still makes no sense, or a bug."""
+def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:
+    """The error for the unforeseen: a configuration that does not go with its weights, or a bug."""
+    text = str(error).lower()
+    misfit = isinstance(error, LookupError) or any(word in text for word in MISFITS)
+    where, report = f"{stage.title} with {source.name!r}, {stage.part} on {device}", "please report this with the log"
     return UnsupportedError(
-        f"{type(error).__name__} while {stage} with {source.name!r}: {first_line(error)}",
-        expected="a model whose settings belong together",
-        fix="Compare its JSON files with the published ones; if they are the same, please report this with the log.",
+        f"{type(error).__name__} while {where}: {first_line(error)}",
+        expected="a model whose settings belong together" if misfit else "no error that AnyGPU does not know",
+        fix=f"Compare its JSON files with the published ones; if they are the same, {report}."
+        if misfit
+        else f"This is a bug of AnyGPU, or of this device's driver: {report}.",
     )
 
 

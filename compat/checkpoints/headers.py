@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, PackError
+from ..device.shortage import says_shortage
+from ..errors import CheckpointError, PackError, remember
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
 MOST_AXES = 16
@@ -164,8 +165,12 @@ def damaged(
     return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a path that cannot be opened."""
+def unreadable(path: Path, error: OSError) -> Exception:
+    """The error for a path that cannot be opened; one of torch's own class where memory ran out."""
+    if says_shortage(error):
+        found, expected = f"out of memory while reading {str(path)!r} ({error})", "more free host memory"
+        fix = "Close other programs, or add swap (on Windows: enlarge the page file)."
+        return torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix))
     return CheckpointError(
         f"{str(path)!r} cannot be read ({error.strerror or error})",
         expected="a file that you may read",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..errors import UnsupportedError
-from .failures import is_shortage
+from .shortage import says_shortage
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -179,7 +179,7 @@ def device_fault(device: torch.device) -> str:
     try:
         two = (torch.ones(1, device=device) + 1).cpu().item()
     except Exception as error:
-        return "" if is_shortage(error) else first_line(error)
+        return "" if says_shortage(error) else first_line(error)
     return "" if two == 2.0 else f"1 + 1 gives {two}"
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from ..device.execution import placed
-from ..device.failures import is_shortage
+from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of
 from .parts import Silent, StageText
 from .prefetch import CopyStream, Layout, is_dense
 from .statistics import MemoryStats, amount
-from .transfer import Transfer, send_together, set_data, tensors_of, transfer_for
+from .transfer import Transfer, put_back, send_together, set_data, tensors_of, transfer_for
 
 GROUP = "_anygpu_group"  # on each module whose own tensors come and go: their group
 HOOKS = "_anygpu_group_hooks"  # on a part that has hooks on
@@ -76,8 +76,7 @@ class WeightGroup:
         """Make every tensor its host weight, whatever was cut short."""
         self.depth = 0
         with _as_they_are():
-            for tensor, host_weight in self.host_weights:
-                set_data(tensor, host_weight)
+            put_back(self.host_weights)
 
 
 class GroupHooks:
@@ -122,14 +121,16 @@ class GroupHooks:
         self._views = views_of(module)
         self._transfers: dict[torch.dtype, Transfer] = {}
         self._came, self._reported = 0, time.monotonic()
-        self._handles: list[Any] = []
-        self._marked: list[nn.Module] = []
         if pinned:
             pin(tensors_of(module))
-        self._attach()
+        self._owners = list(self._grouped())  # all that takes memory comes before the first hook
         self._next = dict(pairwise(self.groups))
         self.total_bytes = sum(group.total_bytes for group in self.groups)
-        module.__dict__[HOOKS] = self
+        try:
+            self._attach()
+        except BaseException:
+            _unhook(module)
+            raise
 
     @property
     def largest_bytes(self) -> int:
@@ -188,7 +189,7 @@ class GroupHooks:
                     return
                 try:
                     self._ahead[group] = self._copy(group, group.layout, copies)
-                except RuntimeError as error:
+                except DEVICE_ERRORS as error:
                     if not is_shortage(error):
                         raise
                     self.give_up_ahead()  # what computes needs the room
@@ -243,14 +244,10 @@ class GroupHooks:
     def remove(self) -> None:
         """Take the hooks off; the part is on the host, as it was."""
         self.offload()
-        for handle in self._handles:
-            handle.remove()
-        for member in self._marked:
-            member.__dict__.pop(GROUP, None)
-        self.module.__dict__.pop(HOOKS, None)
-        self._handles, self._marked = [], []
+        _unhook(self.module)
 
-    def _attach(self) -> None:
+    def _grouped(self) -> Iterator[tuple[nn.Module, list[nn.Module], list[WeightGroup]]]:
+        """Each module whose forward brings groups, the modules whose own tensors are in the last of them, and these."""
         group_of_tensor: dict[int, WeightGroup] = {}
         for owner, members, inside in _groups_in(self.module, self.by_block):
             tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
@@ -262,12 +259,17 @@ class GroupHooks:
                 self.groups.append(groups[-1])
                 self._inner += groups[-1:] if inside else []
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
+            if groups:
+                yield owner, members, groups
+
+    def _attach(self) -> None:
+        for owner, members, groups in self._owners:
             for group in groups:
-                self._handles.append(owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True))
-                self._handles.append(owner.register_forward_hook(partial(_post_forward, group), always_call=True))
-            for member in members if groups else ():
+                owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True)
+                owner.register_forward_hook(partial(_post_forward, group), always_call=True)
+            for member in members:
                 member.__dict__[GROUP] = groups[-1]
-                self._marked.append(member)
+        self.module.__dict__[HOOKS] = self
 
 
 @contextmanager
@@ -296,8 +298,23 @@ def _post_forward(group: WeightGroup, *_: Any) -> None:
 
 def is_hooked_by_others(leaf: nn.Module) -> bool:
     """Whether ``leaf`` has forward hooks that bring no group of ours."""
-    every = (*leaf._forward_pre_hooks.values(), *leaf._forward_hooks.values())
-    return any(getattr(hook, "func", None) not in (_pre_forward, _post_forward) for hook in every)
+    return not all(map(_is_ours, (*leaf._forward_pre_hooks.values(), *leaf._forward_hooks.values())))
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "func", None) in (_pre_forward, _post_forward)
+
+
+def _unhook(module: nn.Module) -> None:
+    """Take every hook of ours off ``module``, found by its function, and the marks; nothing moves."""
+    for member in module.modules():
+        for hooks in (member._forward_pre_hooks, member._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                del hooks[key]
+                member._forward_pre_hooks_with_kwargs.pop(key, None)
+                member._forward_hooks_always_called.pop(key, None)
+        member.__dict__.pop(GROUP, None)
+    module.__dict__.pop(HOOKS, None)
 
 
 def hooks_on(module: nn.Module) -> GroupHooks | None:
@@ -307,10 +324,11 @@ def hooks_on(module: nn.Module) -> GroupHooks | None:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take off the hooks that another mode, or another pipeline, left on a part."""
-    hooks = hooks_on(module)
-    if hooks is not None:
-        hooks.remove()
+    """Take off the hooks that another mode, another pipeline or a failure left on a part; its weights are at home."""
+    every: Iterator[Any] = (hook for member in module.modules() for hook in member._forward_pre_hooks.values())
+    for hooks in {hook.args[0].hooks for hook in every if _is_ours(hook)}:
+        hooks.offload()
+    _unhook(module)
 
 
 def group_of(module: nn.Module) -> WeightGroup | None:

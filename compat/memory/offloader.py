@@ -309,11 +309,15 @@ class StandaloneOffloader:
         if hooks is not None and hooks.give_up_ahead():
             empty_cache(self.device)
             return "without copying ahead"
-        progress = None if hooks is None else hooks.progress
+        progress, was = None if hooks is None else hooks.progress, self.mode
         remove_hooks(module)
         self._move(part, module, HOST)
         self._state.mode = mode
-        self._hook(part, module, progress)
+        try:
+            self._hook(part, module, progress)
+        except BaseException:
+            self._state.mode = was  # the part stays on the host without hooks, from where any mode takes it
+            raise
         empty_cache(self.device)
         return f"with offload {mode}"
 

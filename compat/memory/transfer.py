@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import nn
 from ..checkpoints.weights import release_pages
 from ..device.execution import BITS, HALVES, HOST, carried, to_host
 from ..device.facts import DeviceFacts
+from ..device.failures import DEVICE_ERRORS
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
@@ -128,6 +129,22 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     other = torch.Tensor._make_subclass(type(tensor), data.data, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, other)
+
+
+def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Give each tensor the data beside it again; where that fails, once more after the others, so that one is not all.
+
+    Args:
+        values: tensor and data, which are there already: nothing is copied.
+    """
+    failed = []
+    for tensor, data in values:
+        try:
+            set_data(tensor, data)
+        except DEVICE_ERRORS:
+            failed.append((tensor, data))
+    for tensor, data in failed:
+        set_data(tensor, data)
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
@@ -269,14 +286,13 @@ def move(
                     progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
+        if not shared:
+            module.__dict__[KEPT] = kept
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, data in origins.values():
-                set_data(tensor, data)
+            put_back(origins.values())
             if shared:
                 for tensor, data, _ in _data_at_home(module, [t for t in away if t.device.type != HOST.type], None):
                     set_data(tensor, data)
-            else:
-                module.__dict__[KEPT] = kept
         raise
     if memory_stats is not None:
         memory_stats.add(copied, time.perf_counter() - started)

@@ -40,7 +40,6 @@ from ..core_vae import CoreVAE
 from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
 from .machine import AS_LOADED, Machine, machine_of
-from .masks import lost_masks
 from .ownership import left_decisions
 from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
@@ -172,6 +171,8 @@ class FittedVAE:
             for _, forward in conv_forwards(network, self.machine.convolutions, dtype):
                 yield forward.leaf, HOOK, forward
         if self.masks:
+            from .masks import lost_masks
+
             yield from lost_masks(network, self.machine.attention(dtype))
 
     def _tiles(self, name: str, given: Tensor) -> tuple[int, ...]:
@@ -218,6 +219,8 @@ def fit_vae(
     sound = clone_cast_on_host(loaded, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
     fitted.patcher, fitted.loaded = sound or loaded.clone(), loaded if sound else None
     fitted.first_stage_model = fitted.patcher.model
+    from .masks import lost_masks
+
     masks = list(lost_masks(fitted.first_stage_model, machine.attention(FP32))) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
     forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))

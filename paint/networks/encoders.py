@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat.checkpoints.encoders import empty_encoder, fill, names_in
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
@@ -36,16 +37,16 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
     """
     cls: Any = attribute("transformers", CLASSES[part])
     config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    tensors = stored.read(stored.shapes, lambda _name: dtype, advance)
     try:
-        module, info = cls.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
-        )
+        module = empty_encoder(cls, config, dtype)
+        names = names_in(module, stored.shapes)
+        tensors = stored.read(names, lambda _name: dtype, advance)
+        missing = fill(module, {names[name]: tensor for name, tensor in tensors.items()}, dtype)
     except (RuntimeError, ValueError) as error:
         raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
-    if info["missing_keys"]:
-        raise _misfit(part, folder, f"missing {min(info['missing_keys'])!r}")
-    return module  # type: ignore[no-any-return]
+    if missing:
+        raise _misfit(part, folder, f"missing {missing[0]!r}")
+    return module.eval()
 
 
 def encoder_without_weights(part: str, config: Mapping[str, Any]) -> nn.Module:

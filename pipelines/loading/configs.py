@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as modules
 
+from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
 
 LARGEST = 1000  # times the largest published number, which no checkpoint comes near
@@ -124,6 +125,8 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
     except (PackError, ImportError):
         raise
     except Exception as error:  # each class has its own ways to fail on a configuration it was not made for
+        if is_shortage(error):
+            raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = lines[:2][-1]  # the second where the first is torch's heading
         raise CheckpointError(

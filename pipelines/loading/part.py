@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,57 +277,41 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
 
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
-    """The module as transformers builds it, which knows the older names of its tensors.
+    """The module as transformers builds it, which knows the older names of its tensors."""
+    from ...compat.checkpoints.encoders import empty_encoder, fill, names_in
 
-    Weights that stay as their file has them go through it as stand-ins of one number each, and are found again by it.
-    """
     cls: Any = attribute("transformers", files.cls)
-    advance = _advance(files, progress)
-    build = partial(construction, files.name, files.folder, len(files.entries), progress.check)
-    with build():
+    with construction(files.name, files.folder, len(files.entries), progress.check):
         if files.folder.is_dir():
             config = cls.config_class.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         else:
             config = cls.config_class.from_dict(dict(files.config))
-    kept = {name: entry for name, entry in files.entries.items() if stays(files, name, entry)}
-    stand_ins = {name: torch.zeros((), dtype=files.dtype).expand(entry.shape) for name, entry in kept.items()}
-    tensors = _tensors(files, advance, views, kept) | stand_ins
-    with build(), _without_bars():
-        module, loading = cls.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=files.dtype, output_loading_info=True
-        )
-    mismatched = [str(key[0] if isinstance(key, tuple) else key) for key in loading.get("mismatched_keys", ())]
-    _require_same(files, [*loading["missing_keys"], *mismatched], [])
-    names = {stand_in.data_ptr(): name for name, stand_in in stand_ins.items()}
-    done: dict[str, Any] = {}
-    for owner in module.modules():
-        weight = owner._parameters.get("weight")
-        name = None if weight is None else names.get(weight.data_ptr())
-        if weight is None or name is None:
-            continue
-        if name in done and isinstance(done[name], Stored):  # two tables of one weight
-            pack(owner, done[name].stored, None, files.dtype, done[name].codec)
-        elif type(owner) is nn.Linear or (type(owner) is nn.Embedding and is_table(name)):
-            _keep_packed(files, name, owner, advance, views)
-        elif name not in done:
-            weight.data = read_tensors({name: kept[name]}, files.dtype, advance)[name]
-        done[name] = owner
-    _require_same(files, [name for name in kept if name not in done], [])
+        module: Any = empty_encoder(cls, config, files.dtype)
+        names = names_in(module, files.entries)
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    for name, there in names.items():
+        if tuple(files.entries[name].shape) != shapes[there]:
+            raise _misfit(files, name, shapes[there])
+    files = replace(files, entries={name: files.entries[name] for name in names})
+    advance = _advance(files, progress)
+    layers = {f"{name}.weight": layer for name, layer in module.named_modules()}
+    kept = {
+        name: layers[there]
+        for name, there in names.items()
+        if stays(files, name, files.entries[name])
+        and (type(layers.get(there)) is nn.Linear or (type(layers.get(there)) is nn.Embedding and is_table(name)))
+    }
+    tensors = _tensors(files, advance, views, kept)
+    missing = set(fill(module, {names[name]: tensor for name, tensor in tensors.items()}, files.dtype))
+    for name, layer in kept.items():
+        _keep_packed(files, name, layer, advance, views)
+    for one, other in module.all_tied_weights_keys.items():  # two tables of one weight
+        for target, source in ((one, other), (other, one)):
+            if target in missing and isinstance(layers.get(source), Stored):
+                pack(layers[target], layers[source].stored, None, files.dtype, layers[source].codec)
+                missing.discard(target)
+    _require_same(files, list(missing - {names[name] for name in kept}), [])
     return module
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers from drawing its own bar over ours; its setting is restored."""
-    from transformers.utils import logging
-
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if drawn:
-            logging.enable_progress_bar()
 
 
 def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -> None:

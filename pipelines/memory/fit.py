@@ -17,7 +17,7 @@ import torch
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
-from ...compat.device.failures import is_shortage
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
@@ -211,8 +211,8 @@ def make_room_and_retry(
             return False
         try:
             done = pipeline.offloader.step_down(*parts)
-        except (RuntimeError, MemoryError):  # no room for that either
-            done = ""
+        except DEVICE_ERRORS:  # no room for that either, and the part may have left while its inputs stayed
+            done, once_more = "", False
         if not done and once_more:
             done, once_more = "once more", False
         if not done:

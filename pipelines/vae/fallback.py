@@ -283,7 +283,8 @@ class Passes:
             other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
             short, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
-            return type(error)(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
+            own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
+            return own(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"

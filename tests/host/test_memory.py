@@ -208,6 +208,12 @@ def test_a_model_that_nobody_holds_any_more_counts_nothing(inside: Inside) -> No
     assert without == beside >= expected > 0
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_shortage_while_comfyui_moves_a_part_leaves_it_whole(inside: Inside, streamed: bool) -> None:
+    found = inside.play("memory", "short_anywhere", streamed=streamed, places=40)
+    assert found["steps"] > 20 and not found["told"] and found["different"] == 0, found
+
+
 def test_memory_that_ran_out_once_is_asked_for_again_by_the_next_stage(inside: Inside) -> None:
     found = inside.play("memory", "refused_once")
     first, _, last = found["seen"]

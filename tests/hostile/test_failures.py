@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.device.failures import KERNEL, MEMORY, SHORTAGE, failure_kind
-from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.checkpoints.headers import unreadable
+from anygpu.compat.device import failures
+from anygpu.compat.device.failures import KERNEL, MEMORY, NEARLY_FULL, failure_kind
+from anygpu.compat.device.shortage import SHORTAGE, UNSURE
+from anygpu.compat.errors import UnsupportedError, parts_of
+from safetensors import SafetensorError
 
 MESSAGES = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB",
@@ -15,7 +20,6 @@ MESSAGES = (
     "MPS backend out of memory (MPS allocated: 17.93 GB, other allocations: 0 bytes, max allowed: 18.13 GB)",
     "Invalid buffer size: 24.00 GiB",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    "HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "miopenStatusAllocFailed",
@@ -26,12 +30,129 @@ MESSAGES = (
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9",
     "[Errno 12] Cannot allocate memory",
     "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
+    "[WinError 1455] The paging file is too small for this operation to complete",
+    "[WinError 1455] 页面文件太小，无法完成操作。 Error loading c10.dll or one of its dependencies.",
+    "The paging file is too small for this operation to complete. (os error 1455)",
+    "页面文件太小，无法完成操作。 (os error 1455)",
+    "[WinError 1450] Insufficient system resources exist to complete the requested service",
+    "内存资源不足，无法处理此命令。 (os error 8)",
+    "Not enough storage is available to complete this operation. (os error 14)",
+    "[WinError 1816] Not enough quota is available to process this command",
+    "[WinError 7] The storage control blocks were destroyed",
+    "[WinError 9] The storage control block address is invalid",
+    "Could not create the resource: 8007000E",
+    "Command buffer failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+    "MTLCommandBufferErrorDomain Code=8 MTLCommandBufferErrorOutOfMemory",
+    "MTLBuffer: kIOReturnNoMemory (0xe00002bd)",
+    "Failed to allocate private MTLBuffer for size 4294967296",
+    "std::bad_alloc",
+    "oneapi::mkl::device_bad_alloc",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "hipErrorMemoryAllocation",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasLtMatmul(...)`",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "CURAND_STATUS_ALLOCATION_FAILED",
+    "NVRTC_ERROR_OUT_OF_MEMORY",
+    "NVML_ERROR_MEMORY",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasGemmEx(...)`",
+    "HIPSOLVER_STATUS_ALLOC_FAILED",
+    "HIPFFT_ALLOC_FAILED",
+    "HIPRAND_STATUS_ALLOCATION_FAILED",
+    "rocblas_status_memory_error",
+    "HSA_STATUS_ERROR_OUT_OF_RESOURCES: the runtime failed to allocate the necessary resources",
+    "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY",
+    "level_zero backend failed with error: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)",
+    "UR_RESULT_ERROR_MEM_OBJECT_ALLOCATION_FAILURE",
+    "Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)",
+    "CL_MEM_OBJECT_ALLOCATION_FAILURE",
+    "CL_OUT_OF_RESOURCES",
+    "CL_OUT_OF_HOST_MEMORY",
+    "dnnl_out_of_memory",
+    "Unable to allocate 5.40 GiB for an array with shape (97, 3, 1024, 1024) and data type float32",
 )
+# What sounds like it, and is a kernel that cannot run here, or a device that failed.
+KERNELS = (
+    "out of resource: shared memory, Required: 163840, Hardware limit: 101376. Reducing block sizes may help.",
+    "No valid triton configs. OutOfResources: out of resource: shared memory, Required: 163840",
+    "No valid triton configs. OutOfMemoryError: out of resource: triton_mm Required: 264224 Hardware limit: 232448",
+    "CUDA error: an illegal memory access was encountered",
+    "HIP error: hipErrorIllegalAddress",
+    "CUDA error: operation not permitted when stream is capturing",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+    "cudaErrorLaunchOutOfResources: too many resources requested for launch",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`",
+    "cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED",
+    "Bad address (os error 14)",
+    "Exec format error (os error 8)",
+)
+NOT_INITIALIZED = (
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+)
+CREATE = "HIP error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_shortage_in_the_words_of_a_back_end(message: str) -> None:
-    assert failure_kind(RuntimeError(message)) == MEMORY
+    for kind in (RuntimeError, torch.OutOfMemoryError, torch.AcceleratorError, OSError, MemoryError):
+        assert failure_kind(kind(message)) == MEMORY, kind
+
+
+@pytest.mark.parametrize("message", KERNELS)
+def test_what_sounds_like_a_shortage_is_a_kernel(message: str) -> None:
+    assert failure_kind(RuntimeError(message)) == KERNEL
+
+
+@pytest.mark.parametrize("number", [7, 8, 9, 14, 1450, 1455, 1816])
+def test_windows_has_numbers_of_its_own(number: int) -> None:
+    error = OSError(errno.EINVAL, "语言")
+    assert failure_kind(error) == ""
+    error.winerror = number  # type: ignore[attr-defined]
+    assert failure_kind(error) == MEMORY
+    for kind in (OSError, RuntimeError, ImportError, SafetensorError):
+        assert failure_kind(kind(f"[WinError {number}] 语言")) == MEMORY, kind
+        assert failure_kind(kind(f"语言 (os error {number})")) == MEMORY, kind
+
+
+@pytest.mark.parametrize(
+    ("free", "fault", "full"),
+    [(NEARLY_FULL - 1, "", True), (NEARLY_FULL, "", False), (0, "an illegal memory access", False)],
+)
+def test_unsure_words_ask_the_device(monkeypatch: pytest.MonkeyPatch, free: int, fault: str, full: bool) -> None:
+    monkeypatch.setattr(failures, "accelerators", lambda _: (torch.device("cuda", 0), torch.device("cuda", 1)))
+    monkeypatch.setattr(failures, "device_fault", lambda device: fault if device.index == 1 else "")
+    monkeypatch.setattr(failures, "free_bytes", lambda device: free if device.index == 1 else 2 * NEARLY_FULL)
+    for message in (*NOT_INITIALIZED, CREATE):
+        assert failure_kind(RuntimeError(message)) == (MEMORY if full else KERNEL), message
+
+
+def test_unsure_words_decide_where_no_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "accelerators", lambda _: (torch.device("cuda", 0),))
+    monkeypatch.setattr(failures, "device_fault", lambda _: "")
+    monkeypatch.setattr(failures, "free_bytes", lambda _: None)
+    assert failure_kind(RuntimeError(CREATE)) == MEMORY
+    assert {failure_kind(RuntimeError(message)) for message in NOT_INITIALIZED} == {KERNEL}
+
+
+@pytest.mark.parametrize(("free", "kind"), [(NEARLY_FULL - 1, MEMORY), (NEARLY_FULL, KERNEL)])
+def test_onednn_is_asked_of_the_host(monkeypatch: pytest.MonkeyPatch, free: int, kind: str) -> None:
+    monkeypatch.setattr(failures, "default_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(failures, "free_bytes", lambda _: free)
+    assert failure_kind(RuntimeError("could not create a memory object")) == kind
+
+
+def test_a_file_for_which_there_is_no_memory_is_not_blamed(tmp_path: Path) -> None:
+    error = unreadable(tmp_path, OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert failure_kind(error) == MEMORY and {"found", "expected", "fix"} == parts_of(str(error)).keys()
+    assert failure_kind(unreadable(tmp_path, OSError(errno.EACCES, "Permission denied"))) == ""
 
 
 def test_the_error_that_torch_raises_here() -> None:
@@ -66,6 +187,6 @@ def test_other_failures(error: BaseException, kind: str) -> None:
 
 
 def test_each_wording_is_needed_and_sourced() -> None:
-    for row in SHORTAGE:
-        assert row.text == row.text.lower() and row.backend and row.source
-        assert not any(other.text in row.text for other in SHORTAGE if other is not row), row.text
+    for row in (*SHORTAGE, *UNSURE):
+        assert "_" not in row.text and row.text == row.text.lower() and row.backend and row.source
+        assert row in UNSURE or not any(other.text in row.text for other in SHORTAGE if other is not row), row.text

@@ -16,6 +16,7 @@ import comfy.model_patcher
 import comfy.ops
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
+from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
@@ -27,7 +28,7 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 from comfy.cli_args import args
 from safetensors.torch import save_file
-from simulated import accelerator
+from simulated import accelerator, shortages
 from simulated.clock import clocked
 from torch import nn
 
@@ -593,6 +594,42 @@ def apart() -> dict[str, Any]:
     latents = stages.sample(pipeline, prompt, image, settings, Silent()).samples
     devices = [pipeline.offloader.device_of(part).type for part in ("text_encoder", "transformer")]
     return {"devices": devices, "text_bytes": text, "finite": bool(torch.isfinite(latents).all())}
+
+
+def short_anywhere(streamed: bool, places: int) -> dict[str, Any]:
+    """Memory that runs out at places all over holding the transformer, by ComfyUI's manager: what is told otherwise
+    than as a shortage, and how many of the runs after them differ from the first.
+
+    Args:
+        streamed: whether nothing stays on the device.
+    """
+    vram = management.VRAMState.NO_VRAM if streamed else management.vram_state
+    with state(vram_state=vram):
+        pipeline = loaded_for("ltx")
+        transformer = pipeline.parts.read("transformer")
+        weight = next(leaf for leaf in transformer.modules() if type(leaf) is nn.Linear)
+        x = torch.ones(2, weight.in_features, device=pipeline.offloader.device)
+
+        def held() -> torch.Tensor:
+            with torch.no_grad(), pipeline.offloader.hold("transformer"):
+                here = weight(x).cpu()
+                pipeline.offloader.step_down("transformer")
+                return torch.stack([here, weight(x).cpu()])
+
+        wanted = held()
+        management.unload_all_models()
+        with shortages.shortage(0) as whole:
+            held()
+        found: dict[str, Any] = {"steps": whole.count, "told": [], "different": 0}
+        for at in range(1, whole.count, max(1, whole.count // places)):
+            management.unload_all_models()
+            with shortages.shortage(at):
+                try:
+                    held()
+                except Exception as error:
+                    found["told"] += [] if is_shortage(error) else [f"step {at}: {error!r}"]
+            found["different"] += not torch.equal(held(), wanted)
+    return found
 
 
 def high_vram(name: str, gpu_only: bool) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""Memory that runs out while a part moves, is hooked or steps down: the next run is as the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.device.failures import is_shortage
+from anygpu.compat.errors import PackError, parts_of
+from anygpu.compat.memory import hooks
+from anygpu.compat.memory.hooks import GroupHooks
+from anygpu.compat.memory.host_weights import PINNED, HostWeights
+from anygpu.compat.memory.offloader import STEP_DOWN, OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.parts import Parts
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from torch import nn
+
+from simulated.shortages import shortage
+from simulated.test_families import CASES, MODES, loaded_for, rendered
+
+PART = "transformer"
+Run = Callable[[StandaloneOffloader, torch.Tensor], torch.Tensor]
+
+
+class Small(nn.Module):
+    """Two blocks between layers of their own, a buffer, and a weight that two modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) + self.table
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def small(mode: str, acc: torch.device, kept: HostWeights) -> tuple[StandaloneOffloader, nn.Module]:
+    torch.manual_seed(0)
+    module = Small().requires_grad_(False)
+    return StandaloneOffloader(Parts({PART: lambda _: module}), acc, mode, OffloadOptions(host_weights=kept)), module
+
+
+def plain(own: StandaloneOffloader, x: torch.Tensor) -> torch.Tensor:
+    """Two forwards in one use of the part."""
+    with torch.no_grad(), own.hold(PART) as module:
+        return torch.stack([module(x), module(x)]).cpu()
+
+
+def stepping(own: StandaloneOffloader, x: torch.Tensor) -> torch.Tensor:
+    """A forward, a step down as a stage that ran out of memory asks for it, and another forward."""
+    with torch.no_grad(), own.hold(PART) as module:
+        before = module(x)
+        while own.mode in STEP_DOWN:
+            own.step_down(PART)
+        return torch.stack([before, module(x)]).cpu()
+
+
+def require_whole(module: nn.Module) -> None:
+    """Our hooks before and behind every module that has some, and a mark on the part, or nothing of it anywhere."""
+    before, behind = (
+        {id(m) for m in module.modules() for hook in getattr(m, table).values() if getattr(hook, "func", None) is ours}
+        for table, ours in (("_forward_pre_hooks", hooks._pre_forward), ("_forward_hooks", hooks._post_forward))
+    )
+    assert before == behind and bool(before) == (hooks.HOOKS in module.__dict__)
+    assert before or not any(map(hooks.group_of, module.modules()))
+
+
+def sweep(acc: torch.device, mode: str, run: Run, kept: HostWeights, **options: Any) -> int:
+    """Run out of memory at each step of ``run``, on a part that is new, until none is left; returns how many there are.
+
+    Args:
+        options: of :func:`shortage`.
+    """
+    x = torch.arange(8.0).view(2, 4).to(acc)
+    own, _ = small(mode, acc, kept)
+    wanted, at = run(own, x), 0
+    while True:
+        at += 1
+        own, module = small(mode, acc, kept)
+        with shortage(at, **options) as short:
+            try:
+                assert torch.equal(run(own, x), wanted), f"step {at} of {mode}"
+            except Exception as error:
+                assert is_shortage(error), f"step {at} of {mode}: {error!r}"
+        require_whole(module)
+        if short.count < at:
+            return at - 1
+        assert torch.equal(run(own, x), wanted), f"the run after step {at} of {mode}"
+
+
+@pytest.mark.parametrize(("mode", "behind"), [("none", False), ("group", True)])
+def test_a_shortage_while_a_part_steps_down_leaves_it_whole(acc, mode, behind):
+    """At each swap of values, hook, stream and event; operators are in the long test."""
+    assert sweep(acc, mode, stepping, HostWeights({PART: PINNED}), behind=behind, operators=False) > 20
+
+
+SETTINGS = SampleSettings(64, 64, 9, steps=2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("offload", "short", "behind"), [("none", 1, False), ("none", 1, True), ("group", 2, False), ("group", 0, True)]
+)
+def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monkeypatch, offload, short, behind):
+    """Hooks fail before or behind: at the step down after ``short`` forwards that ran out, or at the first use."""
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload)
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
+    wanted = stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
+    attach, step_down, left = GroupHooks._attach, StandaloneOffloader.step_down, [short]
+
+    def failing(own: GroupHooks) -> None:
+        if behind:
+            attach(own)
+        monkeypatch.setattr(GroupHooks, "_attach", attach)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def stepping_down(own: StandaloneOffloader, *parts: str) -> str:
+        monkeypatch.setattr(GroupHooks, "_attach", failing)
+        return step_down(own, *parts)
+
+    def full(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RuntimeError("HIP out of memory")
+
+    monkeypatch.setattr(StandaloneOffloader, "step_down", stepping_down)
+    handle = pipeline.parts["transformer"].register_forward_pre_hook(full)
+    if not short:
+        pipeline.offloader.take_off("transformer")
+        monkeypatch.setattr(GroupHooks, "_attach", failing)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        stages.sample(pipeline, prompt, None, SETTINGS, Silent())
+    assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys() and left[0] < 1
+    handle.remove()
+    monkeypatch.undo()
+    assert torch.equal(stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples, wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_shortage_anywhere_in_a_run_is_survived_or_explained(acc, tiny_folder, name, offload):
+    """At places all over a run of each family; the next run is as the first."""
+    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload)
+    wanted = rendered(pipeline, CASES[name])[1]
+    with shortage(0) as whole:
+        rendered(pipeline, CASES[name])
+    for at in range(1, whole.count, whole.count // 24):
+        with shortage(at):
+            try:
+                rendered(pipeline, CASES[name])
+            except Exception as error:
+                assert is_shortage(error) or isinstance(error, PackError), f"step {at}: {error!r}"
+                assert "belong together" not in str(error) and "a bug of" not in str(error), f"step {at}: {error!r}"
+        for part in pipeline.parts.values():
+            require_whole(part)
+        again = rendered(pipeline, CASES[name])[1]
+        assert torch.equal(again, wanted), f"the run after step {at}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("times", "behind"), [(1, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("kept", [HostWeights(), HostWeights({PART: PINNED}), HostWeights(shared=True)])
+@pytest.mark.parametrize("run", [plain, stepping])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shortage_at_any_step_leaves_the_part_whole(acc, mode, run, kept, times, behind):
+    assert sweep(acc, mode, run, kept, times=times, behind=behind) > 20
