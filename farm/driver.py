@@ -380,7 +380,9 @@ class Driver:
 
     def _fail_if_refused(self, task: Task) -> None:
         """Fail a waiting job alone, with a reason from each machine, once all that may do it have refused it."""
-        if any(self._may(worker, task) for worker in self.workers) or not self.schedule.remove(task):
+        if not task.refused or any(self._may(worker, task) for worker in self.workers):
+            return
+        if not self.schedule.remove(task):  # another worker has it meanwhile
             return
         by_host = {worker.host: text for worker in self.workers if (text := task.refused.get(worker.name))}
         same = len(set(by_host.values())) == 1
