@@ -204,6 +204,7 @@ class Driver:
                 self._died(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
                 worker.up = worker.proving = False
+                value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
                 self._break(worker, str(error).strip().splitlines()[-1])
             return
         except Exception as error:  # Ray's, or of an answer that cannot be unpacked
@@ -323,8 +324,11 @@ class Driver:
             worker.proving = True
             self._calls[worker.actor.prove.remote()] = worker
         elif worker not in self._calls.values():
-            worker.actor = worker.actor if worker.start is None else worker.start()
-            self._wait_for(worker)
+            try:
+                worker.actor = worker.actor if worker.start is None else worker.start()
+                self._wait_for(worker)
+            except Exception as error:  # of Ray's many kinds
+                self._break(worker, first_line(error))
 
     def _proved(self, worker: WorkerHandle, fault: str) -> None:
         """The machine is sound, so that its job may be at fault; or it has a ``fault``, and its process is replaced."""
