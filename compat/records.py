@@ -6,8 +6,10 @@ import json
 import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from .errors import InputError
@@ -80,10 +82,12 @@ def json_in(text: str | bytes, subject: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        InputError: not JSON, or a number that JSON does not have, such as NaN.
+        InputError: not JSON, a number that JSON does not have, such as NaN, or an object with a field twice.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=partial(_object, subject))
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{subject} is not JSON", expected="a JSON file that AnyGPU wrote", fix=FIX) from error
 
@@ -103,6 +107,14 @@ def _refuse(name: str) -> None:
     raise ValueError(name)
 
 
+def _object(subject: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise InputError(f"{shown(name)} twice in {subject}", expected="each field once", fix=FIX)
+    return record
+
+
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
@@ -117,7 +129,7 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
             return _value(kinds[0], given, subject, without)
         if type(given) not in kinds:
             raise wrong(subject, given, " or ".join(KINDS[kind] for kind in kinds))
-        return _finite(given, subject)
+        return _bounded(given, subject)
     if origin is tuple:
         if not isinstance(given, list):
             raise wrong(subject, given, "a list [...]")
@@ -125,17 +137,25 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(given, dict):
             raise wrong(subject, given, "an object {...}")
-        return {name: _value(arguments[1], item, f"{subject}.{name}", without) for name, item in given.items()}
+        names = [_bounded(name, f"a name in {subject}") for name in given]
+        return {name: _value(arguments[1], given[name], f"{subject}.{name}", without) for name in names}
     if is_dataclass(hint):
         return parse(hint, given, subject, without)  # type: ignore[arg-type]
     if hint is float and type(given) is int and abs(given) < 2**53:
         return float(given)
     if type(given) is not hint:
         raise wrong(subject, given, KINDS[hint])
-    return _finite(given, subject)
+    return _bounded(given, subject)
 
 
-def _finite(given: Any, subject: str) -> Any:
+def _bounded(given: Any, subject: str) -> Any:
     if isinstance(given, float) and not math.isfinite(given):
         raise wrong(subject, given, "a finite number")
+    if isinstance(given, int) and not -(2**63) <= given < 2**64:
+        raise wrong(subject, given, "a whole number of at most 64 bits")
+    if isinstance(given, str) and not given.isascii():
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise wrong(subject, given, "a text without half characters (lone surrogates)") from None
     return given

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..compat.device.facts import default_device, device_count
+from ..compat.device.facts import default_device, device_count, value_or
 from ..compat.errors import InputError, PackError
 from ..pipelines.job_folder import JOBS, JobFolder
 from . import cluster
@@ -30,13 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
             expected=f"a {JOBS} file, or a folder with some",
             fix="Write some with anygpu-farm queue, or with AnyGPU Queue Jobs.",
         )
-    lines = share_of(lines_in(files), arguments.share)
+    unread: list[str] = []
+    lines = share_of(list(lines_in(files, unread.append)), arguments.share)
+    for text in unread:
+        _say(text)
     folder = JobFolder(given.parent if given.is_file() else given)
     with_ray = _driver(folder, arguments)
     with_ray.add(lines, again=True)
     tally = with_ray.run()
     print(f"{tally.done} done, {tally.skipped} already done, {len(tally.failed)} failed, {tally.deaths} workers died")
-    return 1 if tally.failed else 0
+    return 1 if tally.failed or unread else 0
 
 
 def watch(arguments: argparse.Namespace) -> int:
@@ -46,6 +49,8 @@ def watch(arguments: argparse.Namespace) -> int:
     folder = JobFolder(Path(arguments.folder))
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
+    driver.watching = True
+    driver.say_what_lacks()
     gateway = open_gateway(driver)  # an actor lives as long as it is referenced
     driver.watch()
     return 0 if gateway else 1
@@ -64,7 +69,8 @@ def cancel(arguments: argparse.Namespace) -> int:
     from .render import task_of
 
     folder = JobFolder(Path(arguments.folder))
-    keys = [task_of(line).key for line in lines_in(folder.job_files())]
+    tasks = (value_or(lambda line=line: task_of(line), None) for line in lines_in(folder.job_files(), _say))
+    keys = [task.key for task in tasks if task is not None]  # a line that is not a job has none
     meant = {start: [key for key in keys if key.startswith(start)] for start in arguments.keys}
     folder.cancel(dict.fromkeys(key for matches in meant.values() for key in matches))
     unknown = [start for start, matches in meant.items() if not matches]
@@ -170,6 +176,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     driver = Driver(ray=ray, folder=folder, task_of=task_of, reached=lambda task: reached_in(folder, task), say=_say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
+        driver.asked = {name.removeprefix("num_")[:-1].upper(): each * arguments.group for name, each in needs.items()}
         _start_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
     else:
         driver.start_workers(count, renderer, needs)

@@ -6,12 +6,14 @@ without one unless it is told otherwise (docs/scale.md).
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
-from ..compat.device.facts import first_line
-from ..compat.errors import InputError, MissingPackageError
+from ..compat.device.facts import first_line, value_or
+from ..compat.errors import InputError, MissingPackageError, UnsupportedError
 from ..compat.ray_clusters import refusal
 
 NAMESPACE = "anygpu"
@@ -55,16 +57,23 @@ def start_here(workers: int, gpus: int) -> Any:
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})
     ray = ray_module()
-    ray.init(
-        address="local",  # else it connects to a cluster that RAY_ADDRESS names, or that runs on this machine
-        num_cpus=max(workers, 1),
-        num_gpus=gpus,
-        namespace=NAMESPACE,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=STORE_BYTES,
-        logging_level="warning",
-    )
+    try:
+        ray.init(
+            address="local",  # else it connects to a cluster that RAY_ADDRESS names, or that runs on this machine
+            num_cpus=max(workers, 1),
+            num_gpus=gpus,
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=STORE_BYTES,
+            logging_level="warning",
+        )
+    except Exception as error:  # of Ray's many kinds, such as a timeout on a busy machine
+        raise UnsupportedError(
+            f"Ray did not start here ({first_line(error)})",
+            expected="a machine with room for its processes",
+            fix="Run the same command again; its logs are in /tmp/ray/session_latest/logs.",
+        ) from error
     return ray
 
 
@@ -93,6 +102,38 @@ def connect(address: str) -> Any:
             fix=TOKEN_FIX,
         )
     return ray
+
+
+def autoscales(ray: Any) -> bool:
+    """Whether the cluster may get further machines by itself.
+
+    Ray's own monitor runs on every head. Where it only watches, it names each kind of machine after the machine
+    (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added.
+    """
+
+    def asked() -> bool:
+        from ray._private.state import state
+
+        if (config := state.get_cluster_config()) is not None:
+            return any(kind.max_count for kind in config.node_group_configs)
+        status = json.loads(ray.experimental.internal_kv._internal_kv_get("__autoscaling_status") or "{}")
+        kinds = (status.get("autoscaler_report") or {}).get("active_nodes") or {}
+        return any(not kind.startswith("node_") for kind in kinds)
+
+    return bool(value_or(asked, False))
+
+
+def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
+    """What the cluster does not have of what a worker asks for; None where it has all."""
+    has = value_or(ray.cluster_resources, dict(asked))
+    if all(has.get(name, 0) >= amount for name, amount in asked.items()):
+        return None
+    there = " and ".join(f"{has.get(name, 0):g} {name}" for name in asked)
+    return UnsupportedError(
+        f"a cluster with {there} for workers that ask for {' and '.join(f'{asked[name]:g} {name}' for name in asked)}",
+        expected="as much as one of them asks for",
+        fix="Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none.",
+    )
 
 
 def token_mode() -> bool:

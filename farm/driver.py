@@ -9,55 +9,30 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..compat.device.facts import first_line, value_or
-from ..compat.errors import InputError, PackError
-from ..pipelines.job_folder import JobFolder, lines_of
-from .schedule import Schedule, Task
-from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker
+from ..compat.errors import PackError, UnsupportedError
+from ..pipelines.job_folder import JobFolder, each_line
+from .cluster import autoscales, lacking
+from .handles import Tally, WorkerHandle, state_of
+from .schedule import Rest, Schedule, Task
+from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker, text_of
 
 MOST_DEATHS = 3  # of a job's workers without one further step: then it is the job that kills them
+MOST_RESTS = 3  # of a worker in a row, for its model or for all: then no job waits for it any longer
+START_SECONDS = 600.0  # that a worker's process may take to come up, until no job waits for it
 LOOK_SECONDS = 0.5  # between looks for cancelled jobs
 SHOW_SECONDS = 2.0  # between two writings of what the workers do
+REMIND_SECONDS = 60.0  # between two lines about devices that are missing
+LACK_SECONDS = 2.0  # that a run waits for machines which are just joining
+MOST_PAUSE = 60.0  # seconds after a turn that failed, which grow to this
+MOST_PAUSES = 10  # of failed turns in a row, after which `run` ends
 ANSWERS = 4  # threads of a worker: one renders, the others tell of it
 Say = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class WorkerHandle:
-    """A worker as the driver sees it.
-
-    Args:
-        actor: Ray's handle.
-        task: what it renders.
-        up: whether its process has answered.
-        broken: why it gets no jobs.
-    """
-
-    name: str
-    actor: Any
-    task: Task | None = None
-    up: bool = False
-    broken: str = ""
-    host: str = ""
-    finished: int = 0
-    deaths: int = 0
-    began: float = 0.0
-    error: str = ""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What became of the jobs so far."""
-
-    done: int = 0
-    skipped: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
-    deaths: int = 0
 
 
 class Driver:
@@ -68,49 +43,72 @@ class Driver:
         task_of: a line to its task.
         reached: grows with the steps of a job that are kept.
         say: takes a line about each thing that happens.
+        clock, sleep: of this machine.
     """
 
     def __init__(
-        self, ray: Any, folder: JobFolder, task_of: Callable[[str], Task], reached: Callable[[Task], float], say: Say
+        self,
+        ray: Any,
+        folder: JobFolder,
+        task_of: Callable[[str], Task],
+        reached: Callable[[Task], float],
+        say: Say,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.watching = False
+        self.clock, self.sleep = clock, sleep
+        self.asked: dict[str, float] = {}  # what a worker, or a whole group, needs of the cluster, by Ray's names
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
         # In a container that was started again, host and process are those of the driver whose workers Ray still ends.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self.schedule, self.workers, self.tally = Schedule(), [], Tally()
         self._calls: dict[Any, WorkerHandle] = {}
+        self._failed_turns = 0
         self._open: set[str] = set()  # keys of jobs that wait or run
-        self._read: dict[Path, int] = {}  # job files of a watched folder, and when each was changed
-        self._looked = self._shown = 0.0
+        self._read: dict[Path, tuple[int, ...]] = {}  # size, time and inode of each job file of a watched folder
+        self._looked = self._shown = float("-inf")
+        self._reminded, self._began, self._lack = float("-inf"), clock(), ""
         self._steps: dict[str, float] = {}
+        self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
+        self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
 
     def start_workers(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
         actor = self.ray.remote(Worker)
+        self.asked = self.asked or {name.removeprefix("num_")[:-1].upper(): each for name, each in needs.items()}
         for _ in range(count):
-            worker = WorkerHandle(f"{self.name}-{len(self.workers)}", None)
-            options = {"name": worker.name, "max_restarts": -1, "max_concurrency": ANSWERS, **needs}
-            worker.actor = actor.options(**options).remote(renderer)
+            name = f"{self.name}-{len(self.workers)}"
+            made = actor.options(name=name, max_restarts=-1, max_concurrency=ANSWERS, **needs)
+            worker = WorkerHandle(name, made.remote(renderer), partial(made.remote, renderer))
             self.workers.append(worker)
             self._wait_for(worker)
 
-    def add(self, lines: Iterable[str], again: bool) -> None:
-        """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``."""
-        done, tasks = self.folder.done_keys(), []
+    def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
+        """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``.
+
+        Args:
+            where: of the lines, for what is said of those that are not jobs.
+        """
+        done, tasks, wrong = self.folder.done_keys(), [], list[str]()
         for line in lines:
             try:
                 task = self.task_of(line)
-            except PackError as error:
-                self.say(f"a line is not a job: {error}")
-                self.tally.failed[line[:60]] = str(error)
+            except Exception as error:  # of a line that may hold anything
+                if not wrong or not self.watching:
+                    self.tally.failed[line[:60]] = text_of(error)
+                wrong.append(wrong[0] if wrong else text_of(error))
                 continue
             if task.key in self._open:
                 continue
             if task.key in done:
                 self.tally.skipped += 1
-            elif again or not self.folder.failure(task.key):
+            elif again or not (task.key in self._notes or self.folder.failure(task.key)):
                 self._open.add(task.key)
                 tasks.append(task)
+        if wrong:
+            many = "a line is not a job" if len(wrong) == 1 else f"{len(wrong)} lines are not jobs, the first"
+            self.say(f"{where}{many}: {wrong[0]}")
         if again:
             self.folder.ask_again(task.key for task in tasks)
         self.schedule.add(tasks)
@@ -119,47 +117,81 @@ class Driver:
         """Work at whatever is put into the folder, for ever."""
         self.watching = True
         while True:
-            self.turn()
+            self._careful_turn()
 
     def run(self) -> Tally:
         """Work until nothing waits and nothing runs."""
-        while self.schedule or any(worker.task for worker in self.workers):
-            self.turn()
-        self._show(time.monotonic())
+        while self.schedule or any(worker.task or worker.held for worker in self.workers):
+            self._careful_turn()
+        self._try("the notes of failed jobs", self._write_notes)
+        self._try("what the workers do", self._show)
         return self.tally
+
+    def _careful_turn(self) -> None:
+        """A turn, after which whatever went wrong is said, and waited for: longer after each that failed."""
+        try:
+            self.turn()
+            self._failed_turns = 0
+        except Exception as error:  # only its owner ends a farm
+            self._failed_turns += 1
+            if not self.watching and (isinstance(error, UnsupportedError) or self._failed_turns > MOST_PAUSES):
+                raise
+            pause = min(LOOK_SECONDS * 2 ** min(self._failed_turns, 9), MOST_PAUSE)
+            self.say(f"the farm stumbled ({text_of(error)}) and goes on in {pause:g} s")
+            self.sleep(pause)
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        """Do what needs the folder, or say once that it cannot be done: it is tried again soon."""
+        try:
+            action()
+            trouble = ""
+        except OSError as error:
+            trouble = text_of(error)
+        if trouble and self._troubles.get(what) != trouble:
+            self.say(f"{what}: {trouble}")
+        self._troubles[what] = trouble
 
     def turn(self) -> None:
         """Give work to free workers, then wait a moment for the first event."""
+        now = self.clock()
         for worker in self.workers:
-            if worker.up and worker.task is None and not worker.broken:
+            if worker.broken and not worker.proving and now >= worker.rest.until:
+                self._prove(worker)
+            elif worker.up and worker.task is None and not worker.broken:
                 self._give(worker)
-        if self.schedule and not any(worker.task for worker in self.workers):
-            self._refuse_what_nobody_can()
-        now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
-            self._cancel()
+            self._try("cancelled jobs", self._cancel)
+            self._try("the notes of failed jobs", self._write_notes)
             if self.watching:
-                self._read_jobs()
+                self._try("the jobs", self._read_jobs)
         if now - self._shown >= SHOW_SECONDS:
-            self._show(now)
+            self.say_what_lacks()
+            self._give_up_what_nobody_can()
+            self._try("what the workers do", self._show)
         if not self._calls:
-            time.sleep(LOOK_SECONDS)
+            self.sleep(LOOK_SECONDS)
             return
-        rest = max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
+        rest = max(0.0, self._looked + LOOK_SECONDS - self.clock())
         ready, _ = self.ray.wait(list(self._calls), num_returns=1, timeout=rest)
         for call in ready:
             self._take(call, self._calls.pop(call))
 
     def _give(self, worker: WorkerHandle) -> None:
-        task = self.schedule.take(worker.name)
+        now = self.clock()
+        task = self.schedule.take(worker.name, now)
+        if worker.suspect is not None and (task is None or task.model != worker.suspect.model):
+            self._rest_model(worker)  # no other job of it could be tried
         if task is not None:
-            worker.task, worker.began = task, time.monotonic()
-            self._calls[worker.actor.run.remote(task)] = worker
+            worker.task, worker.began = task, now
+            try:
+                self._calls[worker.actor.run.remote(task)] = worker
+            except Exception as error:  # of Ray's many kinds
+                self._break(worker, first_line(error))
 
     def _wait_for(self, worker: WorkerHandle) -> None:
         """Count ``worker`` as up once its process answers: a call that is sent while Ray restarts it fails at once."""
-        worker.up, worker.task = False, None
+        worker.up, worker.task, worker.began = False, None, self.clock()
         ready = worker.actor.ready.options(max_task_retries=-1)
         self._calls[ready.remote()] = worker
 
@@ -168,49 +200,89 @@ class Driver:
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
-            if worker.up:
+            if worker.up and not worker.proving:
                 self._died(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
-                self._broke(worker, str(error).strip().splitlines()[-1])
+                worker.up = worker.proving = False
+                value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
+                self._break(worker, str(error).strip().splitlines()[-1])
             return
-        except self.ray.exceptions.RayError as error:
-            self._broke(worker, first_line(error))
+        except Exception as error:  # Ray's, or of an answer that cannot be unpacked
+            worker.proving = False
+            self._break(worker, first_line(error))
             return
         if isinstance(answer, Outcome):
             self._ended(worker, answer)
+        elif isinstance(answer, str):
+            self._proved(worker, answer)
         else:
             self._came_up(worker, answer)
 
     def _came_up(self, worker: WorkerHandle, who: dict[str, Any]) -> None:
-        if not who["token"]:
-            raise InputError(
-                f"a worker on {who['host']} without token mode",
-                expected="RAY_AUTH_MODE=token wherever `ray start` runs",
-                fix="Anyone who reaches that machine runs code on it: stop Ray there, and start it with a token.",
-            )
-        worker.up, worker.host = True, str(who["host"])
+        worker.host = str(who["host"])
+        if who["token"]:
+            worker.up = True
+            return
+        self.ray.kill(worker.actor)
+        refused = UnsupportedError(
+            f"a worker on {worker.host} without token mode",
+            expected="RAY_AUTH_MODE=token wherever `ray start` runs",
+            fix="Anyone who reaches that machine runs code on it: stop Ray there, and start it with a token.",
+        )
+        self._break(worker, str(refused))
 
     def _ended(self, worker: WorkerHandle, outcome: Outcome) -> None:
         task, worker.task = worker.task, None
-        assert task is not None
+        if task is None:
+            return
         if outcome.status == DONE:
             worker.finished += 1
             self.tally.done += 1
             self._open.discard(task.key)
             self.say(f"{task.key[:12]} done by {worker.name} in {outcome.seconds:.1f} s")
+            self._succeeded(worker, task)
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
         elif outcome.status == LOST:
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
             self._lost(worker, task, outcome.text)
         else:
+            if outcome.status == BROKEN:
+                worker.task = task
+                self._break(worker, outcome.text)
+                return
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
             self.say(worker.error)
+            task.refused[worker.name] = outcome.text
             if outcome.status == UNABLE:
-                self.schedule.refuse(worker.name, task.model)
-            if outcome.status == BROKEN:
-                worker.broken = outcome.text
-            self.schedule.put_back(task)
+                self._unable(worker, task)
+            self.schedule.put_back(task, begun=outcome.status != UNABLE)
+            self._fail_if_refused(task)
+
+    def _succeeded(self, worker: WorkerHandle, task: Task) -> None:
+        """The model could be loaded, so that the job for which it could not is at fault itself."""
+        self.schedule.accept(worker.name, task.model)
+        worker.sound[task.model] = worker.sound.get(task.model, 0) + 1
+        if worker.suspect is not None and worker.suspect.model == task.model:
+            suspect, worker.suspect = worker.suspect, None
+            self._fail_if_refused(suspect)
+
+    def _unable(self, worker: WorkerHandle, task: Task) -> None:
+        """A model could not be loaded for a job, which is passed over here; after a second one the model rests."""
+        done = worker.sound.get(task.model, 0)
+        if done > task.unable.setdefault(worker.name, (done, task.refused[worker.name]))[0]:
+            return  # others were done between its failures: it is the job
+        if worker.suspect is None:
+            worker.suspect = task
+        else:
+            del task.refused[worker.name]
+            self._rest_model(worker)
+
+    def _rest_model(self, worker: WorkerHandle) -> None:
+        suspect, worker.suspect = worker.suspect, None
+        assert suspect is not None
+        suspect.refused.pop(worker.name, None)
+        self.schedule.refuse(worker.name, suspect.model, self.clock())
 
     def _died(self, worker: WorkerHandle) -> None:
         """A worker's process or machine is gone: its job goes on elsewhere, from its last step."""
@@ -234,27 +306,125 @@ class Driver:
         else:
             self.schedule.put_back(task)
 
-    def _broke(self, worker: WorkerHandle, text: str) -> None:
-        """A worker gets no jobs any more, such as one whose packages cannot be imported; others do its job."""
+    def _break(self, worker: WorkerHandle, text: str) -> None:
+        """A worker gets no jobs for a while, such as with a full disk or a package that cannot be imported."""
+        if worker.broken != text:
+            worker.error = f"{worker.name} on {worker.host}: {text}" if worker.host else f"{worker.name}: {text}"
+            self.say(worker.error)
         worker.broken = text
+        worker.rest.begin(self.clock())
         if worker.task is not None:
-            self.schedule.put_back(worker.task)
-            worker.task = None
-        self.say(f"{worker.name}: {text}")
+            worker.held, worker.task = worker.task, None
+        if not worker.up:
+            self._release(worker)
+
+    def _prove(self, worker: WorkerHandle) -> None:
+        """Have a worker that has rested prove itself; one that Ray has given up is started anew first."""
+        if worker.up:
+            worker.proving = True
+            self._calls[worker.actor.prove.remote()] = worker
+        elif worker not in self._calls.values():
+            try:
+                worker.actor = worker.actor if worker.start is None else worker.start()
+                self._wait_for(worker)
+            except Exception as error:  # of Ray's many kinds
+                self._break(worker, first_line(error))
+
+    def _proved(self, worker: WorkerHandle, fault: str) -> None:
+        """The machine is sound, so that its job may be at fault; or it has a ``fault``, and its process is replaced."""
+        worker.proving = False
+        if fault:
+            self._release(worker)
+            self._break(worker, fault)
+            self.schedule.forget(worker.name)
+            self.ray.kill(worker.actor, no_restart=False)
+            self._wait_for(worker)
+            return
+        reason, worker.broken, worker.rest = worker.broken, "", Rest()
+        if worker.held is not None:
+            worker.held.faults += 1
+            if worker.held.faults >= MOST_DEATHS:
+                task, worker.held = worker.held, None
+                self._fail(task, f"{task.faults} times a machine failed at it that was sound right after: {reason}")
+        self._release(worker)
+
+    def _release(self, worker: WorkerHandle) -> None:
+        if worker.held is not None:
+            self.schedule.put_back(worker.held)
+            worker.held = None
 
     def _fail(self, task: Task, text: str) -> None:
-        self.folder.fail(task.key, text)
+        self._notes[task.key] = text
+        self._try("the notes of failed jobs", self._write_notes)
         self.tally.failed[task.key] = text
         self._open.discard(task.key)
         self.say(f"{task.key[:12]} failed: {text}")
 
-    def _refuse_what_nobody_can(self) -> None:
-        """Fail the jobs that every worker has refused; all of them once no worker is left."""
-        usable = [worker.name for worker in self.workers if not worker.broken]
-        said = (worker.error or worker.broken for worker in self.workers)
-        errors = "; ".join(dict.fromkeys(filter(None, said)))
-        for task in self.schedule.without_worker(usable):
-            self._fail(task, errors)
+    def _write_notes(self) -> None:
+        """Write down why jobs failed, also what the folder did not take before."""
+        refused: OSError | None = None
+        for key, text in list(self._notes.items()):
+            try:
+                self.folder.fail(key, text)
+                del self._notes[key]
+            except OSError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    def _may(self, worker: WorkerHandle, task: Task) -> bool:
+        """Whether a job waits for a worker, which may have refused it, or failed too often at its model or at all."""
+        if worker.name in task.refused:
+            return worker.suspect is task
+        if worker.broken:
+            return worker.rest.count < MOST_RESTS
+        if task.refused and not worker.up and self.clock() - worker.began > START_SECONDS:
+            return False
+        return self.schedule.refusals(worker.name, task.model) < MOST_RESTS
+
+    def _fail_if_refused(self, task: Task) -> None:
+        """Fail a waiting job alone, with a reason from each machine, once all that may do it have refused it."""
+        if not task.refused or any(self._may(worker, task) for worker in self.workers):
+            return
+        if not self.schedule.remove(task):  # another worker has it meanwhile
+            return
+        by_host = {worker.host: text for worker in self.workers if (text := task.refused.get(worker.name))}
+        same = len(set(by_host.values())) == 1
+        self._fail(task, "; ".join(text if same else f"{host}: {text}" for host, text in by_host.items()))
+
+    def _give_up_what_nobody_can(self) -> None:
+        """Fail the jobs that all refused; of those that wait for a machine or a model, a run tires, without a note."""
+        if any(worker.task or worker.held for worker in self.workers):
+            return
+        for task in self.schedule.waiting():
+            if task.refused:
+                self._fail_if_refused(task)
+            elif not self.watching and not any(self._may(worker, task) for worker in self.workers):
+                self.schedule.remove(task)
+                own = [text for _, text in task.unable.values()]
+                said = "; ".join(dict.fromkeys(own or [worker.error for worker in self.workers]))
+                self.tally.failed[task.key] = said
+                self._open.discard(task.key)
+                self.say(f"{task.key[:12]} waits for a machine that can do it: {said}")
+
+    def say_what_lacks(self) -> None:
+        """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
+
+        Raises:
+            UnsupportedError: a run whose cluster cannot grow.
+        """
+        now, lack = self.clock(), None
+        if not any(worker.host for worker in self.workers):
+            lack = lacking(self.ray, self.asked)
+        self._lack = "" if lack is None else str(lack)
+        if lack is None:
+            return
+        grows = autoscales(self.ray)
+        if not grows and not self.watching and now - self._began >= LACK_SECONDS:
+            raise lack
+        if (grows or self.watching) and now - self._reminded >= (REMIND_SECONDS if grows else float("inf")):
+            self._reminded = now
+            self.say(str(lack))
 
     def _cancel(self) -> None:
         keys = self.folder.cancelled() & self._open
@@ -269,14 +439,14 @@ class Driver:
     def _read_jobs(self) -> None:
         """Take in the jobs of files that are new or were written again."""
         for path in self.folder.job_files():
-            changed = value_or(lambda path=path: path.stat().st_mtime_ns, 0)
+            changed = value_or(lambda path=path: stamp_of(path), ())
             if changed and self._read.get(path) != changed:
+                self.add(lines_in([path], self.say), again=False, where=f"{path.name!r}: ")
                 self._read[path] = changed
-                self.add(lines_of(path), again=False)
 
-    def _show(self, now: float) -> None:
+    def _show(self) -> None:
         """Write down what the workers do, for those who see only the folder."""
-        self._shown = now
+        now = self._shown = self.clock()
         self.folder.write_workers(
             self.name,
             [
@@ -288,22 +458,23 @@ class Driver:
                     "seconds": round(now - worker.began, 1) if worker.task else 0.0,
                     "finished": worker.finished,
                     "deaths": worker.deaths,
-                    "error": worker.error or worker.broken,
+                    "error": worker.error or ("" if worker.host else self._lack),
                 }
                 for worker in self.workers
             ],
         )
 
 
-def state_of(worker: WorkerHandle) -> str:
-    """A worker's state in a word or two."""
-    if worker.broken:
-        return "broken"
-    if not worker.up:
-        return "waiting for a process"
-    return "rendering" if worker.task else "idle"
+def lines_in(paths: Iterable[Path], say: Say) -> Iterator[str]:
+    """The lines of several job files; one that cannot be read is named to ``say`` and passed over."""
+    for path in paths:
+        try:
+            yield from each_line(path)
+        except PackError as error:
+            say(f"set aside: {error}")
 
 
-def lines_in(paths: Iterable[Path]) -> list[str]:
-    """The lines of several job files."""
-    return [line for path in paths for line in lines_of(path)]
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What differs once a file has been changed."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -20,8 +20,6 @@ from .cluster import GATEWAY, NAMESPACE
 if TYPE_CHECKING:
     from .driver import Driver
 
-MOST_INPUT_BYTES = 500_000_000
-INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 ANSWER_SECONDS = 2.0
 
 
@@ -41,6 +39,8 @@ class Gateway:
 
     def put_input(self, content: bytes, suffix: str) -> str:
         """Keep a picture or mesh for jobs; returns the name by which they find it."""
+        from ..pipelines.job_folder import INPUTS, MOST_INPUT_BYTES
+
         if suffix not in INPUTS or len(content) > MOST_INPUT_BYTES:
             raise ValueError(f"an input of {len(content)} bytes that ends in {suffix!r}")
         return self.folder.add_content(bytes(content), suffix)
@@ -58,7 +58,7 @@ class Gateway:
             keys = [task_of(str(line)).key for line in lines]
             self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
             self.folder.write_jobs(name, map(str, lines))
-        except PackError as error:
+        except (PackError, OSError) as error:
             raise ValueError(str(error)) from None
         return keys
 

@@ -27,7 +27,19 @@ from ..paint.jobs import PaintJob
 from ..pipelines.base import Progress
 from ..pipelines.job_folder import JobFolder
 from .render import Renderer, job_of
-from .worker import CANCELLED, FAILED, LOST, PREVIEW_SECONDS, Cancelled, Ended, Outcome, Watch, text_of, verdict
+from .worker import (
+    BROKEN,
+    CANCELLED,
+    FAILED,
+    LOST,
+    PREVIEW_SECONDS,
+    REFUSED,
+    Cancelled,
+    Ended,
+    Outcome,
+    Watch,
+    outcome_of,
+)
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
@@ -37,7 +49,7 @@ CANCEL_SECONDS = 1.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
-_ORDER = {FAILED: 1, LOST: 2}  # of what ranks say: one that was left alone by another knows least of why
+_ORDER = {REFUSED: 1, FAILED: 1, LOST: 2}  # of what ranks say: one that was left alone by another knows least of why
 
 
 class AgreedWatch(Watch):
@@ -106,7 +118,7 @@ class Rank:
         except Cancelled:
             return Outcome(CANCELLED, "cancelled")
         except Exception as error:  # whatever it is: the worker decides what becomes of the group
-            return Outcome(verdict(error), text_of(error))
+            return outcome_of(error, self.renderer.device)
 
     def state(self) -> dict[str, Any]:
         """How far it is."""
@@ -144,6 +156,7 @@ class GroupRenderer:
     halves: bool = False
     loopback: str = ""
     patience: float = PATIENCE_SECONDS
+    device: str = "cpu"  # of the process that leads; a rank whose device fails is replaced
     _ranks: list[Any] = field(default_factory=list, repr=False)
     _names: list[str] = field(default_factory=list, repr=False)
     _meeting: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -232,7 +245,7 @@ class GroupRenderer:
         The ranks that wait for one that fails fail too, so that not every error is the cause.
         """
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(LOST))
-        if dead or stuck or reason.status == LOST:
+        if dead or stuck or reason.status in (LOST, BROKEN):
             self._give_up()
         gone, silent = (" and ".join(self._names[rank] for rank in some) for some in (dead, stuck))
         if dead:

@@ -13,6 +13,7 @@ import torch
 
 from ..compat.device.facts import value_or
 from ..compat.durable import replacing, require_writable
+from ..compat.errors import InputError
 from ..compat.ranks import Group
 from ..compat.records import json_in
 from ..paint.jobs import KIND as PAINT
@@ -20,13 +21,14 @@ from ..paint.jobs import Item, PaintJob, paint_job_in
 from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
+from ..pipelines.job_format import MOST_BYTES
 from ..pipelines.jobs import Content, Job, Machine, Places, job_in, load_pipeline, run
 from ..pipelines.movie import read_frames, write_mp4
 from ..pipelines.receipts import decoded_receipt, tags_for
 from ..pipelines.split import on_group
 from .schedule import Task
+from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
 
-OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
 USUAL_STEPS, USUAL_FRAMES, USUAL_SIDE = 30, 97, 512  # where a job leaves them to its model
 
 
@@ -36,6 +38,8 @@ def job_of(line: str) -> Job | PaintJob:
     Raises:
         InputError: it is none; says why.
     """
+    if len(line) > MOST_BYTES:
+        raise InputError(f"a line of {len(line)} characters", expected=f"{MOST_BYTES} at most", fix="Shorten it.")
     record = json_in(line, "this line")
     return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
 
@@ -68,71 +72,88 @@ class Renderer:
     state: Path
     device: Any = None
     group: Group | None = None
-    _pipeline: Any = field(default=None, repr=False)
-    _delight: Any = field(default=None, repr=False)  # beside a paint pipeline
-    _model: str = ""
+    _loaded: tuple[str, Any] = field(default=("", None), repr=False)  # model key, and what was built for it
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
         """Render the job of ``line``; returns what is written down of it."""
         job, folder = job_of(line), JobFolder(self.folder)
-        require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
-        if self._model != job.model_key:
-            self._pipeline = self._delight = None  # before the next is loaded: both are never held
-            self._model = job.model_key
+        with during(MACHINE):
+            require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
+        paint = isinstance(job, PaintJob)
         started = time.monotonic()
         with torch.no_grad():
-            name, made = (self._textured if isinstance(job, PaintJob) else self._video)(job, folder, progress)
+            if self._loaded[0] != job.model_key:
+                self._loaded = ("", None)  # before the next is loaded: both are never held
+                with during(MODEL):
+                    loaded = (self._paint_models if paint else self._pipeline)(job, folder, progress)
+                self._loaded = (job.model_key, loaded)
+            name, made = (self._textured if paint else self._video)(job, folder, progress)
         digest = hashlib.sha256(made.contiguous().numpy().tobytes()).hexdigest()
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
 
     def _video(self, job: Job, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
         """Name of the video's file, and its frames."""
-        kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
-        places = Places((*self.models, DEMOS), (self.folder,))
-        machine = Machine(places, self.state, self.device, unfinished=kept)
-        if self._pipeline is None:
-            pipeline = load_pipeline(job, machine, progress)
-            self._pipeline = pipeline if self.group is None else on_group(pipeline, self.group)
-        rendered = run(job, machine, progress, self._pipeline)
+        machine = self._machine(job, folder)
+        rendered = run(job, machine, progress, self._loaded[1])
         if self.group is not None and not self.group.leads:
             return "", rendered.frames
         tags = tags_for(decoded_receipt(rendered.latents, job.decode))
-        path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4", tags)
-        shutil.rmtree(kept, ignore_errors=True)
+        with during(MACHINE):
+            path = write_mp4(rendered.frames, rendered.latents.fps, folder.results / f"{job.key}.mp4", tags)
+        shutil.rmtree(machine.unfinished, ignore_errors=True)
         return path.name, rendered.frames
+
+    def _machine(self, job: Job, folder: JobFolder) -> Machine:
+        kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
+        places = Places((*self.models, DEMOS), (self.folder,))
+        return Machine(places, self.state, self.device, unfinished=kept)
+
+    def _pipeline(self, job: Job, folder: JobFolder, progress: Progress) -> Any:
+        pipeline = load_pipeline(job, self._machine(job, folder), progress)
+        _mark_reading(pipeline.parts, pipeline.tools)
+        return pipeline if self.group is None else on_group(pipeline, self.group)
+
+    def _paint_models(self, job: PaintJob, folder: JobFolder, progress: Progress) -> tuple[Any, Any]:
+        """The pipelines that paint, and that take shading out of the picture first; None without the second."""
+        from ..paint.loading import PaintRequest, load_paint
+
+        encoder = None if job.image_encoder is None else _found(job.image_encoder, *self.models)
+        model = _found(job.model, *self.models)
+        request = PaintRequest(
+            model, image_encoder=encoder, precision=job.precision, device=self.device, state=self.state
+        )
+        both = [load_paint(request, progress)]
+        if job.delight is not None:
+            other = replace(request, model=_found(job.delight, *self.models), image_encoder=None)
+            both.append(load_paint(other, progress))
+        _mark_reading(*(pipeline.parts for pipeline in both))
+        return both[0], both[1] if job.delight is not None else None
 
     def _textured(self, job: PaintJob, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
         """Name of the textured mesh's file, and its texture."""
         from ..paint.geometry.mesh import load_mesh, write_glb
-        from ..paint.loading import PaintRequest, load_paint
         from ..paint.texturing import OneStep, textured
 
-        def find(item: Item, *roots: Path) -> Path:
-            return Places(roots).model(Content(item.name, item.content))
-
-        if self._pipeline is None:
-            encoder = None if job.image_encoder is None else find(job.image_encoder, *self.models)
-            request = PaintRequest(
-                find(job.model, *self.models),
-                image_encoder=encoder,
-                precision=job.precision,
-                device=self.device,
-                state=self.state,
-            )
-            self._pipeline = load_paint(request, progress)
-            if job.delight is not None:
-                other = replace(request, model=find(job.delight, *self.models), image_encoder=None)
-                self._delight = load_paint(other, progress)
-        mesh, _ = load_mesh(find(job.mesh, folder.root), progress.check)
-        pictures = [read_frames(find(job.picture, folder.root))[0][0]]
+        mesh, _ = load_mesh(_found(job.mesh, folder.root), progress.check)
+        pictures = [read_frames(_found(job.picture, folder.root))[0][0]]
         settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
-        texture, _, _ = textured(mesh, pictures, self._pipeline, self._delight, settings, progress)
+        texture, _, _ = textured(mesh, pictures, *self._loaded[1], settings, progress)
         both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)
         path = folder.results / f"{job.key}.glb"
-        with replacing(path) as temporary:
+        with during(MACHINE), replacing(path) as temporary:
             write_glb(temporary, mesh, texture.colour, both)
         return path.name, texture.colour
+
+
+def _mark_reading(*several: Any) -> None:
+    """Have parts and tools, which are read when they are first used, fail as the model does."""
+    for parts in several:
+        parts.readers = {name: during(MODEL)(read) for name, read in parts.readers.items()}
+
+
+def _found(item: Item, *roots: Path) -> Path:
+    return Places(roots).model(Content(item.name, item.content))
 
 
 def reached_in(folder: JobFolder, task: Task) -> float:

@@ -8,10 +8,30 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+FIRST_REST, LONGEST_REST = 30.0, 600.0  # seconds
 
 
 @dataclass(slots=True)
+class Rest:
+    """How long something that failed is left alone: twice as long after each failure, until it succeeds.
+
+    Args:
+        count: of its failures in a row.
+        until: when it is tried again, in seconds of the driver's clock.
+    """
+
+    count: int = 0
+    until: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Take in one more failure."""
+        self.until = now + min(FIRST_REST * 2 ** min(self.count, 9), LONGEST_REST)
+        self.count += 1
+
+
+@dataclass(slots=True, eq=False)
 class Task:
     """One job on its way.
 
@@ -22,6 +42,9 @@ class Task:
         text: the job's line.
         deaths: how often its worker died without a further step.
         begun: whether a worker has worked at it.
+        faults: how often it ended with a fault of a machine that was sound right after.
+        refused: why each of the workers that tried it cannot do it, by worker.
+        unable: by worker, how many jobs of its model it had done when it could first not load it for this one, and why.
     """
 
     key: str
@@ -30,6 +53,9 @@ class Task:
     text: str = ""
     deaths: int = 0
     begun: bool = False
+    faults: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    unable: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class Schedule:
@@ -40,7 +66,7 @@ class Schedule:
         self._work: dict[str, float] = {}  # of the jobs that wait, by model
         self._loaded: dict[str, str] = {}  # worker to model
         self._holders: dict[str, int] = {}  # workers by model
-        self._missing: dict[str, set[str]] = {}  # worker to models that its machine cannot load
+        self._rests: dict[tuple[str, str], Rest] = {}  # worker and a model that its machine could not load
         self.add(tasks)
 
     def __len__(self) -> int:
@@ -56,60 +82,77 @@ class Schedule:
             self._waiting[model] = deque(whole)
             self._work[model] = sum(task.size for task in whole)
 
-    def put_back(self, task: Task) -> None:
-        """Take a job in again whose worker is gone: it is the next of its model, since it was begun."""
-        task.begun = True
-        self._waiting.setdefault(task.model, deque()).appendleft(task)
+    def put_back(self, task: Task, begun: bool = True) -> None:
+        """Take a job in again whose worker is gone: it is the next of its model if it was begun, else the last."""
+        task.begun = begun
+        waiting = self._waiting.setdefault(task.model, deque())
+        (waiting.appendleft if begun else waiting.append)(task)
         self._work[task.model] = self._work.get(task.model, 0.0) + task.size
 
-    def take(self, worker: str) -> Task | None:
-        """The job that ``worker`` does next; None where no job waits that it can do."""
-        model = self._choice(worker)
+    def take(self, worker: str, now: float = 0.0) -> Task | None:
+        """The job that ``worker`` does next; None where no job waits that it can do ``now``."""
+        model = self._choice(worker, now)
         if model is None:
             return None
-        waiting = self._waiting[model]
-        task = waiting.popleft()
-        self._work[model] -= task.size
-        if not waiting:
-            del self._waiting[model], self._work[model]
+        task = next(task for task in self._waiting[model] if worker not in task.refused)
+        self.remove(task)
         self.forget(worker)
         self._loaded[worker] = model
         self._holders[model] = self._holders.get(model, 0) + 1
         return task
 
-    def refuse(self, worker: str, model: str) -> None:
-        """Give ``worker`` no further job of ``model``, which its machine cannot load."""
-        self._missing.setdefault(worker, set()).add(model)
+    def remove(self, task: Task) -> bool:
+        """Take a waiting job out; whether it waited."""
+        waiting = self._waiting.get(task.model, ())
+        if task not in waiting:
+            return False
+        self._waiting[task.model].remove(task)
+        self._work[task.model] -= task.size
+        if not waiting:
+            del self._waiting[task.model], self._work[task.model]
+        return True
+
+    def refuse(self, worker: str, model: str, now: float = 0.0) -> None:
+        """Give ``worker`` no job of ``model``, which its machine could not load, for a while."""
+        self._rests.setdefault((worker, model), Rest()).begin(now)
+
+    def accept(self, worker: str, model: str) -> None:
+        """Forget that ``worker`` could not load ``model``: now it could."""
+        self._rests.pop((worker, model), None)
+
+    def refusals(self, worker: str, model: str) -> int:
+        """How often in a row ``worker`` could not load ``model``."""
+        return self._rests.get((worker, model), Rest()).count
 
     def forget(self, worker: str) -> None:
         """Count ``worker`` no longer among those that have a model loaded: its process is gone."""
         if (model := self._loaded.pop(worker, None)) is not None:
             self._holders[model] -= 1
 
-    def without_worker(self, workers: Iterable[str]) -> list[Task]:
-        """Take out the jobs that none of ``workers`` can do."""
-        everybody = list(workers)
-        stuck = [m for m in self._waiting if all(m in self._missing.get(worker, ()) for worker in everybody)]
-        tasks = [task for model in stuck for task in self._waiting.pop(model)]
-        for model in stuck:
-            del self._work[model]
-        return tasks
+    def waiting(self) -> list[Task]:
+        """The jobs that wait."""
+        return [task for several in self._waiting.values() for task in several]
 
     def drop(self, keys: Iterable[str]) -> list[Task]:
         """Take out the waiting jobs of ``keys``."""
         unwanted = set(keys)
-        dropped = [task for several in self._waiting.values() for task in several if task.key in unwanted]
+        dropped = [task for task in self.waiting() if task.key in unwanted]
         if dropped:
-            kept = [task for several in self._waiting.values() for task in several if task.key not in unwanted]
+            kept = [task for task in self.waiting() if task.key not in unwanted]
             self._waiting, self._work = {}, {}
             self.add(kept)
         return dropped
 
-    def _choice(self, worker: str) -> str | None:
+    def _choice(self, worker: str, now: float) -> str | None:
         """The loaded model while it has jobs; else the one with most work per worker that has it."""
-        missing = self._missing.get(worker, ())
+
+        def is_open(model: str) -> bool:
+            rest = self._rests.get((worker, model))
+            waiting = self._waiting.get(model, ())
+            return (rest is None or rest.until <= now) and any(worker not in task.refused for task in waiting)
+
         loaded = self._loaded.get(worker)
-        if loaded in self._waiting and loaded not in missing:
+        if loaded is not None and is_open(loaded):
             return loaded
-        open_models = [model for model in self._waiting if model not in missing]
+        open_models = [model for model in self._waiting if is_open(model)]
         return max(open_models, key=lambda model: self._work[model] / (1 + self._holders.get(model, 0)), default=None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -15,16 +16,19 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.device.execution import to_host
-from ..compat.device.facts import first_line
-from ..compat.errors import CheckpointError, MissingPackageError, PackError, UnsupportedError
+from ..compat.device.facts import default_device, first_line
+from ..compat.durable import require_writable
+from ..compat.errors import InputError, MissingPackageError, PackError
 from ..compat.ranks import RankLost
 from ..pipelines.base import Progress
 from ..pipelines.job_folder import JobFolder
 from .cluster import token_mode
 from .schedule import Task
 
-DONE, FAILED, CANCELLED, UNABLE, BROKEN, LOST = "done", "failed", "cancelled", "unable", "broken", "lost"
-OF_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.ESTALE}  # no job will do there
+DONE, FAILED, CANCELLED, LOST = "done", "failed", "cancelled", "lost"
+REFUSED, UNABLE, BROKEN = "refused", "unable", "broken"
+JOB, MODEL, MACHINE = "job", "model", "machine"  # to whom an error belongs, by the phase in which it arises
+OUTPUT_BYTES = 100_000_000  # that must be free before hours of work
 PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
 
 
@@ -41,8 +45,9 @@ class Renders(Protocol):
 class Outcome:
     """How a job ended.
 
-    ``unable``: this worker cannot do jobs of this model; ``broken``: it can do none at all, such as with a full disk;
-    ``lost``: a process that rendered with it died or hangs, and another takes its place.
+    ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
+    ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
+    and another takes its place.
     """
 
     status: str
@@ -125,18 +130,36 @@ class Worker:
         self._task, self._watch, self._began = task, Watch(), time.monotonic()
         folder = JobFolder(self.renderer.folder)
         try:
-            if not folder.is_done(task.key):
-                folder.finish(task.key, self.renderer.render(task.text, self._watch))
+            with during(MACHINE):
+                done = folder.is_done(task.key)
+            if not done:
+                record = self.renderer.render(task.text, self._watch)
+                with during(MACHINE):
+                    folder.finish(task.key, record)
         except Cancelled:
             return Outcome(CANCELLED, "cancelled")
         except Ended as ended:
             return ended.outcome
         except Exception as error:  # whatever it is belongs to this job or this machine, and the next job is another
-            return Outcome(verdict(error), text_of(error))
+            return outcome_of(error, getattr(self.renderer, "device", None))
         finally:
             self._task = None
         self._finished += 1
         return Outcome(DONE, seconds=time.monotonic() - self._began)
+
+    def prove(self) -> str:
+        """Why this worker can do no job now, in one line; empty where it can write, read and compute."""
+        path = JobFolder(self.renderer.folder).results / f".{secrets.token_hex(8)}.proof"
+        try:
+            require_writable(path, OUTPUT_BYTES, "the folder of jobs")
+            path.write_bytes(path.name.encode())
+            same = path.read_bytes() == path.name.encode()
+            path.unlink()
+        except Exception as error:  # of the system's many kinds
+            return text_of(error)
+        if not same:
+            return f"the folder of jobs {str(path.parent)!r} gives back something else than was written"
+        return device_fault(getattr(self.renderer, "device", None))
 
     def state(self) -> dict[str, Any]:
         """What it does now."""
@@ -160,17 +183,50 @@ class Worker:
         return True
 
 
-def verdict(error: Exception) -> str:
-    """Whose error it is: the job's, or this machine's for such jobs or for all."""
+@contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Mark the errors of the block with the phase in which they arose; one that has a mark keeps it."""
+    try:
+        yield
+    except Exception as error:
+        if phase_of(error) == JOB:
+            error.farm_phase = phase  # type: ignore[attr-defined]
+        raise
+
+
+def phase_of(error: BaseException) -> str:
+    """The phase of the error, or of the one that it was raised from."""
     link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno in OF_MACHINE:
-            return BROKEN
-        link = link.__cause__ or link.__context__
+    while link is not None and not hasattr(link, "farm_phase"):
+        link = link.__cause__  # no __context__: that one was handled, however it was
+    return JOB if link is None else str(link.farm_phase)
+
+
+def outcome_of(error: Exception, device: Any) -> Outcome:
+    """Whose error it is: the job's everywhere or here, this machine's for its model or for all jobs.
+
+    Args:
+        device: that rendered; None for the default device.
+    """
+    text, phase = text_of(error), phase_of(error)
     if isinstance(error, RankLost):
-        return LOST
-    machine = (CheckpointError, MissingPackageError, UnsupportedError, torch.OutOfMemoryError, MemoryError)
-    return UNABLE if isinstance(error, machine) else FAILED
+        return Outcome(LOST, text)
+    if phase == MACHINE:
+        return Outcome(BROKEN, text)
+    if isinstance(error, InputError):  # of a value in the job's line
+        return Outcome(FAILED if phase == JOB else REFUSED, text)
+    if fault := device_fault(device):
+        return Outcome(BROKEN, f"{fault}; seen after: {text}")
+    return Outcome(UNABLE if phase == MODEL or isinstance(error, MissingPackageError) else REFUSED, text)
+
+
+def device_fault(device: Any) -> str:
+    """How the device fails to add one and one, in one line; empty where it can."""
+    try:
+        total = (torch.ones(1, device=default_device() if device is None else device) + 1).item()
+    except Exception as error:  # of the back ends' many kinds
+        return f"the device does not answer ({first_line(error)})"
+    return "" if total == 2 else f"one and one is {total:g} on the device"
 
 
 def text_of(error: Exception) -> str:

@@ -17,20 +17,21 @@ from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from ..compat.ray_clusters import refusal
-from ..compat.records import json_in
+from ..compat.records import json_in, shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.job_lists import PICTURES, JobList, write_list
 from ..pipelines.jobs import Job, job_in
 from ..pipelines.movie import read_frames
 from .api import InputImpl
-from .folders import AUTO, paint_path, paint_provider_folder
+from .folders import AUTO, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.jobs import PaintJob
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
+ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of ComfyUI's user folder
 NAMESPACE, GATEWAY = "anygpu", "gateway"  # as farm/cluster.py names them
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 0.1  # between looks for a cancel
@@ -72,16 +73,23 @@ def job_folder(name: str) -> JobFolder:
     Raises:
         CheckpointError: it is not listed.
     """
-    if name == OWN:
-        return JobFolder(Path(folder_paths.get_output_directory()) / "farm")
-    root = next((root for root in _roots() if str(root) == name), None)
-    if root is None:
-        raise CheckpointError(
-            f"no folder of jobs {name!r}",
-            expected=f"one of {', '.join(folder_choices())}",
-            fix=f"Name it as {ROOTS} in extra_model_paths.yaml and start ComfyUI again.",
-        )
-    return JobFolder(root)
+    fix = f"Name it as {ROOTS} in extra_model_paths.yaml and start ComfyUI again."
+    listed = _listed(name, "folder of jobs", folder_choices(), fix)
+    return JobFolder(Path(folder_paths.get_output_directory()) / "farm" if listed == OWN else Path(listed))
+
+
+def farm_address(name: str) -> str:
+    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token.
+
+    Raises:
+        CheckpointError: it is not listed; says in which file the owner may add it.
+    """
+    path = state_folder() / ADDRESSES
+    text = value_or(lambda: path.read_text(encoding="utf-8"), "")
+    lines = [line.strip() for line in text.split("\n")]
+    known = [AUTO, *(line for line in lines if line and not line.startswith("#"))]
+    fix = f"The owner of this machine adds it to {str(path)!r}, one address to a line."
+    return _listed(name, "address of a farm", known, fix)
 
 
 def picture_folders() -> list[str]:
@@ -164,16 +172,18 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     A cancel here ends them there.
 
     Raises:
-        InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
+        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
+            or read then. InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
     """
+    address = farm_address(address)
     with _gateway(address, progress) as (ray, gateway):
         missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
         keys = [jobs.keys[n] for n in missing]
         lines = [jobs.lines[n] for n in missing]
         if keys:
-            for file in _inputs_of(lines):
-                content = (jobs.folder.root / file).read_bytes()
-                _answer(ray, gateway.put_input.remote(content, Path(file).suffix), progress, FILE_SECONDS)
+            for file in [jobs.folder.input_file(name) for name in _inputs_of(lines)]:
+                call = gateway.put_input.remote(file.read_bytes(), file.suffix.lower())
+                _answer(ray, call, progress, FILE_SECONDS)
             _answer(ray, gateway.submit.remote(jobs.name, lines), progress)
         try:
             _bring(ray, gateway, jobs, keys, progress)
@@ -231,6 +241,17 @@ def line_of(worker: Mapping[str, Any]) -> str:
     if worker.get("deaths"):
         parts.append(f"{worker['deaths']} deaths")
     return "; ".join([*parts, *filter(None, [str(worker.get("error", ""))])])
+
+
+def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
+    """``name``, one of ``choices``: a workflow names what the machine's owner has listed, and nothing else.
+
+    Raises:
+        CheckpointError: it is not listed.
+    """
+    if name not in choices:
+        raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
+    return name
 
 
 def _folders_with(suffixes: Sequence[str]) -> list[str]:

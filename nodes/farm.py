@@ -206,8 +206,9 @@ class Farm(io.ComfyNode):
                 Jobs.Input("jobs", tooltip="From AnyGPU Queue Jobs."),
                 io.String.Input(
                     "address", default="auto",
-                    tooltip="Address of the cluster's head, such as 10.0.0.5:6379. auto: the cluster that this machine "
-                            "belongs to. `anygpu-farm watch` must run in it.",
+                    tooltip="auto: the cluster that this machine belongs to. Or the address of a cluster's head, such as "
+                            "10.0.0.5:6379, that this machine's owner has listed in user/anygpu/farm_addresses.txt: "
+                            "whoever is at it gets the farm's token. `anygpu-farm watch` must run there.",
                 ),
             ],
             outputs=result_outputs(),

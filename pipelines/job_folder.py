@@ -16,16 +16,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..compat.checkpoints.headers import plain_status
+from ..compat.device.facts import first_line
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError
+from ..compat.errors import CheckpointError, InputError, PackError
+from ..compat.records import shown
+from .job_format import MOST_BYTES
 
 JOBS = ".jsonl"
+MOST_JOBS = 1_000_000  # of one file
+MOST_NAME_BYTES = 200  # file systems take 255, with the suffix and what stands around it while it is written
+MOST_NOTE_BYTES = 16 * 1024**2
+INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
+MOST_INPUT_BYTES = 500_000_000
 KEY = re.compile(r"[0-9a-f]{16,64}")
 NAME = re.compile(r"[\w][\w .-]{0,99}")
 SUFFIXES = (".mp4", ".png", ".glb")
@@ -67,10 +76,10 @@ class JobFolder:
         Raises:
             InputError: a name that is none for a file.
         """
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
             raise InputError(
                 f"the name {name!r} for jobs",
-                expected="letters, digits, spaces, dots, - and _, 100 at most",
+                expected=f"letters, digits, spaces, dots, - and _, 100 and {MOST_NAME_BYTES} bytes at most",
                 fix="Choose another name, such as foxes.",
             )
         path = self.root / f"{name}{JOBS}"
@@ -86,9 +95,31 @@ class JobFolder:
         """As :meth:`add_input`, for the bytes of a file that ends in ``suffix``."""
         path = self.inputs / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
         if not path.is_file():
-            with replacing(path) as temporary:
+            with written(path) as temporary:
                 temporary.write_bytes(content)
         return path.relative_to(self.root).as_posix()
+
+    def input_file(self, name: str) -> Path:
+        """The picture, mesh or video that a job names, to be sent elsewhere; not a byte of it has been read.
+
+        Raises:
+            CheckpointError: not a file in the folder's inputs, of another kind, or too large.
+        """
+        paths = inside((self.root,), name)
+        path = paths[0].resolve() if paths else self.root
+        if not path.is_relative_to(self.inputs.resolve()) or path.suffix.lower() not in INPUTS or not path.is_file():
+            raise CheckpointError(
+                f"{shown(name)} as a file of a job",
+                expected=f"a file in {str(self.inputs)!r} that ends in {', '.join(INPUTS)}",
+                fix="Queue the jobs again with AnyGPU Queue Jobs, which copies their files there.",
+            )
+        if path.stat().st_size > MOST_INPUT_BYTES:
+            raise CheckpointError(
+                f"{path.stat().st_size} bytes in {name!r}",
+                expected=f"{MOST_INPUT_BYTES} at most",
+                fix="Make it smaller.",
+            )
+        return path
 
     def is_done(self, key: str) -> bool:
         """Whether the job of ``key`` is finished."""
@@ -123,7 +154,7 @@ class JobFolder:
     def failure(self, key: str) -> str:
         """Why the job of ``key`` failed; empty where it did not."""
         try:
-            return (self.root / "failed" / f"{key}.txt").read_text(encoding="utf-8")
+            return _text(self.root / "failed" / f"{key}.txt")
         except OSError:
             return ""
 
@@ -159,28 +190,86 @@ class JobFolder:
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
             with suppress(OSError, ValueError, RecursionError):
-                read = json.loads(path.read_text(encoding="utf-8"))
+                read = json.loads(_text(path))
                 states += read if isinstance(read, list) else []
         return [state for state in states if isinstance(state, dict)]
 
 
-def lines_of(path: Path) -> list[str]:
-    """The jobs of a file, one to a line.
+def each_line(path: Path) -> Iterator[str]:
+    """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
+
+    Of a line that is too long to be a job there is only the beginning; what is not UTF-8 becomes half characters, which
+    no job may have: either is refused as that one line.
 
     Raises:
-        CheckpointError: a file that cannot be read.
+        CheckpointError: a file that cannot be read, or of too many lines.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        plain_status(path)
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES), b"")):
+                whole = line
+                while len(whole) == MOST_BYTES and not whole.endswith(b"\n"):
+                    line, whole = line[:60], file.readline(MOST_BYTES)
+                if number == MOST_JOBS:
+                    raise CheckpointError(f"more than {MOST_JOBS} lines", expected="fewer", fix="Write several files.")
+                if line.strip():
+                    yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
+    except OSError as error:
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({error})",
-            expected="a text file with one job per line",
+            f"{str(path)!r} cannot be read ({getattr(error, 'found', error)})",
+            expected=f"a text file with one job per line, {MOST_JOBS} at most",
             fix="Write it again with AnyGPU Queue Jobs.",
         ) from error
-    return [line for line in text.splitlines() if line.strip()]
+
+
+def lines_of(path: Path) -> list[str]:
+    """As :func:`each_line`, all of them."""
+    return list(each_line(path))
+
+
+def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
+    """The paths of ``name`` in ``roots``; none for a name that leads out of them, or that no file can have."""
+    place = PurePosixPath(name)
+    if not name or "\0" in name or "\\" in name or place.is_absolute() or ".." in place.parts or ":" in name:
+        return []
+    longest = max(len(part.encode("utf-8", "surrogatepass")) for part in place.parts or ("",))
+    return [root / place for root in roots] if longest <= 255 else []
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """As :func:`replacing`; a folder that takes no files is one line, which keeps the system's number.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except PackError:
+        raise
+    except OSError as error:
+        refused = CheckpointError(
+            f"{str(path)!r} cannot be written ({first_line(error)})",
+            expected="a folder that you may write to, with room on its disk",
+            fix="Free space there, or choose another folder.",
+        )
+        refused.errno = error.errno
+        raise refused from error
+
+
+def _text(path: Path) -> str:
+    """What a small file says, whatever its encoding.
+
+    Raises:
+        OSError: no file, or one from which reading would wait for ever.
+    """
+    plain_status(path)
+    with path.open("rb") as file:
+        return file.read(MOST_NOTE_BYTES).decode("utf-8", "replace")
 
 
 def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    with written(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character: JSON's escape

@@ -173,6 +173,10 @@ def job_in(record: Any) -> Job:
     if record.get("kind", KIND) != KIND:
         raise wrong("a job of kind", record["kind"], repr(KIND))
     job = parse(Job, {name: value for name, value in record.items() if name not in (HEAD, "kind")}, "the job")
+    if job.files and "transformer" not in job.files:
+        raise InputError(
+            f"files of the job for {', '.join(sorted(job.files))}", expected="one for the transformer too", fix=FIX
+        )
     for name, value in job.load.items():
         if name not in LOAD_INPUTS:
             raise InputError(

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 from ..compat.errors import InputError
 from .base import FramePackSettings, PromptRequest, SampleSettings
-from .job_folder import JobFolder
+from .job_folder import MOST_JOBS, JobFolder
 from .jobs import Content, Job, Picture, Places, Value
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
 MOST_SEED = 2**64 - 1
-MOST_JOBS = 1_000_000
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -144,6 +143,8 @@ class Recorded(Protocol):
 def write_list(folder: JobFolder, name: str, jobs: Sequence[Recorded]) -> JobList:
     """Write jobs into ``folder``; those of them that failed before are asked for again."""
     lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in jobs)
+    if any(re.search("[\ud800-\udfff]", line) for line in lines):
+        raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
     keys = tuple(job.key for job in jobs)
     folder.ask_again(key for key in keys if not folder.is_done(key))
     folder.write_jobs(name, lines)

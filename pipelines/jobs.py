@@ -16,6 +16,7 @@ from ..compat.errors import CheckpointError, InputError, PackError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
+from .job_folder import inside
 from .job_format import PLACES as PLACES
 from .job_format import Adapter as Adapter
 from .job_format import Caching as Caching
@@ -86,7 +87,7 @@ class Places:
         """
         if content in self.known:
             return self.known[content]
-        paths = _inside(self.models, content.name)
+        paths = inside(self.models, content.name)
         if paths:
             base = escape(PurePosixPath(content.name).name)
             paths += [path for root in self.models for path in root.rglob(base)]
@@ -103,7 +104,7 @@ class Places:
         """
         if content in self.known:
             return read_frames(self.known[content])
-        paths = [path for path in _inside(self.files, content.name) if path.is_file()]
+        paths = [path for path in inside(self.files, content.name) if path.is_file()]
         path = self._first(content, paths, _pixels)
         if path is None and content.content:
             path = self._first(content, [path for root in self.files for path in _pictures(root)], _pixels)
@@ -340,14 +341,6 @@ def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
         return None
     frames, size = _frames(job, machine, progress, pipeline), job.settings
     return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
-
-
-def _inside(roots: tuple[Path, ...], name: str) -> list[Path]:
-    """The paths of ``name`` in ``roots``; none for a name that leads out of them."""
-    place = PurePosixPath(name)
-    if not name or "\0" in name or "\\" in name or place.is_absolute() or ".." in place.parts or ":" in name:
-        return []
-    return [root / place for root in roots]
 
 
 def _pictures(folder: Path) -> list[Path]:

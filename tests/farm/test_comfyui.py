@@ -18,7 +18,7 @@ import psutil
 import pytest
 from anygpu.compat.device.facts import value_or
 from anygpu.farm.cluster import LOOPBACK, QUIET, TOKEN
-from anygpu.farm.render import Renderer
+from anygpu.farm.render import Renderer, task_of
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.job_folder import JobFolder, lines_of
@@ -126,12 +126,21 @@ def comfyui(host: Host, base: Path, tiny_folder: Path) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def server(head: str, host: Host, tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
     """ComfyUI on the same machine, with the cluster's token."""
-    yield from comfyui(host, tmp_path_factory.mktemp("comfyui"), tiny_folder)
+    for server in comfyui(host, tmp_path_factory.mktemp("comfyui"), tiny_folder):
+        listed(server, head)
+        yield server
 
 
 def queued(graph: Graph, name: str, **inputs: Any) -> str:
     given = {"model": DEMO, "prompts": SHAPES, "seeds": "3", "steps": STEPS, **inputs}
     return graph.add("AnyGPUQueueJobs", folder="output/farm", name=name, width=0, height=0, frames=0, **given)
+
+
+def listed(server: Server, *addresses: str) -> None:
+    """Have the owner of the machine list addresses."""
+    path = server.base / "user" / "anygpu" / "farm_addresses.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
 
 
 def sent(address: str, name: str, **inputs: Any) -> tuple[Graph, str]:
@@ -196,12 +205,17 @@ def test_cancel_ends_the_jobs(head: str, farm: JobFolder, server: Server) -> Non
 
 def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFolder, server: Server) -> None:
     model = server.model("LTX-Video")
-    run = Client(server.url).run(
-        sent(head, "lacking", model=model, prompts="a fox", steps=1)[0].prompt, timeout=SECONDS
-    )
-    assert run.message.startswith("no job of 'lacking' is done, 1 failed (") and "no 'LTX-Video' in" in run.message
+    graph, there = sent(head, "lacking", model=model, prompts="a fox", steps=1)
+
+    def told(_node: str, run: Run) -> bool:
+        return "no 'LTX-Video' in" in "".join(run.texts_of(there))
+
+    run = Client(server.url).run(graph.prompt, told, timeout=SECONDS)
+    assert run.ending == "execution_interrupted", "it waits for a machine that has the model, and says so"
+    until(lambda: "cancelled" in "".join(path.read_text() for path in (farm.root / "failed").glob("*")))
     (line,) = lines_of(farm.root / "lacking.jsonl")
     here = JobFolder(server.base / "output" / "farm")
+    here.fail(task_of(line).key, "no 'LTX-Video' in /models")
     here.write_jobs("both", [*lines_of(farm.root / "killed.jsonl")[:1], line])
     graph = Graph()
     back = graph.add("AnyGPUCollect", folder="output/farm", name="both", wait=True)
@@ -214,6 +228,7 @@ def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFold
 def test_who_cannot_get_in_reads_why_in_one_line(head: str, farm: JobFolder, server: Server) -> None:
     client = Client(server.url)
     wrong = {f"127.0.0.1:{free_port()}": "(no answer within 10 s)", "no such": "(Invalid address format: no such)"}
+    listed(server, head, *wrong)
     for address, why in wrong.items():
         run = client.run(sent(address, "nobody")[0].prompt, timeout=SECONDS)
         assert run.message.startswith(f"no farm at {address!r} {why}; expected the address") and "\n" not in run.message
@@ -238,6 +253,7 @@ def test_a_comfyui_without_the_token_stays_out_and_alive(
         for name, value in change.items():
             patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
         for stranger in comfyui(host, tmp_path, tiny_folder):
+            listed(stranger, head)
             run = Client(stranger.url).run(sent(head, "stranger")[0].prompt, timeout=SECONDS)
             assert run.message.startswith(why.format(repr(head))) and "\n" not in run.message, run.message
             assert Client(stranger.url).get("/system_stats")

@@ -63,6 +63,7 @@ class Play:
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """What the line says."""
         from anygpu.compat.errors import CheckpointError, InputError  # whose __module__ is not where they are
+        from anygpu.farm.worker import MACHINE, during
 
         what = line.split()[0]
         if what in ("lack", "full"):
@@ -76,7 +77,8 @@ class Play:
                 time.sleep(0.01)
             if first.read_text() == str(os.getpid()):
                 if what == "full":
-                    raise OSError(errno.ENOSPC, "No space left on device")
+                    with during(MACHINE):
+                        raise OSError(errno.ENOSPC, "No space left on device")
                 raise CheckpointError("no 'fox' in /models", expected="the model", fix="Copy it there.")
         if what == "none":
             raise CheckpointError("no 'hare' in /models", expected="the model", fix="Copy it there.")
@@ -94,6 +96,11 @@ def task_of(line: str) -> Task:
     """The model is the line's first word, its key the number behind."""
     what, number = line.split()
     return Task(KEY.format(int(number)), what, 1.0, line)
+
+
+def fast() -> float:
+    """A clock by which rests of half a minute take a second."""
+    return time.monotonic() * 30
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +164,7 @@ class Torn(Play):
 
 
 def test_a_process_that_cannot_begin_is_given_up_and_named(ray: Any, tmp_path: Path) -> None:
-    broken = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
+    broken = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None, fast)
     broken.start_workers(1, Torn(tmp_path), {"num_cpus": 0})
     broken.add(["ok 1"], again=True)
     tally = broken.run()
@@ -188,6 +195,52 @@ def test_what_nobody_can_do_says_why_and_the_job_s_own_error_is_the_job_s(driver
     assert tally.done == 1 and set(tally.failed) == {KEY.format(1), KEY.format(2)}
     assert "no 'hare' in /models" in driver.folder.failure(KEY.format(1))
     assert driver.folder.failure(KEY.format(2)).startswith("frames 7; expected 8n + 1")
+
+
+@dataclass
+class Poisoned(Play):
+    """Fails at a line whose first word begins with an x as its number says: ten ways, over all phases."""
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        """What the line says."""
+        from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
+        from anygpu.farm.worker import JOB, MACHINE, MODEL, during
+
+        number, words = int(line.split()[1]), {"expected": "another", "fix": "Change it."}
+        text = f"poison {number}"
+        ways: list[tuple[str, Exception]] = [
+            (JOB, CheckpointError(text, **words)),
+            (JOB, InputError(text, **words)),
+            (JOB, OSError(errno.EIO, text)),
+            (JOB, torch.OutOfMemoryError(text)),
+            (JOB, RuntimeError(text)),
+            (JOB, KeyError(text)),
+            (MODEL, CheckpointError(text, **words)),
+            (MODEL, MissingPackageError(text, **words)),
+            (MACHINE, OSError(errno.ENOSPC, text)),
+        ]
+        if number < len(ways):
+            with during(ways[number][0]):
+                raise ways[number][1]
+        if number == len(ways):
+            os._exit(9)
+        return {}
+
+
+def test_of_200_jobs_of_which_10_are_poisoned_in_10_ways_190_are_done(ray: Any, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / NOW).write_text(str(tmp_path), encoding="utf-8")
+    driver = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None, fast)
+    driver.start_workers(2, Poisoned(root), {"num_cpus": 0})
+    driver.add([f"model{number % 2} {number}" for number in range(200)], again=True)
+    tally = driver.run()
+    assert tally.done == 190 and set(tally.failed) == {KEY.format(number) for number in range(10)}
+    for number in range(9):
+        assert f"poison {number}" in tally.failed[KEY.format(number)]
+    assert "3 workers died" in tally.failed[KEY.format(9)]
+    for worker in driver.workers:
+        ray.kill(worker.actor)
 
 
 def test_a_job_that_kills_its_workers_is_given_up_and_the_others_are_done(driver: Driver) -> None:
@@ -238,6 +291,7 @@ from pathlib import Path
 stand_ins = ("folder_paths", "comfy_execution", "comfy_execution.graph_utils")
 for name in (*stand_ins, "anygpu.host.api", "anygpu.host.progress"):
     sys.modules[name] = types.ModuleType(name)
+sys.modules["folder_paths"].get_user_directory = lambda: sys.argv[3]
 sys.modules["comfy_execution.graph_utils"].ExecutionBlocker = None
 sys.modules["anygpu.host.api"].InputImpl = None
 class NodeProgress:
@@ -295,7 +349,10 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
     driver.start_workers(2, Copier(there.root), {"num_cpus": 0})
     gateway = open_gateway(driver)
     driver.watching = True
-    words = [sys.executable, "-c", CLIENT, str(here.root), ray.get_runtime_context().gcs_address]
+    address, owner = ray.get_runtime_context().gcs_address, tmp_path / "user" / "anygpu"
+    owner.mkdir(parents=True)
+    (owner / "farm_addresses.txt").write_text(f"# of the farm\n{address}\n", encoding="utf-8")
+    words = [sys.executable, "-c", CLIENT, str(here.root), address, str(owner.parent)]
     client = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while client.poll() is None:
         driver.turn()

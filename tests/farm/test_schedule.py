@@ -38,14 +38,27 @@ def test_a_job_whose_worker_died_is_the_next_of_its_model_also_after_others_came
     assert order(schedule, "w") == ["a1", "a10", "a9", "a8"]
 
 
-def test_a_worker_without_a_model_does_the_others_and_what_nobody_has_comes_out() -> None:
+def test_a_model_that_a_worker_could_not_load_rests_there_alone_and_for_a_time() -> None:
     schedule = Schedule(tasks(("a", 9), ("b", 1), ("b", 2)))
-    schedule.refuse("w", "a")
-    assert order(schedule, "w") == ["b2", "b1"]
-    assert schedule.without_worker(["v", "w"]) == [], "v may have it"
-    schedule.refuse("v", "a")
-    assert [task.key for task in schedule.without_worker(["v", "w"])] == ["a9"]
-    assert len(schedule) == 0
+    schedule.refuse("w", "a", 100.0)
+    assert [task and task.key for task in (schedule.take("w", 100.0), schedule.take("w", 110.0))] == ["b2", "b1"]
+    assert schedule.take("w", 129.0) is None and schedule.refusals("v", "a") == 0
+    found = schedule.take("w", 130.0)
+    assert found is not None and found.key == "a9"
+    schedule.put_back(found)
+    schedule.refuse("w", "a", 130.0)
+    assert schedule.take("w", 189.0) is None and schedule.take("v", 131.0) is found
+    schedule.accept("w", "a")
+    assert schedule.refusals("w", "a") == 0
+
+
+def test_a_job_that_a_worker_refused_is_for_the_others() -> None:
+    schedule = Schedule(tasks(("a", 9), ("a", 1)))
+    first = schedule.take("w")
+    assert first is not None
+    first.refused["w"] = "too large"
+    schedule.put_back(first)
+    assert order(schedule, "w") == ["a1"] and order(schedule, "v") == ["a9"]
 
 
 def test_cancelled_jobs_leave_the_others_in_their_order() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,28 @@ def test_without_ray_the_farm_node_says_what_to_do(client: Client) -> None:
     graph.add(SAVE, video=graph.link(there), filename_prefix="back", format="auto", codec="auto")
     message = client.run(graph.prompt).message
     assert message.startswith(("no ray for AnyGPU Farm", "Ray without a token in this ComfyUI")), message
+
+
+@pytest.mark.parametrize("owner", ["no file", "another address"])
+def test_a_workflow_reaches_no_address_that_the_owner_has_not_listed(
+    server: Server, client: Client, owner: str, tmp_path: Path
+) -> None:
+    listed = server.base / "user" / "anygpu" / "farm_addresses.txt"
+    listed.parent.mkdir(parents=True, exist_ok=True)
+    listed.unlink(missing_ok=True)
+    if owner != "no file":
+        listed.write_text("# mine\n10.0.0.5:6379\n", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        port = listener.getsockname()[1]
+        model = {"folder": "output/farm", "name": "hostile", "model": next(iter(demo_models()))}
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", f"localhost:{port}", "# mine", "", "AUTO"):
+            graph = Graph()
+            jobs = graph.add("AnyGPUQueueJobs", **model, prompts="a fox", seeds="0", width=0, height=0, frames=0)
+            there = graph.add("AnyGPUFarm", jobs=graph.link(jobs), address=address)
+            graph.add(SAVE, video=graph.link(there), filename_prefix="back", format="auto", codec="auto")
+            message = client.run(graph.prompt).message
+            assert message.startswith(f"no address of a farm {address!r} listed here; expected one of auto"), message
+            assert str(listed) in message and "\n" not in message, "where the owner adds it"
+        with pytest.raises(TimeoutError):
+            listener.accept()

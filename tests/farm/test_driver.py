@@ -1,0 +1,303 @@
+"""Whose error an error is: of one job, of a model on one machine, or of a machine, by Ray on paper and its clock."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from anygpu.farm import cluster, worker
+from anygpu.farm.driver import Driver
+from anygpu.farm.schedule import Task
+from anygpu.farm.worker import MACHINE, MODEL, during
+from anygpu.pipelines.job_folder import JobFolder
+from farm.paper import Died, Paper
+
+FIX = {"expected": "another", "fix": "Change it."}
+POISONS: dict[str, tuple[str, Callable[[str], BaseException]]] = {
+    "a missing picture": ("", lambda text: CheckpointError(text, **FIX)),
+    "a damaged picture": ("", lambda text: OSError(errno.EIO, text)),
+    "a name too long": ("", lambda text: OSError(errno.ENAMETOOLONG, text)),
+    "no right to read": ("", lambda text: PermissionError(errno.EACCES, text)),
+    "a stale handle": ("", lambda text: OSError(errno.ESTALE, text)),
+    "a value": ("", lambda text: InputError(text, **FIX)),
+    "a size that the model lacks": ("", lambda text: UnsupportedError(text, **FIX)),
+    "too large to encode": ("", lambda text: torch.OutOfMemoryError(text)),
+    "too large to decode": ("", lambda text: MemoryError(text)),
+    "a text": ("", lambda text: UnicodeDecodeError("utf-8", b"\xff", 0, 1, text)),
+    "a kernel": ("", lambda text: RuntimeError(text)),
+    "a bug": ("", lambda text: KeyError(text)),
+    "depth": ("", lambda text: RecursionError(text)),
+    "death": ("", lambda text: Died(text)),
+    "a LoRA": (MODEL, lambda text: CheckpointError(text, **FIX)),
+    "a load input": (MODEL, lambda text: InputError(text, **FIX)),
+    "an encoder": (MODEL, lambda text: MissingPackageError(text, **FIX)),
+    "too large to load": (MODEL, lambda text: torch.OutOfMemoryError(text)),
+    "a disk that it fills": (MACHINE, lambda text: OSError(errno.ENOSPC, text)),
+    "a result that cannot be written": (MACHINE, lambda text: CheckpointError(text, **FIX)),
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _file: None)
+
+
+class Plays:
+    """Renders a line by failing as it says, or as the machines do now."""
+
+    def __init__(self, folder: Path, fault: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.fault, self.device = folder, fault, "cpu"
+
+    def render(self, line: str, progress: Any) -> dict[str, Any]:
+        self.fault()
+        job = json.loads(line)
+        phase, error = POISONS.get(job["poison"], ("", None))
+        if error is not None:
+            with during(phase or worker.JOB):
+                raise error(f"{job['poison']} in {job['number']}")
+        return {}
+
+
+def line_of(number: int, models: int = 5, poison: str = "") -> str:
+    return json.dumps({"number": number, "model": f"model {number % models}", "poison": poison})
+
+
+def task_of(line: str) -> Task:
+    job = json.loads(line)
+    return Task(f"{job['number']:064x}", job["model"], 1.0, line)
+
+
+def driver_on(
+    ray: Paper, folder: Path, count: int, fault: Callable[[], None] = lambda: None
+) -> tuple[Driver, list[str]]:
+    said: list[str] = []
+    driver = Driver(ray, JobFolder(folder), task_of, lambda _task: 0.0, said.append, ray.clock, ray.sleep)
+    driver.start_workers(count, Plays(folder, fault), {"num_cpus": 1})
+    return driver, said
+
+
+@pytest.mark.parametrize("order", ["poison first", "any order"])
+def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order: str) -> None:
+    ways = list(POISONS)
+    lines = [line_of(number, 3, ways[number % 20] if number < 40 else "") for number in range(200)]
+    if order == "any order":
+        random.Random(1).shuffle(lines)
+    driver, _ = driver_on(Paper(CPU=4.0), tmp_path, 4)
+    driver.add(lines, again=True)
+    tally = driver.run()
+    assert (tally.done, len(tally.failed)) == (160, 40)
+    for number in range(40):
+        text = tally.failed[f"{number:064x}"]
+        if POISONS[ways[number % 20]][0] != MODEL:  # where only such jobs are left, it may be the machine
+            assert JobFolder(tmp_path).failure(f"{number:064x}") == text
+        if ways[number % 20] == "death":
+            assert "3 workers died at this job" in text
+        else:
+            assert f"{ways[number % 20]} in {number}" in text, text
+
+
+def faults(now: Callable[[], float], patch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
+    """What machines may have for a minute, as their renders meet it."""
+
+    def ill(phase: str, error: Exception) -> Callable[[], None]:
+        def raised() -> None:
+            if now() < 60:
+                with during(phase):
+                    raise error
+
+        return raised
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    lost = RuntimeError("CUDA error: unspecified launch failure")
+    return {
+        "disk full": ill(MACHINE, full),
+        "folder read-only": ill(MACHINE, InputError("the folder", **FIX)),
+        "models unreadable": ill(MODEL, CheckpointError("no models", **FIX)),
+        "device lost": ill(worker.JOB, lost),
+    }
+
+
+@pytest.mark.parametrize("fault", ["disk full", "folder read-only", "models unreadable", "device lost"])
+def test_what_ails_a_machine_for_a_minute_costs_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    ray = Paper(CPU=4.0)
+    ill = faults(ray.clock, monkeypatch)[fault]
+    sound = worker.device_fault
+    if fault == "device lost":
+        monkeypatch.setattr(worker, "device_fault", lambda device: "lost" if ray.now < 60 else sound(device))
+    elif fault != "models unreadable":
+        writable = worker.require_writable
+        monkeypatch.setattr(worker, "require_writable", lambda *given: (ill(), writable(*given)))
+    driver, _ = driver_on(ray, tmp_path, 4, ill)
+    driver.add([line_of(number) for number in range(40)], again=True)
+    tally = driver.run()
+    assert (tally.done, tally.failed) == (40, {})
+    assert not (tmp_path / "failed").exists() and 60 < ray.now < 120
+    assert not any(one.broken for one in driver.workers)
+    assert (ray.kills > 0) == (fault != "models unreadable"), "a process whose proof fails is replaced"
+
+
+def test_a_run_tires_of_a_model_that_no_machine_has_and_leaves_no_note(tmp_path: Path) -> None:
+    ray, lacks = Paper(CPU=2.0), CheckpointError("no 'fox' in /models", **FIX)
+
+    def fault() -> None:
+        with during(MODEL):
+            raise lacks
+
+    driver, _ = driver_on(ray, tmp_path, 2, fault)
+    driver.add([line_of(1)], again=True)
+    tally = driver.run()
+    assert "no 'fox' in /models" in tally.failed[f"{1:064x}"] and 90 <= ray.now < 100
+    assert not (tmp_path / "failed").exists(), "the job is sound"
+
+
+def test_rests_double_to_ten_minutes_and_end_with_a_success(tmp_path: Path) -> None:
+    ray, tries = Paper(CPU=1.0), list[float]()
+
+    def fault() -> None:
+        tries.append(ray.now)
+        if len(tries) < 10:
+            with during(MODEL):
+                raise CheckpointError("no models", **FIX)
+
+    driver, _ = driver_on(ray, tmp_path, 1, fault)
+    driver.watching, driver.sleep = True, lambda _seconds: ray.sleep(10)
+    driver.add([line_of(1)], again=True)
+    while not driver.tally.done:
+        driver.turn()
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert [gap // 30 * 30 for gap in gaps] == [30, 60, 120, 240, 480, 600, 600, 600, 600]
+    assert driver.schedule.refusals(driver.workers[0].name, "model 1") == 0
+
+
+def test_a_worker_that_ray_gives_up_is_started_again(tmp_path: Path) -> None:
+    ray = Paper(CPU=1.0)
+    ray.cannot_start = True
+    driver, _ = driver_on(ray, tmp_path, 1)
+    driver.add([line_of(1)], again=True)
+    while ray.now < 50:
+        driver.turn()
+    assert "No module named 'anygpu'" in driver.workers[0].error and ray.actors == 2
+    ray.cannot_start = False
+    assert driver.run().done == 1
+
+
+def test_a_machine_without_a_token_gets_nothing_and_ends_nothing(tmp_path: Path) -> None:
+    ray = Paper(CPU=2.0)
+    ray.token = False
+    driver, said = driver_on(ray, tmp_path, 1)
+    driver.add([line_of(1)], again=True)
+    while ray.now < 20:
+        driver.turn()
+    assert driver.tally.done == 0 and "without token mode" in driver.workers[0].error and len(said) == 1
+    ray.token = True
+    assert driver.run().done == 1
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_cluster_without_devices_is_told_within_five_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    ray = Paper()
+    monkeypatch.setattr(cluster, "autoscales", lambda _ray: grows)
+    monkeypatch.setattr("anygpu.farm.driver.autoscales", lambda _ray: grows)
+    driver, said = driver_on(ray, tmp_path, 1)
+    driver.asked = {"CPU": 1, "GPU": 1}
+    driver.watching = True
+    while ray.now < 5:
+        driver.turn()
+    (line,) = said
+    assert "0 CPU and 0 GPU for workers that ask for 1 CPU and 1 GPU" in line
+    assert "--device cpu" in line and "ray start --num-gpus=N" in line
+    assert [state["error"] for state in JobFolder(tmp_path).workers()] == [line]
+    while ray.now < 200:
+        driver.turn()
+    assert len(said) == (4 if grows else 1)
+    driver.watching = False
+    driver.add([line_of(1)], again=True)
+    if not grows:
+        with pytest.raises(UnsupportedError, match="--device cpu"):
+            driver.run()
+
+
+def hostile(folder: Path) -> list[str]:
+    """Names of files and folders that look like jobs, or notes, and are not."""
+    (folder / "utf16.jsonl").write_text(line_of(900), encoding="utf-16")
+    (folder / "folder.jsonl").mkdir()
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    (folder / "gone.jsonl").symlink_to(folder / "nowhere")
+    with (folder / "sparse.jsonl").open("wb") as file:
+        file.truncate(100_000_000)
+    return ["utf16", "folder", "pipe", "latin", "deep", "sparse"]
+
+
+def test_a_bad_file_is_set_aside_by_name_and_said_once(tmp_path: Path) -> None:
+    names = hostile(tmp_path)
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    (failed / f"{7:064x}.txt").write_bytes(b"\xff\xfe no")
+    (failed / f"{8:064x}.txt").mkdir()
+    JobFolder(tmp_path).write_jobs("sound", [line_of(number) for number in range(20)])
+    driver, said = driver_on(ray := Paper(CPU=2.0), tmp_path, 2)
+    driver.watching = True
+    while ray.now < 60:
+        driver.turn()
+    assert driver.tally.done == 19, "and one whose note says that it failed before"
+    for name in names:
+        assert len([text for text in said if f"{name}.jsonl" in text]) == 1, (name, said)
+    (tmp_path / "latin.jsonl").write_text(line_of(99) + "\n")
+    while ray.now < 70:
+        driver.turn()
+    assert driver.tally.done == 20
+
+
+def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Paper(CPU=1.0)
+    driver, said = driver_on(ray, tmp_path, 1)
+    driver.add([line_of(number, poison="a value" if number < 3 else "") for number in range(9)], again=True)
+    writes = JobFolder.fail, JobFolder.write_workers
+
+    def gone(*_given: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    for name in ("fail", "write_workers", "cancelled"):
+        monkeypatch.setattr(JobFolder, name, gone)
+    while len(driver.tally.failed) < 3 or driver.tally.done < 6:
+        driver._careful_turn()
+    assert len([text for text in said if "Stale" in text and "failed" not in text]) <= 3, "once for each thing"
+    assert not (tmp_path / "failed").exists()
+    monkeypatch.setattr(JobFolder, "fail", writes[0])
+    monkeypatch.setattr(JobFolder, "write_workers", writes[1])
+    monkeypatch.setattr(JobFolder, "cancelled", lambda _folder: set())
+    driver.run()
+    assert len(list((tmp_path / "failed").iterdir())) == 3
+
+
+def test_a_turn_that_fails_is_waited_for_longer_each_time_and_only_the_owner_ends_it(tmp_path: Path) -> None:
+    ray, pauses = Paper(CPU=1.0), list[float]()
+    driver, said = driver_on(ray, tmp_path, 1)
+
+    def fails() -> None:
+        raise ZeroDivisionError("a bug")
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            raise KeyboardInterrupt
+
+    driver.turn, driver.sleep = fails, sleep  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        driver.watch()
+    assert pauses == sorted(pauses) and pauses[0] == 1.0 and pauses[-1] == 60.0 and "a bug" in said[0]
