@@ -89,7 +89,7 @@ class Renderer:
     def _video(self, job: Job, folder: JobFolder, progress: Progress) -> tuple[str, torch.Tensor]:
         """Name of the video's file, and its frames."""
         kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
-        places = Places((*self.models, DEMOS), (self.folder,))
+        places = Places((*self.models, DEMOS), (self.folder,), state=self.state)
         machine = Machine(places, self.state, self.device, unfinished=kept)
         if self._pipeline is None:
             pipeline = load_pipeline(job, machine, progress)
@@ -125,7 +125,7 @@ class Renderer:
                 other = replace(request, model=find(job.delight, *self.models), image_encoder=None)
                 self._delight = load_paint(other, progress)
         mesh, _ = load_mesh(find(job.mesh, folder.root), progress.check)
-        pictures = [read_frames(find(job.picture, folder.root))[0][0]]
+        pictures = [read_frames(find(job.picture, folder.root), 1, progress.check)[0][0]]
         settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
         texture, _, _ = textured(mesh, pictures, self._pipeline, self._delight, settings, progress)
         both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import content_of, picture_content
-from ..compat.errors import CheckpointError, InputError, PackError
+from ..compat.checkpoints.identity import content_of
+from ..compat.errors import CheckpointError, InputError
 from . import stages
 from .base import FramePackSettings, ImageRequest, Latents, Pipeline, Progress
 from .job_format import PLACES as PLACES
@@ -31,7 +31,8 @@ from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
 from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
-from .movie import read_frames
+from .movie import Allowance, content_in, read_frames
+from .picture_index import PictureIndex
 from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
@@ -43,6 +44,7 @@ from .vae.shared import dismiss
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
+MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
 
 
 @dataclass(slots=True)
@@ -54,12 +56,14 @@ class Places:
         files: folders with pictures and videos.
         known: paths that were chosen, by content.
         differences: what stands in for a content that is not here, by name; None to refuse that.
+        state: folder with the index of pictures; None for none.
     """
 
     models: tuple[Path, ...] = ()
     files: tuple[Path, ...] = ()
     known: dict[Content, Path] = field(default_factory=dict)
     differences: list[str] | None = None
+    state: Path | None = None
 
     def content(self, path: Path, name: str = "") -> Content:
         """The content of a model or LoRA at ``path``, which is then known."""
@@ -68,8 +72,15 @@ class Places:
         return content
 
     def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known."""
-        content = Content(path.name, picture_content(read_frames(path)[0]))
+        """The content of a picture or video, which is then known.
+
+        Raises:
+            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
+        """
+        index = PictureIndex(self.state)
+        found = index.content(path, lambda: None, Allowance())
+        index.save()
+        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
         self.known[content] = path
         return content
 
@@ -90,19 +101,35 @@ class Places:
             path = self._first(content, find_models(self.models), content_of)
         return path or self._other(content, paths, self.models, "Copy it there")
 
-    def frames(self, content: Content) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content.
+    def frames(self, content: Content, check: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, float]:
+        """Frames and rate of the picture or video with this content; ``check`` may raise to cancel.
 
         Raises:
-            CheckpointError: it is not on this machine.
+            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
         """
-        if content in self.known:
-            return read_frames(self.known[content])
+        if content not in self.known:
+            self.known[content] = self._sought(content, check)
+        return read_frames(self.known[content], check=check)
+
+    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
+        """The picture with this content, found by its name or among all."""
         paths = [path for path in _inside(self.files, content.name) if path.is_file()]
-        path = self._first(content, paths, _pixels)
-        if path is None and content.content:
-            path = self._first(content, [path for root in self.files for path in _pictures(root)], _pixels)
-        return read_frames(path or self._other(content, paths, self.files, "Put the picture beside the job file"))
+        index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
+
+        def hashed(path: Path) -> str:
+            check()
+            return index.content(path, check, allowance) if allowance.left > 0 else ""
+
+        try:
+            path = self._first(content, paths, hashed)
+            if path is None and content.content:
+                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
+        finally:
+            index.save()
+        fix = "Put the picture beside the job file"
+        if allowance.left <= 0:
+            fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
+        return path or self._other(content, paths, self.files, fix)
 
     def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
         for path in dict.fromkeys(paths):
@@ -263,7 +290,7 @@ def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
     """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
-        frames, _ = machine.places.frames(picture.file)
+        frames, _ = machine.places.frames(picture.file, progress.check)
         start = frames if start is None else start
         request = ImageRequest(
             frames,
@@ -282,7 +309,7 @@ def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
-    frames, _ = machine.places.frames(job.video)
+    frames, _ = machine.places.frames(job.video, progress.check)
     size = job.settings
     return stages.encode_video(pipeline, frames, size.width, size.height, "crop", size.seed, progress)
 
@@ -302,11 +329,3 @@ def _pictures(folder: Path) -> list[Path]:
     except OSError:
         return []
     return paths[:MOST_PICTURES]
-
-
-def _pixels(path: Path) -> str:
-    """The content of a picture file; empty for what is none."""
-    try:
-        return picture_content(read_frames(path)[0])
-    except PackError:
-        return ""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.checkpoints.headers import reading_budget
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError, PackError
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import RADIUS
-from .mesh_cost import budget, cost_of
+from .mesh_cost import cost_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -361,7 +362,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         scene = trimesh.load_scene(path, resolver=beside, process=False)
         asked()
         size = path.stat().st_size + sum(map(len, beside.read.values()))
-        scene = _with_small_textures(scene, budget(size) - cost).to_mesh()
+        scene = _with_small_textures(scene, reading_budget(size) - cost).to_mesh()
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
     uvs = getattr(scene.visual, "uv", None)

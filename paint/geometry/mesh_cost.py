@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...compat.checkpoints.headers import READING_BYTES, READING_TIMES, reading_budget
 from ...compat.errors import CheckpointError
 
-TIMES, SPARE_BYTES = 10, 200 * 10**6  # of its file, and beside it: what reading may take
 MOST_PARTS = 100_000  # nodes or primitives
 MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
 MOST_GROUPS = 4_096  # materials of an OBJ, solids of an STL: 3 s, and the time grows with the square
@@ -28,11 +28,6 @@ ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", 
 Check = Callable[[], None]
 
 
-def budget(size: int) -> int:
-    """The bytes that reading a file of ``size`` bytes may take."""
-    return TIMES * size + SPARE_BYTES
-
-
 def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
     """The bytes that reading a mesh file takes, without its textures.
 
@@ -41,14 +36,17 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
         check: called after each chunk that is read; may raise to cancel.
 
     Raises:
-        CheckpointError: more than :func:`budget`, or its header says what cannot be.
+        CheckpointError: more than :func:`reading_budget`, or its header says what cannot be.
     """
     suffix, size = path.suffix.lower(), path.stat().st_size
     if suffix in (".glb", ".gltf"):
         text = _json_of(path)
         cost = 2 * len(text) + PER_TOKEN * sum(map(text.count, (b",", b"[", b"{", b":")))
         _afford(path, cost, size)
-        header = json.loads(text.decode("utf-8", "replace") or "{}")  # trimesh says that it is empty
+        try:
+            header = json.loads(text.decode("utf-8", "replace") or "{}")  # trimesh says that it is empty
+        except (ValueError, RecursionError) as error:
+            raise _impossible(path, f"no JSON ({error})", "the JSON of a glTF") from error
         del text
         check()
         names = {b["uri"] for b in header.get("buffers", ()) if "base64," not in b.get("uri", "base64,")}
@@ -56,14 +54,14 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
     if suffix == ".ply":
         return _afford(path, PER_ROW * _ply_rows(path, check), size)
     _few_groups(path, suffix, check)
-    return TIMES * size
+    return READING_TIMES * size
 
 
 def _afford(path: Path, peak: int, size: int) -> int:
-    if peak > budget(size):
+    if peak > reading_budget(size):
         raise CheckpointError(
             f"mesh file {path.name!r} of {size / 1e6:.3g} MB, which takes {peak / 1e6:,.0f} MB to read",
-            expected=f"at most {budget(size) / 1e6:,.0f} MB, {TIMES} times the file and {SPARE_BYTES // 10**6} MB",
+            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, ten times the file and {READING_BYTES // 10**6} MB",
             fix="Join its repeated parts and export it again.",
         )
     return peak
