@@ -61,7 +61,7 @@ def _afford(path: Path, peak: int, size: int) -> int:
     if peak > reading_budget(size):
         raise CheckpointError(
             f"mesh file {path.name!r} of {size / 1e6:.3g} MB, which takes {peak / 1e6:,.0f} MB to read",
-            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, ten times the file and {READING_BYTES // 10**6} MB",
+            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB",
             fix="Join its repeated parts and export it again.",
         )
     return peak
