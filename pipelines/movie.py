@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -218,7 +217,7 @@ def _without_texts(file: BinaryIO) -> BinaryIO:
     while len(head := file.read(8)) == 8:
         length = int.from_bytes(head[:4], "big")
         if head[4:] in PNG_TEXTS:
-            file.seek(length + 4, os.SEEK_CUR)
+            file.seek(length + 4, 1)
         else:
             kept += [head, file.read(length + 4)]
     return BytesIO(b"".join(kept))
