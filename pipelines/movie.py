@@ -95,7 +95,7 @@ def read_frames(path: Path, most: int | None = None, check: Check = lambda: None
         if not index:
             frames, rate = torch.empty(count, frame.height, frame.width, 3), seen
         frames[index] = torch.from_numpy(frame.to_ndarray(format="rgb24"))
-    return frames.div_(255), rate
+    return frames[: index + 1].div_(255), rate
 
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
@@ -114,7 +114,8 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[A
     first = None
     with _opened(path, "a picture or video file") as container:
         stream = container.streams.video[0]
-        stream.codec_context.options = _most_of(path)
+        if stream.codec_context is not None:  # as without a decoder, which decoding says
+            stream.codec_context.options = _most_of(path)
         for frame in container.decode(stream):
             check()
             size = frame.width, frame.height
