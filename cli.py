@@ -270,10 +270,10 @@ def replay(arguments: argparse.Namespace) -> int:
     progress, path = Printed(), Path(arguments.file)
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
     require_writable(output, OUTPUT_BYTES, "--output")
-    searched = tuple(map(Path, arguments.search))
+    searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
     machine = Machine(
-        places=Places((*searched, DEMOS), (path.parent, Path(), *searched)),
-        state=Path(arguments.state).expanduser(),
+        places=Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state),
+        state=state,
         device=arguments.device,
     )
     made = again(path, machine, progress)
@@ -289,11 +289,11 @@ def _machine(arguments: argparse.Namespace) -> Any:
     from .pipelines.base import DEMOS
     from .pipelines.jobs import Machine, Places
 
-    beside = [Path(arguments.job).parent] if arguments.job else []
+    beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
     cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
     return Machine(
-        places=Places((*map(Path, arguments.search), DEMOS), (*beside, Path())),
-        state=Path(arguments.state).expanduser(),
+        places=Places((*map(Path, arguments.search), DEMOS), (*beside, Path()), state=state),
+        state=state,
         device=arguments.device,
         trace=None if arguments.profile is None else Path(arguments.profile),
         cards=cards,

@@ -106,7 +106,7 @@ class Renderer:
 
     def _machine(self, job: Job, folder: JobFolder) -> Machine:
         kept = folder.state / job.key  # of this job alone: whichever machine goes on with it finds its steps
-        places = Places((*self.models, DEMOS), (self.folder,))
+        places = Places((*self.models, DEMOS), (self.folder,), state=self.state)
         return Machine(places, self.state, self.device, unfinished=kept)
 
     def _pipeline(self, job: Job, folder: JobFolder, progress: Progress) -> Any:
@@ -136,7 +136,7 @@ class Renderer:
         from ..paint.texturing import OneStep, textured
 
         mesh, _ = load_mesh(_found(job.mesh, folder.root), progress.check)
-        pictures = [read_frames(_found(job.picture, folder.root))[0][0]]
+        pictures = [read_frames(_found(job.picture, folder.root), 1, progress.check)[0][0]]
         settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
         texture, _, _ = textured(mesh, pictures, *self._loaded[1], settings, progress)
         both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)

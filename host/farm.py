@@ -217,7 +217,7 @@ def videos_of(collected: Collected) -> list[Any]:
 
 def images_of(collected: Collected) -> list[Any]:
     """An IMAGE of each file that came back, a picture or the first frame of a video; without any, as for videos."""
-    images = [read_frames(path)[0][:1] for path in collected.files if path.suffix in SUFFIXES[:2]]
+    images = [read_frames(path, 1)[0] for path in collected.files if path.suffix in SUFFIXES[:2]]
     return images or [ExecutionBlocker(None)]
 
 

@@ -76,7 +76,7 @@ def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh,
     source = file.get_source()
     if isinstance(source, str):
         return load_mesh(Path(source), check)
-    # After a cancel the file is still open, and Windows removes no such file.
+    # After a cancel the file may still be open, and Windows removes no such file.
     with tempfile.TemporaryDirectory(prefix="anygpu-", ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"mesh.{file.format or 'glb'}"
         file.save_to(str(path))

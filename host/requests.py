@@ -103,10 +103,11 @@ def machine_of(folder: Path) -> Machine:
 
     models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
     single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
+    state = folders.state_folder()
     pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
     return Machine(
-        places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures))),
-        state=folders.state_folder(),
+        places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures)), state=state),
+        state=state,
         device=memory_manager.compute_device(),
         cards=memory_manager.cards(),
         host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import content_of, picture_content
-from ..compat.errors import CheckpointError, InputError, PackError
+from ..compat.checkpoints.identity import content_of
+from ..compat.errors import CheckpointError, InputError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
@@ -35,7 +35,8 @@ from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
-from .movie import read_frames
+from .movie import Allowance, content_in, read_frames
+from .picture_index import PictureIndex
 from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
@@ -49,6 +50,7 @@ from .vae.shared import dismiss
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 VIDEO_FIT = "crop"
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
+MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
 
 
 @dataclass(slots=True)
@@ -60,12 +62,14 @@ class Places:
         files: folders with pictures and videos.
         known: paths that were chosen, by content.
         differences: what stands in for a content that is not here, by name; None to refuse that.
+        state: folder with the index of pictures; None for none.
     """
 
     models: tuple[Path, ...] = ()
     files: tuple[Path, ...] = ()
     known: dict[Content, Path] = field(default_factory=dict)
     differences: list[str] | None = None
+    state: Path | None = None
 
     def content(self, path: Path, name: str = "") -> Content:
         """The content of a model or LoRA at ``path``, which is then known."""
@@ -74,8 +78,15 @@ class Places:
         return content
 
     def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known."""
-        content = Content(path.name, picture_content(read_frames(path)[0]))
+        """The content of a picture or video, which is then known.
+
+        Raises:
+            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
+        """
+        index = PictureIndex(self.state)
+        found = index.content(path, lambda: None, Allowance())
+        index.save()
+        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
         self.known[content] = path
         return content
 
@@ -96,19 +107,35 @@ class Places:
             path = self._first(content, find_models(self.models), content_of)
         return path or self._other(content, paths, self.models, "Copy it there")
 
-    def frames(self, content: Content) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content.
+    def frames(self, content: Content, check: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, float]:
+        """Frames and rate of the picture or video with this content; ``check`` may raise to cancel.
 
         Raises:
-            CheckpointError: it is not on this machine.
+            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
         """
-        if content in self.known:
-            return read_frames(self.known[content])
+        if content not in self.known:
+            self.known[content] = self._sought(content, check)
+        return read_frames(self.known[content], check=check)
+
+    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
+        """The picture with this content, found by its name or among all."""
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
-        path = self._first(content, paths, _pixels)
-        if path is None and content.content:
-            path = self._first(content, [path for root in self.files for path in _pictures(root)], _pixels)
-        return read_frames(path or self._other(content, paths, self.files, "Put the picture beside the job file"))
+        index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
+
+        def hashed(path: Path) -> str:
+            check()
+            return index.content(path, check, allowance) if allowance.left > 0 else ""
+
+        try:
+            path = self._first(content, paths, hashed)
+            if path is None and content.content:
+                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
+        finally:
+            index.save()
+        fix = "Put the picture beside the job file"
+        if allowance.left <= 0:
+            fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
+        return path or self._other(content, paths, self.files, fix)
 
     def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
         for path in dict.fromkeys(paths):
@@ -303,7 +330,7 @@ def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, 
 
 def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's picture, or those that a demo model starts from."""
-    frames, _ = machine.places.frames(picture.file)
+    frames, _ = machine.places.frames(picture.file, progress.check)
     own: torch.Tensor = own_inputs(pipeline, {"image": frames, "fit": job.fit}, progress.notify)["image"]
     return own
 
@@ -311,7 +338,7 @@ def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, p
 def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's video, as many as a demo model draws."""
     assert job.video is not None
-    frames, _ = machine.places.frames(job.video)
+    frames, _ = machine.places.frames(job.video, progress.check)
     own: torch.Tensor = own_inputs(pipeline, {"images": frames}, progress.notify)["images"]
     return own
 
@@ -350,11 +377,3 @@ def _pictures(folder: Path) -> list[Path]:
     except OSError:
         return []
     return paths[:MOST_PICTURES]
-
-
-def _pixels(path: Path) -> str:
-    """The content of a picture file; empty for what is none."""
-    try:
-        return picture_content(read_frames(path)[0])
-    except PackError:
-        return ""

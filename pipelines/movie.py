@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from ..compat.checkpoints.headers import plain_status
+from ..compat.checkpoints.headers import plain_status, reading_budget
+from ..compat.checkpoints.identity import levels_content
 from ..compat.device.facts import first_line
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, PackError, UnsupportedError
 from ..compat.packages import imported
 
+MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
+FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it
+STREAMS = 64  # of a file, whose first frames FFmpeg decodes when it is opened
+PNG = b"\x89PNG\r\n\x1a\n"
+PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf")
+BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref gmhd wave meta".split())
+TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12}  # of an MP4: where their counts are
+RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
+Check = Callable[[], None]
 CODECS = ("libx264", "h264", "mpeg4")
 
 
@@ -52,25 +66,83 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
     return path
 
 
-def read_frames(path: Path) -> tuple[torch.Tensor, float]:
+@dataclass(slots=True)
+class Allowance:
+    """The pixels that may still be decoded.
+
+    Args:
+        left: frames x height x width; 0 or less once they are used up.
+    """
+
+    left: int = 2 * MOST_PIXELS  # each frame is counted, then hashed
+
+
+def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
     """Frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second.
 
+    They are counted before they are kept, as headers lie.
+
+    Args:
+        most: how many of the first are needed; None for all, of at most :data:`MOST_PIXELS`.
+        check: called for each frame that is decoded; may raise to cancel.
+
     Raises:
-        CheckpointError: no such file, or nothing in it can be decoded.
+        CheckpointError: no such file, nothing in it can be decoded, or too much.
     """
+    count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
+    frames, rate = torch.empty(0), 0.0
+    for index, (frame, seen) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
+        if not index:
+            frames, rate = torch.empty(count, frame.height, frame.width, 3), seen
+        frames[index] = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+    return frames[: index + 1].div_(255), rate
+
+
+def content_in(path: Path, check: Check, allowance: Allowance) -> str:
+    """``picture_content`` of the frames in a picture or video file, one in memory at a time.
+
+    Raises:
+        CheckpointError: nothing in it can be decoded, or more than ``allowance``.
+    """
+    sizes = [(frame.height, frame.width) for frame, _ in _decoded(path, check, allowance)]
+    parts = (frame.to_ndarray(format="rgb24").tobytes() for frame, _ in _decoded(path, check, allowance))
+    return levels_content((len(sizes), *sizes[0], 3), parts)
+
+
+def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[Any, float]]:
+    """Each frame of a file as PyAV has it, and frames per second: at least one frame, all of one size."""
+    first = None
     with _opened(path, "a picture or video file") as container:
         stream = container.streams.video[0]
-        pictures = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(stream)]
-        rate = float(stream.average_rate or 0)
-    if not pictures:
+        if stream.codec_context is not None:  # as without a decoder, which decoding says
+            stream.codec_context.options = _most_of(path)
+        for frame in container.decode(stream):
+            check()
+            size = frame.width, frame.height
+            first = first or size
+            if size != first:
+                raise CheckpointError(
+                    f"frames of several sizes in {str(path)!r}",
+                    expected="one size",
+                    fix="Convert the video to one size.",
+                )
+            allowance.left -= frame.width * frame.height
+            if allowance.left < 0:
+                raise CheckpointError(
+                    f"more frames of {frame.width}x{frame.height} in {str(path)!r} than are read at once",
+                    expected=f"at most {MOST_PIXELS:,} pixels in all",
+                    fix="Cut the video, or make it smaller.",
+                )
+            yield frame, float(stream.average_rate or 0)
+    if first is None:
         raise CheckpointError(
             f"no frames in {str(path)!r}", expected="a picture or video file", fix="Choose another file."
         )
-    if any(picture.shape != pictures[0].shape for picture in pictures):
-        raise CheckpointError(
-            f"frames of several sizes in {str(path)!r}", expected="one size", fix="Convert the video to one size."
-        )
-    return torch.stack(pictures).float() / 255, rate
+
+
+def _most_of(path: Path) -> dict[str, str]:
+    """FFmpeg's option for the largest frame that a file may have."""
+    return {"max_pixels": str(reading_budget(path.stat().st_size) // FRAME_BYTES)}
 
 
 def tags_of(path: Path) -> dict[str, str]:
@@ -90,18 +162,66 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
     Args:
         expected: what the file should be.
     """
-    av = imported("av")
+    av, most = imported("av"), {}
     try:
         plain_status(path)
         # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
-        with path.open("rb") as file, av.open(file, options={"protocol_whitelist": "none"}) as container:
+        most = _most_of(path)
+        _require_samples(path)
+        options = {"options": {"protocol_whitelist": "none"}, "stream_options": [most] * STREAMS}
+        with path.open("rb") as file, av.open(_without_texts(file), **options) as container:
             yield container
     except PackError:
         raise
     except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
-            f"{str(path)!r} cannot be read ({first_line(error)})", expected=expected, fix="Choose another file."
+            f"{str(path)!r} cannot be read ({first_line(error)})",
+            expected=f"{expected}, of at most {int(most['max_pixels']):,} pixels a frame" if most else expected,
+            fix="Choose another file.",
         ) from error
+
+
+def _require_samples(path: Path) -> None:
+    """Raise for an MP4 whose tables claim more samples than it has bytes: FFmpeg makes an entry of each."""
+    claimed, size, place = Counter[bytes](), path.stat().st_size, 0
+    with path.open("rb") as file:
+        while len(head := file.read(16)) >= 8:
+            length, kind = int.from_bytes(head[:4], "big"), head[4:8]
+            length = int.from_bytes(head[8:16], "big") if length == 1 else length or size
+            if kind in TABLES:
+                file.seek(place + TABLES[kind])
+                count = int.from_bytes(file.read(4), "big")
+                if kind in RUNS:
+                    runs = file.read(min(8 * count, max(length, 0)))
+                    count = sum(int.from_bytes(runs[at : at + 4], "big") for at in range(0, len(runs), 8))
+                claimed[kind] += count
+            most = max(claimed.values(), default=0)
+            if most > size or kind == b"cmov":
+                found = "a compressed header" if kind == b"cmov" else f"a table of {most} samples"
+                raise CheckpointError(
+                    f"{found} in {str(path)!r} of {size} bytes",
+                    expected="a table of samples that are in the file",
+                    fix="Convert the video.",
+                )
+            if length < 8:
+                return
+            place += 8 if kind in BOXES else length
+            file.seek(place)
+
+
+def _without_texts(file: BinaryIO) -> BinaryIO:
+    """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB; others as is."""
+    kept = [file.read(8)]
+    if kept != [PNG]:
+        file.seek(0)
+        return file
+    while len(head := file.read(8)) == 8:
+        length = int.from_bytes(head[:4], "big")
+        if head[4:] in PNG_TEXTS:
+            file.seek(length + 4, 1)
+        else:
+            kept += [head, file.read(length + 4)]
+    return BytesIO(b"".join(kept))
 
 
 def _codec(av: object) -> str:

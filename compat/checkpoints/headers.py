@@ -19,6 +19,7 @@ from ..device.shortage import says_shortage
 from ..errors import CheckpointError, PackError, remember
 
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
+READING_TIMES, READING_BYTES = 10, 200 * 10**6  # of a file of unknown origin: small ones can claim anything
 MOST_AXES = 16
 STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
     "F64": torch.float64,
@@ -191,6 +192,11 @@ def reading(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise unreadable(Path(error.filename or path), error) from error
+
+
+def reading_budget(size: int) -> int:
+    """The bytes of memory that reading a file of ``size`` bytes may take, beside what it gives back."""
+    return READING_TIMES * size + READING_BYTES
 
 
 def plain_status(path: Path) -> os.stat_result:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -42,8 +43,14 @@ def picture_content(frames: torch.Tensor) -> str:
     """The hash of frames (F, H, W, 3 or 4) in 0..1, in steps of 8 bits as files have them, whatever file they came
     from."""
     levels = to_host(frames).clamp(0, 1).mul(255).round().to(torch.uint8)
-    digest = hashlib.sha256(json.dumps(list(levels.shape)).encode())
-    digest.update(bytes_of(levels))
+    return levels_content(tuple(levels.shape), [bytes_of(levels)])
+
+
+def levels_content(shape: Sequence[int], parts: Iterable[bytes]) -> str:
+    """The same of frames (F, H, W, 3) in 8 bits that come one after the other."""
+    digest = hashlib.sha256(json.dumps(list(shape)).encode())
+    for part in parts:
+        digest.update(part)
     return digest.hexdigest()[:DIGITS]
 
 

@@ -5,22 +5,25 @@ UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compat.checkpoints.headers import reading_budget
 from ...compat.device.execution import to_host
 from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, InputError
+from ...compat.errors import CheckpointError, InputError, PackError
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import RADIUS
+from .mesh_cost import cost_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -28,7 +31,7 @@ UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
 UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
-TEXTURE_PIXELS = 64 * 1024**2
+TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
 TEXTURES = (
     "image",
     "baseColorTexture",
@@ -37,7 +40,7 @@ TEXTURES = (
     "normalTexture",
     "occlusionTexture",
 )
-POLL_SECONDS = 0.1
+CALLS = 4096  # of trimesh between two checks: a millisecond
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
 
@@ -234,9 +237,10 @@ class Beside:
 
     def __init__(self, path: Path) -> None:
         self.folder = path.resolve().parent
+        self.read: dict[Path, bytes] = {}  # once, however often it is named
 
-    def get(self, name: str) -> bytes:
-        """The content of a file in the folder, or in one below it.
+    def place(self, name: str) -> Path:
+        """The path of a file in the folder, or in one below it.
 
         Raises:
             ValueError: outside of it, also by a link; no plain file, or too large a one.
@@ -244,7 +248,14 @@ class Beside:
         place = (self.folder / name.strip()).resolve()
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
-        return place.read_bytes()
+        return place
+
+    def get(self, name: str) -> bytes:
+        """The content of the file at :meth:`place`."""
+        place = self.place(name)
+        if place not in self.read:
+            self.read[place] = place.read_bytes()
+        return self.read[place]
 
     __getitem__ = get
 
@@ -264,56 +275,95 @@ class Beside:
         return inner
 
 
-def _with_small_textures(scene: Any) -> Any:
+def _with_small_textures(scene: Any, spare: int) -> Any:
     """``scene`` with small blank pictures for its textures where they are very large: only their shapes count here.
 
-    Where several materials become one, trimesh decodes them all to pack them: a file of 100 kB can take gigabytes.
+    Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
+    100 kB can take gigabytes.
+
+    Args:
+        spare: bytes that they may take.
     """
     from PIL import Image
 
     named = [
-        (geometry.visual.material, name, picture)
-        for geometry in scene.geometry.values()
+        (shape, geometry.visual.material, name, picture)
+        for shape, geometry in scene.geometry.items()
         for name in TEXTURES
         if hasattr(picture := getattr(getattr(geometry.visual, "material", None), name, None), "size")
     ]
-    pixels = sum(picture.size[0] * picture.size[1] for _, _, picture in named)
-    share = (TEXTURE_PIXELS / max(pixels, 1)) ** 0.5
-    for material, name, picture in named if share < 1 else ():
-        setattr(material, name, Image.new("RGB", tuple(max(1, round(side * share)) for side in picture.size)))
+    nodes = scene.graph.geometry_nodes if named else {}
+    pixels = sum(len(nodes.get(shape, ())) * picture.size[0] * picture.size[1] for shape, _, _, picture in named)
+    share = (min(TEXTURE_PIXELS, max(spare, 0) / PER_PIXEL) / max(pixels, 1)) ** 0.5
+    blank: dict[int, Any] = {}  # of another colour each: trimesh takes equal materials for one
+    for _, material, name, picture in named if share < 1 else ():
+        size = tuple(max(1, round(side * share)) for side in picture.size)
+        blank.setdefault(id(picture), Image.new("RGB", size, len(blank) % 2**24))
+        setattr(material, name, blank[id(picture)])
     return scene
+
+
+@contextmanager
+def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Call ``check`` between the calls inside, which know of no cancel: a thread of theirs would outlive it.
+
+    Yields:
+        ``check`` itself, to be called between steps.
+
+    Raises:
+        CheckpointError: what a reader raises, in one line.
+    """
+    raised: list[BaseException] = []  # libraries swallow exceptions: this one comes out all the same
+    calls = count(1)
+
+    def asked() -> None:
+        if raised:
+            raise raised[0]
+        try:
+            check()
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    before = sys.getprofile()
+    sys.setprofile(lambda *_: None if next(calls) % CALLS else asked())
+    try:
+        yield asked
+    except PackError:
+        raise
+    except Exception as error:  # each format's reader raises its own kinds
+        if not raised:
+            raise CheckpointError(
+                f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
+                expected="an intact mesh",
+                fix="Export or download it again.",
+            ) from error
+    finally:
+        sys.setprofile(before)
+    asked()
 
 
 def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
 
     Args:
-        check: called ten times a second while the file is read; may raise to cancel.
+        check: called after each chunk and between the reader's calls, in this thread; may raise to cancel.
 
     Raises:
-        InputError: another format. CheckpointError: no such file, damaged, or nothing in it.
+        InputError: another format. CheckpointError: no such file, damaged, nothing in it, or too much memory to read.
         MissingPackageError: trimesh is absent.
     """
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it.")
     if not path.is_file():
         raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
-    trimesh = imported("trimesh")
-    pool = ThreadPoolExecutor(1)  # the readers cannot be asked to stop: after a cancel one ends unheard
-    load = partial(trimesh.load_scene, path, resolver=Beside(path), process=False)
-    reading = pool.submit(lambda: _with_small_textures(load()).to_mesh())
-    pool.shutdown(wait=False)
-    while not reading.done():
-        wait((reading,), POLL_SECONDS)
-        check()
-    try:
-        scene = reading.result()
-    except Exception as error:  # each format's reader raises its own kinds
-        raise CheckpointError(
-            f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
-            expected="an intact mesh",
-            fix="Export or download it again.",
-        ) from error
+    trimesh, beside = imported("trimesh"), Beside(path)
+    with _reading(path, check) as asked:
+        cost = cost_of(path, lambda name: beside.place(name).stat().st_size, asked)
+        scene = trimesh.load_scene(path, resolver=beside, process=False)
+        asked()
+        size = path.stat().st_size + sum(map(len, beside.read.values()))
+        scene = _with_small_textures(scene, reading_budget(size) - cost).to_mesh()
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
     uvs = getattr(scene.visual, "uv", None)

@@ -16,7 +16,7 @@ from anygpu.paint.baking.fill import filled
 from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
-from anygpu.paint.geometry.mesh import Surface, load_mesh
+from anygpu.paint.geometry.mesh import CALLS, Surface, load_mesh
 from anygpu.paint.geometry.turntable import turntable
 
 from paint.shapes import box
@@ -97,17 +97,20 @@ def test_checks_change_nothing():
 
 
 def test_a_file_that_takes_long_to_read_is_left_at_once(tmp_path, monkeypatch):
-    going, progress = threading.Event(), Cancelling(3)
+    """In the reader itself: nothing of it goes on, also where it swallows what is raised in it."""
+    progress, swallowed, others = Cancelling(5), [], threading.active_count()
 
     def load_scene(path, process, resolver):
-        going.wait(60)
-        raise ValueError("read to its end, with nobody listening")
+        try:
+            while len(swallowed) < 10 * CALLS:
+                swallowed.append(str(len(swallowed)))
+        except Cancel:
+            swallowed.append("the cancel")
+        return types.SimpleNamespace(geometry={}, to_mesh=lambda: swallowed.append("it went on"))
 
     monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
     (tmp_path / "shape.glb").write_bytes(b"")
-    try:
-        with pytest.raises(Cancel):
-            load_mesh(tmp_path / "shape.glb", progress.check)
-    finally:
-        going.set()
-    assert progress.asked == 3
+    with pytest.raises(Cancel):
+        load_mesh(tmp_path / "shape.glb", progress.check)
+    assert progress.asked == 5 and swallowed[-1] == "the cancel" and len(swallowed) < 2 * CALLS
+    assert threading.active_count() == others and sys.getprofile() is None

@@ -1,0 +1,214 @@
+"""The memory that a mesh file takes, known from its counts before trimesh, which has no limits, builds anything."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...compat.checkpoints.headers import READING_BYTES, READING_TIMES, reading_budget
+from ...compat.errors import CheckpointError
+
+MOST_PARTS = 100_000  # nodes or primitives
+MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
+MOST_GROUPS = 4_096  # materials of an OBJ, solids of an STL: 3 s, and the time grows with the square
+MOST_PROPERTIES = 1_024  # of a PLY: the same
+STRIDES = 252  # bytes, by the specification of glTF
+CHUNK = 1 << 20
+# Measured with trimesh 5.2, in bytes
+PER_TOKEN, PER_NODE, PER_PART, PER_ROW = 64, 1_300, 8_192, 170
+COMPONENTS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9, "MAT4": 16}
+COMPONENT_BYTES = {5120: 1, 5121: 1, 5122: 2, 5123: 2, 5125: 4, 5126: 4}
+DECODERS = {"KHR_draco_mesh_compression": "DracoPy", "EXT_meshopt_compression": "", "KHR_meshopt_compression": ""}
+ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9")
+Check = Callable[[], None]
+
+
+def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
+    """The bytes that reading a mesh file takes, without its textures.
+
+    Args:
+        size_of: bytes of a file beside it, by name.
+        check: called after each chunk that is read; may raise to cancel.
+
+    Raises:
+        CheckpointError: more than :func:`reading_budget`, or its header says what cannot be.
+    """
+    suffix, size = path.suffix.lower(), path.stat().st_size
+    if suffix in (".glb", ".gltf"):
+        text = _json_of(path)
+        cost = 2 * len(text) + PER_TOKEN * sum(map(text.count, (b",", b"[", b"{", b":")))
+        _afford(path, cost, size)
+        try:
+            header = json.loads(text.decode("utf-8", "replace") or "{}")  # trimesh says that it is empty
+        except (ValueError, RecursionError) as error:
+            raise _impossible(path, f"no JSON ({error})", "the JSON of a glTF") from error
+        del text
+        check()
+        names = {b["uri"] for b in header.get("buffers", ()) if "base64," not in b.get("uri", "base64,")}
+        return _afford(path, cost + _gltf_cost(path, header, check), size + sum(map(size_of, names)))
+    if suffix == ".ply":
+        return _afford(path, PER_ROW * _ply_rows(path, check), size)
+    _few_groups(path, suffix, check)
+    return READING_TIMES * size
+
+
+def _afford(path: Path, peak: int, size: int) -> int:
+    if peak > reading_budget(size):
+        raise CheckpointError(
+            f"mesh file {path.name!r} of {size / 1e6:.3g} MB, which takes {peak / 1e6:,.0f} MB to read",
+            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB",
+            fix="Join its repeated parts and export it again.",
+        )
+    return peak
+
+
+def _limited(path: Path, count: int, most: int, things: str, fix: str = "Join them and export it again.") -> None:
+    if count > most:
+        raise CheckpointError(f"{count} {things} in mesh file {path.name!r}", expected=f"at most {most}", fix=fix)
+
+
+def _impossible(path: Path, found: str, expected: str, fix: str = "Export or download it again.") -> CheckpointError:
+    return CheckpointError(f"{found} in mesh file {path.name!r}", expected=expected, fix=fix)
+
+
+def _json_of(path: Path) -> bytes:
+    """The JSON of a glTF: the whole file, or the first chunk of a GLB."""
+    if path.suffix.lower() == ".gltf":
+        return path.read_bytes()
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(20)[12:16], "little")
+        if length > path.stat().st_size:
+            raise _impossible(path, f"a chunk of {length} bytes", f"at most the file's {path.stat().st_size}")
+        return file.read(length)
+
+
+def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
+    """Bytes that trimesh takes to build what the JSON of a glTF describes, each node's copy included."""
+
+    def whole(table: Mapping[str, Any], key: str, where: str, least: int, default: int | None = None) -> int:
+        value = table.get(key, default)
+        if type(value) is not int or value < least:
+            raise _impossible(path, f"{key} {value!r} of {where}", f"a whole number from {least}")
+        return value
+
+    for name in header.get("extensionsRequired", ()):
+        if name in DECODERS and not (DECODERS[name] and find_spec(DECODERS[name])):
+            raise _impossible(path, f"the extension {name}", "plain vertices", "Export it without compression.")
+    views, accessors = header.get("bufferViews", []), header.get("accessors", [])
+    cost, sizes = 0, []
+    for index, view in enumerate(views):
+        start, length = (whole(view, key, f"buffer view {index}", 0, 0) for key in ("byteOffset", "byteLength"))
+        held = header["buffers"][view["buffer"]].get("byteLength", start + length)
+        if start + length > held:
+            raise _impossible(path, f"buffer view {index}, bytes {start} to {start + length}", f"at most {held}")
+        cost += length
+    for index, accessor in enumerate(accessors):
+        each = COMPONENTS[accessor["type"]] * COMPONENT_BYTES[accessor["componentType"]]
+        sizes.append(whole(accessor, "count", f"accessor {index}", 1) * each)
+        stride = views[accessor["bufferView"]].get("byteStride", each) if "bufferView" in accessor else each
+        if stride != each and not (type(stride) is int and each <= stride <= STRIDES):
+            raise _impossible(path, f"byteStride {stride!r} of accessor {index}", f"{each} to {STRIDES} bytes")
+    check()
+    shown = _times_shown(path, header, check)
+    parts = len(header.get("images", ())) + len(header.get("materials", ()))
+    for index, mesh in enumerate(header.get("meshes", ())):
+        described = PER_TOKEN // 2 * len(json.dumps([mesh.get("extras"), mesh.get("extensions")]))  # copied each time
+        primitives = mesh["primitives"]
+        parts += len(primitives) * (1 + shown[index])
+        _limited(path, parts, MOST_PARTS, "primitives, images and materials")
+        built = sum(_built(path, primitive, accessors, sizes) for primitive in primitives)
+        cost += built + shown[index] * (7 * built // 2 + described)
+    return cost + sum(sizes) + PER_PART * parts + PER_NODE * len(header.get("nodes", ()))
+
+
+def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes: list[int]) -> int:
+    """Bytes of one primitive: 64 bits for each number of its vertices and faces."""
+    attributes, indices = primitive["attributes"], primitive.get("indices")
+    for name, index in (("indices", indices), *((name, attributes.get(name)) for name in ("POSITION", "TEXCOORD_0"))):
+        if index is None:
+            continue
+        wrong = "sparse" if "sparse" in accessors[index] else "normalized" if accessors[index].get("normalized") else ""
+        if wrong == "sparse" or (wrong and name == "POSITION"):  # trimesh passes over both: a wrong mesh
+            raise _impossible(path, f"{wrong} {name}", "plain numbers", "Export it without them.")
+    corners = accessors[attributes["POSITION"] if indices is None else indices]["count"]
+    faces = corners / 3 if primitive.get("mode", 4) == 4 else corners
+    return int(2 * sum(sizes[index] for index in attributes.values()) + 24 * faces)
+
+
+def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter[int]:
+    """How often the nodes of a glTF show each mesh: once for each edge of the graph, as trimesh walks it."""
+    nodes, scenes = header.get("nodes", []), header.get("scenes", [])
+    _limited(path, len(nodes), MOST_PARTS, "nodes")
+    roots = set(scenes[header.get("scene", 0)].get("nodes", ())) if scenes else set()
+    above: Counter[int] = Counter()  # nodes above each that are not counted yet
+    seen, left = set(roots), list(roots)
+    while left:
+        for child in set(nodes[left.pop()].get("children", ())):
+            above[child] += 1
+            if child not in seen:
+                seen.add(child)
+                left.append(child)
+    check()
+    edges = above + Counter(roots)
+    level, depth, ended = [root for root in roots if not above[root]], 0, 0
+    while level:
+        depth, ended = depth + 1, ended + len(level)
+        following: list[int] = []
+        for node in level:
+            for child in set(nodes[node].get("children", ())):
+                above[child] -= 1
+                if not above[child]:
+                    following.append(child)
+        level = following
+    if ended < len(seen):
+        raise _impossible(path, f"a circle of {len(seen) - ended} nodes", "a tree")
+    _limited(path, depth, MOST_DEPTH, "levels of nodes", "Export it without its hierarchy.")
+    shown: Counter[int] = Counter()
+    for node, times in edges.items():
+        if "mesh" in nodes[node]:
+            shown[nodes[node]["mesh"]] += times
+    return shown
+
+
+def _ply_rows(path: Path, check: Check) -> int:
+    """The lines of an ASCII PLY, of which trimesh makes an array each; 0 of a binary one."""
+    with path.open("rb") as file:
+        header: list[list[bytes]] = []
+        while not header or b"end_header" not in header[-1]:
+            line = file.readline(CHUNK)
+            if not line:
+                return 0
+            header.append(line.split())
+            _limited(path, len(header), MOST_PROPERTIES, "lines of header", "Export it with fewer properties.")
+        for words in header:
+            if words[2:] and b"element" in words[0] and int(words[2]) < 0:
+                raise _impossible(path, f"{int(words[2])} elements", "0 or more")
+        if b"ascii" not in b" ".join(header[1]).lower():
+            return 0
+        return sum(sum(map(chunk.count, ROW_ENDS)) for chunk in _chunks(file, check))
+
+
+def _few_groups(path: Path, suffix: str, check: Check) -> None:
+    """Raise for an OBJ with many materials, or an STL with many solids."""
+    found: set[bytes] = set()
+    solids = 0
+    with path.open("rb") as file:
+        for lines in iter(lambda: file.readlines(CHUNK), []):
+            text = b"".join(lines).replace(b"\r", b"").replace(b"\\\n", b"")
+            if suffix == ".obj":
+                found.update(re.findall(rb"usemtl [^\n]*", text))
+            else:
+                solids += text.lower().count(b"endsolid")
+            _limited(path, max(len(found), solids), MOST_GROUPS, "materials" if suffix == ".obj" else "solids")
+            check()
+
+
+def _chunks(file: Any, check: Check) -> Iterable[bytes]:
+    for chunk in iter(lambda: file.read(CHUNK), b""):
+        yield chunk
+        check()
