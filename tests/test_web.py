@@ -301,6 +301,10 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     await new Promise((done) => setTimeout(done, SETTLED + 50));
     ours("run 1", "its own again");
     preview("4", "its own preview");
+    extension.beforeConfigureGraph();
+    extension.afterConfigureGraph();
+    await api.queuePrompt(2);
+    ours("run 2", "run as soon as it is opened");
     console.log(JSON.stringify(painted));
     """
     given = stands_in + own.replace("const SETTLED = 3000", "const SETTLED = 5") + talk
@@ -314,4 +318,5 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
         "of a run before the page was loaded",
         "its own again",
         "its own preview",
+        "run as soon as it is opened",
     ], ran.stderr

@@ -34,6 +34,7 @@ app.registerExtension({
     const { dispatchCustomEvent, queuePrompt } = api;
     api.queuePrompt = async function (...request) {
       const workflow = (queueing = openWorkflow());
+      before = undefined; // what is run has been opened
       try {
         const answer = await queuePrompt.apply(this, request);
         if (answer?.prompt_id) workflows.set(answer.prompt_id, workflow);
