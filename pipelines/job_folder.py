@@ -35,6 +35,7 @@ MOST_NAME_BYTES = 200  # file systems take 255, with the suffix and what stands 
 MOST_NOTE_BYTES = 16 * 1024**2
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 MOST_INPUT_BYTES = 500_000_000
+HALF = re.compile("[\ud800-\udfff]")  # of a character: no file of UTF-8 has one
 KEY = re.compile(r"[0-9a-f]{16,64}")
 NAME = re.compile(r"[\w][\w .-]{0,99}")
 SUFFIXES = (".mp4", ".png", ".glb")
@@ -216,16 +217,19 @@ def each_line(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
     except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({getattr(error, 'found', error)})",
-            expected=f"a text file with one job per line, {MOST_JOBS} at most",
-            fix="Write it again with AnyGPU Queue Jobs.",
-        ) from error
+        raise _unreadable(path, str(getattr(error, "found", error))) from error
 
 
 def lines_of(path: Path) -> list[str]:
-    """As :func:`each_line`, all of them."""
-    return list(each_line(path))
+    """As :func:`each_line`, all of them.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or that is not text.
+    """
+    lines = list(each_line(path))
+    if any(HALF.search(line) for line in lines):
+        raise _unreadable(path, "not UTF-8")
+    return lines
 
 
 def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
@@ -257,6 +261,14 @@ def written(path: Path) -> Iterator[Path]:
         )
         refused.errno = error.errno
         raise refused from error
+
+
+def _unreadable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(path)!r} cannot be read ({why})",
+        expected=f"a text file with one job per line, {MOST_JOBS} at most",
+        fix="Write it again with AnyGPU Queue Jobs.",
+    )
 
 
 def _text(path: Path) -> str:

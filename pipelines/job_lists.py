@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..compat.errors import InputError
 from .base import FramePackSettings, PromptRequest, SampleSettings
-from .job_folder import MOST_JOBS, JobFolder
+from .job_folder import HALF, MOST_JOBS, JobFolder
 from .jobs import Content, Job, Picture, Places, Value
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
@@ -143,7 +143,7 @@ class Recorded(Protocol):
 def write_list(folder: JobFolder, name: str, jobs: Sequence[Recorded]) -> JobList:
     """Write jobs into ``folder``; those of them that failed before are asked for again."""
     lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in jobs)
-    if any(re.search("[\ud800-\udfff]", line) for line in lines):
+    if any(HALF.search(line) for line in lines):
         raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
     keys = tuple(job.key for job in jobs)
     folder.ask_again(key for key in keys if not folder.is_done(key))

@@ -9,15 +9,19 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from anygpu.farm import cluster, worker
+from anygpu.farm import cluster, render, worker
 from anygpu.farm.driver import Driver
+from anygpu.farm.render import Renderer
 from anygpu.farm.schedule import Task
-from anygpu.farm.worker import MACHINE, MODEL, during
+from anygpu.farm.worker import MACHINE, MODEL, Cancelled, during
+from anygpu.paint.jobs import Item, PaintJob
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.job_folder import JobFolder
 from farm.paper import Died, Paper
 
@@ -301,3 +305,32 @@ def test_a_turn_that_fails_is_waited_for_longer_each_time_and_only_the_owner_end
     with pytest.raises(KeyboardInterrupt):
         driver.watch()
     assert pauses == sorted(pauses) and pauses[0] == 1.0 and pauses[-1] == 60.0 and "a bug" in said[0]
+
+
+@pytest.mark.parametrize("failure", [Cancelled(), CheckpointError("damaged", **FIX)], ids=["cancel", "damaged"])
+def test_a_pair_of_models_is_kept_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    loaded: list[Any] = []
+
+    def load(request: Any, _progress: Any) -> Any:
+        loaded.append(SimpleNamespace(model=request.model.name, parts=SimpleNamespace(readers={})))
+        if len(loaded) == 2:
+            raise failure
+        return loaded[-1]
+
+    monkeypatch.setattr("anygpu.paint.loading.load_paint", load)
+    monkeypatch.setattr(render, "_found", lambda item, *_roots: Path(item.name))
+    seen: list[Any] = []
+
+    def textured(renderer: Renderer, *_given: Any) -> tuple[str, torch.Tensor]:
+        seen.extend(renderer._loaded[1])
+        return "a.glb", torch.zeros(1)
+
+    monkeypatch.setattr(Renderer, "_textured", textured)
+    item = {name: Item(name, name) for name in ("model", "mesh", "picture", "delight")}
+    line, renderer = json.dumps(PaintJob(**item).record()), Renderer(tmp_path, (), tmp_path)
+    with pytest.raises(type(failure)):
+        renderer.render(line, Silent())
+    renderer.render(line, Silent())
+    assert [one.model for one in seen] == ["model", "delight"] and len(loaded) == 4

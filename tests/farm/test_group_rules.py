@@ -14,7 +14,7 @@ from anygpu.compat.ranks import Ranks
 from anygpu.farm import cli
 from anygpu.farm.group import AgreedWatch, GroupRenderer, _require_alike
 from anygpu.farm.render import Renderer, task_of
-from anygpu.farm.worker import UNABLE, Cancelled, Worker
+from anygpu.farm.worker import REFUSED, Cancelled, Worker
 from anygpu.paint.jobs import Item, PaintJob
 
 
@@ -64,7 +64,7 @@ def test_a_mesh_is_refused_by_a_group_in_one_line(tmp_path: Path) -> None:
     group = GroupRenderer(Renderer(tmp_path, (), tmp_path, "cpu"), 2, {"num_cpus": 1}, None)
     outcome = Worker(group).run(task_of(line))
     assert (outcome.status, outcome.text) == (
-        UNABLE,
+        REFUSED,
         "a mesh to texture on 2 devices; expected a video: only videos are split over the devices of a group. Run the "
         "same folder once more without --group.",
     )

@@ -10,7 +10,7 @@ import pytest
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.records import json_in
 from anygpu.pipelines import job_folder
-from anygpu.pipelines.job_folder import JobFolder, inside, lines_of
+from anygpu.pipelines.job_folder import JobFolder, each_line, inside, lines_of
 from anygpu.pipelines.job_format import job_in
 from anygpu.pipelines.job_lists import Batch, queue_jobs
 
@@ -71,7 +71,7 @@ def test_a_pipe_a_folder_and_too_many_lines_are_refused_and_a_long_line_is_cut(
         with pytest.raises(CheckpointError, match=why):
             lines_of(tmp_path / f"{name}.jsonl")
     (tmp_path / "long.jsonl").write_bytes(b"{}\n" + b"x" * 1000 + b"\n\xff\xfe\n{}\n")
-    first, long, binary, last = lines_of(tmp_path / "long.jsonl")
+    first, long, binary, last = each_line(tmp_path / "long.jsonl")
     assert (first, last, long) == ("{}", "{}", "x" * 60)
     with pytest.raises(InputError):
         json_in(binary, "a line")
