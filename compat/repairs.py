@@ -214,7 +214,9 @@ def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
                 own = dict(owner._parameters)
                 stack.callback(owner._parameters.update, own)
                 for name, weight in own.items():
-                    if weight is not None and type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
+                    if weight is None or type(weight) not in PLAIN:
+                        continue
+                    if weight.is_floating_point() and not weight.is_meta:
                         owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
             return forward(*args, **kwargs)
 

@@ -9,7 +9,6 @@ from ..host.api import io
 from ..host.core import clip as core_clip
 from ..host.core import model as core_model
 from ..host.core import vae as core_vae
-from ..host.core.doctor import teller
 from ..host.core.machine import ATTENTIONS, PRECISIONS
 from ..host.progress import NodeProgress
 from .inputs import CATEGORY, schema
@@ -68,8 +67,17 @@ class FitModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
         """The model, fitted."""
-        tell = teller(cls.hidden.unique_id)
-        return output_of(cls, model, *core_model.fit_model(model, precision, attention, keep_latents, tell=tell))
+        node_id, said = cls.hidden.unique_id, list[str]()
+
+        def tell(line: str) -> None:  # while a sampler runs, below what was decided
+            progress = NodeProgress(node_id)
+            progress.lines += said
+            progress.notify(line)
+            progress.show()
+
+        fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, tell=tell)
+        said += map(str, decisions)
+        return output_of(cls, model, fitted, decisions)
 
 
 class FitVAE(io.ComfyNode):

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class FittedNetwork:
         if seen.counted:
             return self._run(executor, network, seen, None, (x, *args), kwargs)
         counts = Counts()
-        with counts.attention_counted():
+        with counts.attention_counted() if self.fit.attention is not None else nullcontext():
             output = self._run(executor, network, seen, counts, (x, *args), kwargs)
         seen.counted, seen.casts = True, counts.unused
         if seen.casts:
