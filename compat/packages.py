@@ -1,9 +1,23 @@
-"""Optional packages: imported where they are used, with one clear line when one is missing or broken."""
+"""Packages of others: imported where they are used, with one clear line when one is missing or broken, and models of
+transformers built and filled without changing anything that other threads see.
+
+``from_pretrained`` replaces, for as long as it runs, torch's default dtype, ``torch.linspace``, the functions of
+``torch.nn.init`` and ``PreTrainedModel.tie_weights`` for the whole process; two that overlap leave some of them so for
+good (huggingface/transformers#44940). Here a model is built on ``meta``, which only this thread is on; its buffers are
+filled by its own rules, its tensors named by upstream's, and what it ties is tied here.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
+import re
+from collections.abc import Iterable, Mapping
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
 
 from .errors import MissingPackageError
 
@@ -53,3 +67,92 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
     return MissingPackageError(
         f"package {name!r} cannot be imported ({text})", expected=f"a working {name}", fix=INSTALL.format(name=name)
     )
+
+
+def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model of transformers' class ``cls`` with parameters on ``meta`` and buffers in host memory.
+
+    Args:
+        config: of the class's own configuration class; it stays as it is.
+        dtype: what most of its parameters will have.
+    """
+    config = copy.deepcopy(config)
+    _set_dtype(config, None)  # a model inside it with a dtype of its own would change torch's default
+    with torch.device("meta"):
+        module: nn.Module = cls(config)
+    with torch.no_grad():
+        _fill_buffers(module, module)
+    for member in module.modules():
+        if hasattr(member, "_init_weights"):
+            _set_dtype(member.config, dtype)
+    return module
+
+
+def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
+    """Set the dtype that a configuration, and those inside it, say that their models have."""
+    config.dtype = dtype
+    for name in getattr(config, "sub_configs", ()):
+        if getattr(config, name, None) is not None:
+            _set_dtype(getattr(config, name), dtype)
+
+
+def _fill_buffers(model: Any, module: nn.Module) -> None:
+    """Give the buffers of ``module`` and what is below it memory, and the values that the rules of ``model`` give."""
+    for child in module.children():
+        _fill_buffers(child if hasattr(child, "_init_weights") else model, child)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="cpu")
+    model._init_weights(module)
+
+
+def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
+    """Each of ``names`` that the model has a place for, and the name that it has there: files may have older ones."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    rules: list[Any] = get_model_conversion_mapping(module)
+    wanted = module.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
+    found = {
+        name: rename_source_key(name, renamings, converters, module.base_model_prefix, wanted)[0] for name in names
+    }
+    return {name: there for name, there in found.items() if there in wanted}
+
+
+def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
+    """Make ``tensors`` the parameters of the model, and tie what it ties; returns the names that are missing.
+
+    Args:
+        tensors: by the model's names.
+        dtype: of the model; what its class keeps in fp32 beside it is widened.
+
+    Raises:
+        RuntimeError: other shapes.
+    """
+    wide = _kept_wide(module, dtype)
+    values = {
+        name: tensor.float() if tensor.is_floating_point() and wide and wide.search(name) else tensor
+        for name, tensor in tensors.items()
+    }
+    missing = set(module.load_state_dict(values, strict=False, assign=True).missing_keys)
+    for one, other in module.all_tied_weights_keys.items():
+        if {one, other} <= missing:
+            continue
+        source, target = (one, other) if other in missing else (other, one)
+        parameter, owner = module.get_parameter(source), target.rpartition(".")
+        if target in missing or torch.equal(parameter, module.get_parameter(target)):
+            setattr(module.get_submodule(owner[0]), owner[2], parameter)
+            missing.discard(target)
+    return sorted(missing)
+
+
+def _kept_wide(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """What matches the names of parameters that the class keeps in fp32 in a model of ``dtype``.
+
+    Source: ``PreTrainedModel._get_dtype_plan``.
+    """
+    words = {*(getattr(module, "_keep_in_fp32_modules_strict", None) or ())} if dtype.itemsize == 2 else set()
+    if dtype is torch.float16:
+        words |= {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
+    return re.compile("|".join(rf"(^|\.){word}($|\.)" for word in sorted(words))) if words else None

@@ -17,7 +17,7 @@ import torch
 
 from ..compat.device.execution import to_host
 from ..compat.device.facts import default_device, first_line
-from ..compat.durable import require_writable
+from ..compat.durable import replacing, require_writable
 from ..compat.errors import InputError, MissingPackageError, PackError
 from ..compat.ranks import RankLost
 from ..pipelines.base import Progress
@@ -152,7 +152,8 @@ class Worker:
         path = JobFolder(self.renderer.folder).results / f".{secrets.token_hex(8)}.proof"
         try:
             require_writable(path, OUTPUT_BYTES, "the folder of jobs")
-            path.write_bytes(path.name.encode())
+            with replacing(path) as temporary:
+                temporary.write_bytes(path.name.encode())
             same = path.read_bytes() == path.name.encode()
             path.unlink()
         except Exception as error:  # of the system's many kinds
@@ -223,7 +224,7 @@ def outcome_of(error: Exception, device: Any) -> Outcome:
 def device_fault(device: Any) -> str:
     """How the device fails to add one and one, in one line; empty where it can."""
     try:
-        total = (torch.ones(1, device=default_device() if device is None else device) + 1).item()
+        total = to_host(torch.ones(1, device=default_device() if device is None else device) + 1).item()
     except Exception as error:  # of the back ends' many kinds
         return f"the device does not answer ({first_line(error)})"
     return "" if total == 2 else f"one and one is {total:g} on the device"

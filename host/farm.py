@@ -16,7 +16,6 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from ..compat.ray_clusters import refusal
 from ..compat.records import json_in, shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
@@ -404,6 +403,8 @@ def _connect(ray: Any, address: str, progress: NodeProgress) -> None:
     Raises:
         InputError: nothing there lets this machine in.
     """
+    from ..compat.ray_clusters import refusal
+
     reason = refusal(address, progress.check)
     try:
         if not reason:

@@ -36,7 +36,6 @@ from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
 from .movie import Allowance, content_in, read_frames
-from .picture_index import PictureIndex
 from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
@@ -83,6 +82,8 @@ class Places:
         Raises:
             CheckpointError: it cannot be decoded, or has more pixels than are read at once.
         """
+        from .picture_index import PictureIndex
+
         index = PictureIndex(self.state)
         found = index.content(path, lambda: None, Allowance())
         index.save()
@@ -119,6 +120,8 @@ class Places:
 
     def _sought(self, content: Content, check: Callable[[], None]) -> Path:
         """The picture with this content, found by its name or among all."""
+        from .picture_index import PictureIndex
+
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
@@ -295,14 +298,12 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
 
 def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
-    framepack = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
-    parts: dict[str, Any] = {"prompt": job.prompt, "settings": job.settings}
-    parts |= {} if framepack is None else {"framepack": framepack}
-    given = {item.name: getattr(part, item.name) for part in parts.values() for item in fields(part)}
+    sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
+    asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
+    given = {item.name: getattr(part, item.name) for part in asked for item in fields(part)}
     own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)
-    for name, part in parts.items():
-        parts[name] = replace(part, **{item.name: own[item.name] for item in fields(part)})
-    return replace(job, **parts, fit=own["fit"])
+    prompt, settings, *rest = (replace(part, **{item.name: own[item.name] for item in fields(part)}) for part in asked)
+    return replace(job, prompt=prompt, settings=settings, framepack=next(iter(rest), None), fit=own["fit"])
 
 
 def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:

@@ -13,7 +13,6 @@ MOST = 204  # modules; 237 before painting was left out
 COMFYUI = {"aiohttp", "comfy", "comfy_api", "comfy_execution", "folder_paths", "latent_preview", "server"}
 LATER = (  # module, with all below it -> what is imported when a node runs or the tab is opened
     "cli",
-    "compat.checkpoints.encoders",
     "compat.transforms.context_parallel",
     "farm",
     "host.server.forecast",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..device.execution import to_host
 from .fp16_layers import EXPONENT, FULL, HALF
 
 MOST_SCORE = 256.0
@@ -60,7 +61,7 @@ def fp16_operands(
         error = torch.where(mask > HIDDEN, (mask - narrow).abs(), 0.0)
         numbers += [error.amax().float(), -mask.amax(-1).amin().float()]  # a row that sees no key has no fp16 form
         limits += [MASK_ERROR, -HIDDEN]
-    if not all(number <= limit for number, limit in zip(torch.stack(numbers).tolist(), limits, strict=True)):
+    if not all(number <= limit for number, limit in zip(to_host(torch.stack(numbers)).tolist(), limits, strict=True)):
         return None
     balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
     scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]

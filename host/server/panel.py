@@ -13,7 +13,7 @@ from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
 from ...compat.requirements import package_problem
-from ...pipelines import changes, decisions, machines
+from ...pipelines import changes, decisions
 from ...pipelines.demo import demo_models
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
@@ -97,6 +97,8 @@ def shared_machine() -> dict[str, str]:
     Raises:
         UnsupportedError: the device has gone.
     """
+    from ...pipelines import machines
+
     here = machines.this_machine(memory_manager.compute_device(), folders.state_folder())
     return {"text": here.text(), "file": machines.FILE, "form": machines.FORM}
 

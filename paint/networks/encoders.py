@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compat.checkpoints.encoders import empty_encoder, fill, names_in
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
-from ...compat.packages import attribute
+from ...compat.packages import attribute, empty_encoder, fill, names_in
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}

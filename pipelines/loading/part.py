@@ -29,7 +29,7 @@ from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
-from ...compat.packages import attribute, unusable
+from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
 from ...compat.transforms.attention_processors import full_name
 from ..base import Progress, StageText
 from ..family import FamilySpec
@@ -278,8 +278,6 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
     """The module as transformers builds it, which knows the older names of its tensors."""
-    from ...compat.checkpoints.encoders import empty_encoder, fill, names_in
-
     cls: Any = attribute("transformers", files.cls)
     with construction(files.name, files.folder, len(files.entries), progress.check):
         if files.folder.is_dir():

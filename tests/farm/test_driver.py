@@ -334,3 +334,13 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
         renderer.render(line, Silent())
     renderer.render(line, Silent())
     assert [one.model for one in seen] == ["model", "delight"] and len(loaded) == 4
+
+
+def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("the head is gone")
+
+    told = SimpleNamespace(cluster_resources=fails, experimental=SimpleNamespace())
+    assert cluster.lacking(told, {"GPU": 1}) is None and not cluster.autoscales(told)
+    told.cluster_resources = lambda: {"CPU": 4.0}
+    assert "a cluster with 0 GPU for workers that ask for 1 GPU" in str(cluster.lacking(told, {"GPU": 1}))

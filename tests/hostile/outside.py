@@ -89,6 +89,8 @@ TABLE: dict[str, str] = {
                 for name in ("NodeAffinity", "PlacementGroup")
             ),
             "ray._private.authentication.authentication_utils.is_token_auth_enabled",
+            *("ray.cluster_resources", "ray.experimental.internal_kv._internal_kv_get"),
+            *("ray._private.state.state", "ray._private.state.state.get_cluster_config"),
             "psutil.net_if_addrs",
         ),
         FARM,
@@ -188,7 +190,7 @@ TABLE: dict[str, str] = {
         (
             *(
                 f"folder_paths.get_{name}"
-                for name in ("directory_by_type", "filename_list", "folder_paths", "full_path")
+                for name in ("annotated_filepath", "directory_by_type", "filename_list", "folder_paths", "full_path")
             ),
             *(f"folder_paths.get_{name}_directory" for name in ("input", "output", "user")),
             *(
@@ -216,7 +218,7 @@ TABLE: dict[str, str] = {
                 "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
-            *("os.fsencode", "os.getpid", "os.stat_result"),
+            *("os.fsencode", "os.getpid", "os.stat_result", "os.strerror"),
             *("os.environ.get", "os.environ.update", "socket.gethostname"),
             *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.group", "Path.owner"),
         ),

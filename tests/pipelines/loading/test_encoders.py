@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from anygpu.compat.checkpoints.encoders import empty_encoder, fill, names_in
+from anygpu.compat.packages import empty_encoder, fill, names_in
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
