@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ...compat.device.execution import to_host
+
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (222, 45, 45),
     "green": (40, 165, 75),
@@ -123,7 +125,7 @@ def scene_in_picture(picture: torch.Tensor) -> Scene | None:
     """The still scene that a picture (F, H, W, 3) in 0..1 shows; None if it is not a shape of one colour on another."""
     if picture.ndim != 4 or picture.shape[-1] != 3 or 0 in picture.shape:
         return None
-    small = torch.nn.functional.interpolate(picture[:1].detach().float().cpu().movedim(-1, 1), (64, 64), mode="area")
+    small = torch.nn.functional.interpolate(to_host(picture[:1].detach()).float().movedim(-1, 1), (64, 64), mode="area")
     frame = small.movedim(1, -1)
     scene = scene_of(frame)
     if not scene.shape:
