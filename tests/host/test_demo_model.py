@@ -10,7 +10,7 @@ from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.loading.folder import family_of_folder
 
 from host.client import Client
-from host.prompts import DEMO_RATE, WORKFLOWS, Graph, loading, pictured, replay, text_to_video
+from host.prompts import DEMO_RATE, PREFIX, WORKFLOWS, Graph, loading, pictured, replay, text_to_video
 from host.server import Server
 from host.videos import pictures
 
@@ -59,7 +59,7 @@ def test_the_shipped_workflows_draw_with_one_while_no_model_is_installed(server:
 
 
 CHOICES = {folder.name: choice for choice, folder in demo_models().items()}
-USUAL = ("ltx_text_to_video", "framepack_image_to_video")
+USUAL = ("anygpu_ltx_text_to_video", "anygpu_framepack_image_to_video")
 REST = sorted(set(PUBLISHED) - set(USUAL))
 
 
@@ -70,7 +70,7 @@ def test_a_demo_model_draws_the_same_by_its_own_name_as_in_another_s_place(
     """The shipped workflow with only its model changed: the same clip, and the same lines but for the load node's."""
     placed, chosen = pictured(replay(WORKFLOWS / f"{file}.json")), pictured(replay(WORKFLOWS / f"{file}.json"))
     (loader,) = (node for node, entry in chosen.items() if entry["class_type"] == "AnyGPULoadPipeline")
-    chosen[loader]["inputs"]["model"] = CHOICES[max(filter(file.startswith, CHOICES), key=len)]
+    chosen[loader]["inputs"]["model"] = CHOICES[max(filter(file.removeprefix(PREFIX).startswith, CHOICES), key=len)]
     runs = [client.run(chosen)]
     models = server.base / "models" / "diffusers"
     away = models.rename(models.with_name("away"))

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.model_management as management
+from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
 from anygpu.host import farm
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
@@ -93,7 +94,7 @@ def dying_farm(folder: str) -> dict[str, str]:
         modules = {"ray": ray, "ray._private": ModuleType("p"), "ray._private.authentication": ModuleType("a")}
         with (
             mock.patch.dict(sys.modules, {**modules, token.__name__: token}),
-            mock.patch.object(farm, "refusal", lambda *_: ""),
+            mock.patch.object(ray_clusters, "refusal", lambda *_: ""),
         ):
             try:
                 farm.render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
