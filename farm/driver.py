@@ -154,7 +154,7 @@ class Driver:
     def turn(self) -> None:
         """Give work to free workers, then wait a moment for the first event."""
         now = self.clock()
-        for worker in self.workers:
+        for worker in sorted(self.workers, key=lambda worker: worker.faults):
             if worker.broken and not worker.proving and now >= worker.rest.until:
                 self._prove(worker)
             elif worker.up and worker.task is None and not worker.broken:
@@ -341,6 +341,7 @@ class Driver:
             self._wait_for(worker)
             return
         reason, worker.broken, worker.rest = worker.broken, "", Rest()
+        worker.faults += 1
         if worker.held is not None:
             worker.held.faults += 1
             if worker.held.faults >= MOST_DEATHS:

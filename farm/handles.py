@@ -22,6 +22,7 @@ class WorkerHandle:
         sound: jobs done, by model.
         rest: from whatever broke it.
         proving: whether it does so now.
+        faults: how often it broke and was sound right after: others are given work first.
         held: the job at which it broke: it goes on once the machine or the job is known to be at fault.
         suspect: the job for which it could not load a model, while another of that model shows which is at fault.
     """
@@ -35,6 +36,7 @@ class WorkerHandle:
     sound: dict[str, int] = field(default_factory=dict)
     rest: Rest = field(default_factory=Rest)
     proving: bool = False
+    faults: int = 0
     held: Task | None = None
     suspect: Task | None = None
     host: str = ""

@@ -49,5 +49,5 @@ if __name__ == "__main__":
         cluster.connect(sys.argv[3]), folder, task_of, lambda task: reached_in(folder, task), lambda text: print(text)
     )
     driver.start_workers(2, renderer, {"num_cpus": 1})
-    driver.add(lines_in(folder.job_files()), again=True)
+    driver.add(lines_in(folder.job_files(), print), again=True)
     sys.exit(len(driver.run().failed))

@@ -93,7 +93,7 @@ if __name__ == "__main__":
     leader = Unhurried(renderer, size, {"num_cpus": 1}, place, False, loopback_name(), float(sys.argv[4]))
     driver = Driver(ray, folder, task_of, lambda task: reached_in(folder, task), lambda text: print(text, flush=True))
     driver.start_workers(1, leader, {"num_cpus": 0})
-    driver.add(lines_in(folder.job_files()), again=True)
+    driver.add(lines_in(folder.job_files(), print), again=True)
     if not (folder.root / HANG).exists():
         look(driver, folder.root / LOOK)
     tally = driver.run()

@@ -196,6 +196,18 @@ def test_a_worker_that_ray_gives_up_is_started_again(tmp_path: Path) -> None:
     assert driver.run().done == 1
 
 
+def test_a_job_at_which_a_sound_machine_fails_is_done_by_another_that_is_free(tmp_path: Path) -> None:
+    def full() -> None:
+        with during(MACHINE):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    driver, _ = driver_on(Paper(CPU=2.0), tmp_path, 2)
+    driver.workers[0].actor.worker.renderer = Plays(tmp_path, full)
+    driver.add([line_of(number) for number in range(4)], again=True)
+    tally = driver.run()
+    assert (tally.done, tally.failed) == (4, {})
+
+
 def test_a_machine_without_a_token_gets_nothing_and_ends_nothing(tmp_path: Path) -> None:
     ray = Paper(CPU=2.0)
     ray.token = False

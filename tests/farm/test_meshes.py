@@ -79,7 +79,7 @@ def test_a_worker_takes_shading_out_first_and_paints_pbr_with_its_encoder(meshes
     assert cli.main([*queue, "--model", str(pbr), "--name", "pbr", "--image-encoder", str(models / "dino")]) == 0
     renderer = Renderer(folder.root, (models,), tmp_path / "state", "cpu")
     stages = {}
-    for line in lines_in(folder.job_files()):
+    for line in lines_in(folder.job_files(), print):
         told = Told()
         renderer.render(small(line), told)
         stages[job_of(line).model.name] = told.stages & {"delighting", "painting"}
