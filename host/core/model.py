@@ -106,7 +106,9 @@ class FittedNetwork:
         model, safe = executor.class_obj, self.fit.safe and not seen.casts
         with ExitStack() as stack:
             if safe:
-                stack.enter_context(self._measured(seen.leaves, network, model, args[0]).patches_on(counts))
+                hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
+                seen.leaves.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
+                stack.enter_context(seen.leaves.patches_on(counts))
             elif seen.casts:
                 undo = Undo()
                 stack.callback(undo.restore)
@@ -117,11 +119,6 @@ class FittedNetwork:
             override = functools.partial(AttentionOverride, self.fit.attention, safe, counts=counts)
             given, named = with_override(override, args, kwargs)
             return executor(*given, **named)
-
-    def _measured(self, leaves: SafeLeaves, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
-        hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
-        leaves.measure(network, x, None if hooked else model.current_weight_patches_uuid)
-        return leaves
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:

@@ -32,14 +32,8 @@ UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
 TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
-TEXTURES = (
-    "image",
-    "baseColorTexture",
-    "metallicRoughnessTexture",
-    "emissiveTexture",
-    "normalTexture",
-    "occlusionTexture",
-)
+MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
+TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 CALLS = 4096  # of trimesh between two checks: a millisecond
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
