@@ -44,7 +44,6 @@ from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
-from anygpu.pipelines.machines import machine_in
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
@@ -182,8 +181,8 @@ class Readers:
         content = json.dumps(record).encode()
         path = self.folder / "machine.json"
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        machine = machine_in(path.read_bytes())
-        assert machine_in(machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
+        machine = PAGE["machine_in"](path.read_bytes())
+        assert PAGE["machine_in"](machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
 
     def receipt(self, rng: Random) -> None:
         """The receipt of a video, and its job."""

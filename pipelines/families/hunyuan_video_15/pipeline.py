@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, placed, to_host
+from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -251,7 +251,6 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
 def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
     """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline
-    from PIL import Image
 
     if "image_encoder" not in pipeline.configs:
         raise InputError(
@@ -259,7 +258,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
-    picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
+    picture = picture_of(frames[0])
     device = pipeline.offloader.device_of("image_encoder")
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
