@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from ..compat.device.facts import free_bytes
@@ -169,7 +169,7 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
     def count() -> Work:
         with META:
             module = vae.autoencoder(config).to(dtype)
-        vae.set_vae_attention(module, _attend)
+        vae.set_vae_attention(module, functional.scaled_dot_product_attention)
         with counting_on_meta() as work:
             if direction == "encode":
                 posterior = module.encode(empty(1, 3, size, size, dtype=dtype)).latent_dist
@@ -190,7 +190,7 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
     for network in made.values():
         for name, weight in network.named_parameters():
             weight.data = weight.data.to(stored_dtype(name, dtypes))
-        set_attention(network, _attend)
+        set_attention(network, functional.scaled_dot_product_attention)
     looked, step = Work(), empty(1)
     if family == "delight":
         text = empty(run.rows, TOKENS, pipeline.shape.text_width)
@@ -228,7 +228,3 @@ def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
     with counting_on_meta() as work:
         module(given)
     return work
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(query, key, value)

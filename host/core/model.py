@@ -30,7 +30,7 @@ from ..recovery import WRAPPER, keep_what_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, reached_by_safe, unfit_for_safe
+from .leaves import ByNetwork, SafeLeaves, left_alone, reached_by_safe, unfit_for_safe
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
@@ -276,7 +276,7 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
     """
     if dtype is None:
         return
-    if has_packed(network):
+    if any(getattr(module, "layout_type", None) is not None for module in network.modules()):
         fitted.add_object_patch(CAST, dtype)
     else:
         fitted.set_model_compute_dtype(dtype)

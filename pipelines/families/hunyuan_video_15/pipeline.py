@@ -153,10 +153,11 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     """The velocity, noise minus data, for a sampler of core's."""
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
-    glyph_embeds = (
-        call.glyph_embeds if call.glyph_embeds is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
-    )
-    vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
+    glyph_embeds, vision = call.glyph_embeds, call.vision
+    if glyph_embeds is None:
+        glyph_embeds = like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    if vision is None:
+        vision = like.new_zeros(rows, 0, int(config["image_embed_dim"]))
     next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
     output: torch.Tensor = transformer(
         hidden_states=like,
@@ -165,7 +166,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         encoder_hidden_states_2=glyph_embeds,
-        encoder_attention_mask_2=torch.ones(glyph_embeds.shape[:2], dtype=torch.bool, device=glyph_embeds.device),
+        encoder_attention_mask_2=_all_valid(glyph_embeds),
         image_embeds=vision,
         return_dict=False,
     )[0]
