@@ -184,7 +184,7 @@ def render(arguments: argparse.Namespace) -> int:
 def _save_job(arguments: argparse.Namespace) -> int:
     """Write the job that the flags describe, in place of rendering it."""
     from .compat.durable import require_writable
-    from .pipelines.jobs import write_job
+    from .pipelines.job_format import write_job
 
     path = Path(arguments.save_job)
     require_writable(path, JOB_BYTES, "--save-job")
@@ -307,7 +307,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         InputError: neither a file nor a model and a prompt, or a file and flags that it replaces.
     """
     from .compat.decision import AUTO
-    from .pipelines import jobs
+    from .pipelines import job_format
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
@@ -320,7 +320,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         if beside:
             flag = "--" + beside[0].replace("_", "-")
             raise InputError(f"{flag} beside --job", expected="one of the two", fix="Change the value in the job file.")
-        return jobs.read_job(Path(arguments.job))
+        return job_format.read_job(Path(arguments.job))
     if arguments.model is None:
         raise InputError("no --model", expected="a model folder, or --job FILE", fix="Add --model FOLDER.")
     if arguments.prompt is None and arguments.recover is None and not arguments.plan:
@@ -331,15 +331,15 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
     used = [lora.named(text) for text in arguments.lora]
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
-    return jobs.Job(
+    return job_format.Job(
         model=places.content(model),
         family="" if family is None else family.id,
         prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),
         settings=SampleSettings(**size),
-        load=jobs.load_inputs(vars(arguments)),
-        loras=tuple(jobs.Adapter(places.content(path), strength, blocks) for path, strength, blocks in used),
-        step_cache=jobs.Caching(arguments.step_cache),
-        pictures=tuple(jobs.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
+        load=job_format.load_inputs(vars(arguments)),
+        loras=tuple(job_format.Adapter(places.content(path), strength, blocks) for path, strength, blocks in used),
+        step_cache=job_format.Caching(arguments.step_cache),
+        pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
         framepack=FramePackSettings(arguments.seconds, arguments.window) if family and family.sections else None,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .compat.device.execution import picture_of
 from .compat.device.facts import facts_for
 from .paint import demo
 from .paint.choices import demo_paint_models
@@ -110,40 +111,36 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
     """Fill ``folder`` with a clip per family, a contact sheet and a report; 0 when every check held.
 
     Args:
-        say: told each line for the user.
+        notify: takes each line for the user.
     """
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     facts = facts_for("cpu")
     lines = [f"# What AnyGPU decided on this machine\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts}.\n"]
-    strips, failed = [], 0
+    strips: list[torch.Tensor] = []
+    held: list[bool] = []
+
+    def tell(said: str, began: float, checks: Mapping[str, tuple[bool, str]]) -> None:
+        held.extend(passed for passed, _ in checks.values())
+        notify(f"{said}, {_verdict(checks)}, {time.monotonic() - began:.1f} s")
+
     for family, clip in CLIPS.items():
         began = time.monotonic()
         pipeline, frames, checks = _shown(family, clip, folder)
         strips.append(frames)
-        wrong, verdict = _verdict(checks)
-        failed += wrong
-        notify(
-            f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks, {verdict}, {time.monotonic() - began:.1f} s"
-        )
+        tell(f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks", began, checks)
         lines.append(_section(family, tuple(map(str, pipeline.decisions)), checks))
     began, checks = time.monotonic(), demo.show(folder)
-    wrong, verdict = _verdict(checks)
-    failed += wrong
-    said = f"{folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks, {verdict}"
-    notify(f"paint: {said}, {time.monotonic() - began:.1f} s")
+    tell(f"paint: {folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks", began, checks)
     lines.append(_section("paint", ("A torus baked from six synthetic pictures; needs no model.",), checks))
     for choice, model in demo_models().items():
         began, checks = time.monotonic(), _drawn(choice, model, folder, lines)
-        wrong, verdict = _verdict(checks)
-        failed += wrong
-        notify(f"{choice}: {folder / f'{model.name}_drawn.png'}, {verdict}, {time.monotonic() - began:.1f} s")
+        tell(f"{choice}: {folder / f'{model.name}_drawn.png'}", began, checks)
     for choice, model in demo_paint_models().items():
         began, checks = time.monotonic(), demo.paint(model, folder)
-        wrong, verdict = _verdict(checks)
-        failed += wrong
-        notify(f"{choice}: {folder / f'{model.name}_painted.png'}, {verdict}, {time.monotonic() - began:.1f} s")
+        tell(f"{choice}: {folder / f'{model.name}_painted.png'}", began, checks)
         lines.append(_section(choice, ("A ring in two colours, painted after its picture.",), checks))
+    failed = held.count(False)
     sheet = _contact_sheet(strips, folder / "contact_sheet.png")
     (folder / "report.md").write_text("\n".join(lines), encoding="utf-8")
     notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}")
@@ -219,7 +216,7 @@ def _bare(clip: Clip, models: Path, inputs: Inputs) -> torch.Tensor:
     pipeline.set_progress_bar_config(disable=True)
     arguments = dict(clip.reference)
     if inputs.picture is not None:
-        arguments["image"] = _as_pil(inputs.picture)
+        arguments["image"] = picture_of(inputs.picture[0])
     with torch.no_grad():
         video = pipeline(
             prompt=inputs.prompt,
@@ -273,28 +270,20 @@ def _picture(which: int) -> torch.Tensor:
     return (torch.stack(channels, dim=-1)[None] * 255).round() / 255
 
 
-def _as_pil(picture: torch.Tensor) -> Any:
-    from PIL import Image
-
-    return Image.fromarray((picture[0] * 255).round().to(torch.uint8).numpy())
-
-
 def _contact_sheet(clips: list[torch.Tensor], path: Path) -> Path:
     """One row per clip, evenly spaced frames from left to right."""
-    from PIL import Image
-
     rows = []
     for frames in clips:
         chosen = torch.linspace(0, frames.shape[0] - 1, SHEET_COLUMNS).round().long()
         rows.append(torch.cat(list(frames[chosen]), dim=1))
-    Image.fromarray((torch.cat(rows) * 255).round().to(torch.uint8).numpy()).save(path)
+    picture_of(torch.cat(rows)).save(path)
     return path
 
 
-def _verdict(checks: Mapping[str, tuple[bool, str]]) -> tuple[int, str]:
-    """How many checks failed, and the words for it."""
+def _verdict(checks: Mapping[str, tuple[bool, str]]) -> str:
+    """Whether all checks passed, else which failed."""
     wrong = [name for name, (held, _) in checks.items() if not held]
-    return len(wrong), "all checks passed" if not wrong else f"FAILED: {', '.join(wrong)}"
+    return f"FAILED: {', '.join(wrong)}" if wrong else "all checks passed"
 
 
 def _section(family: str, said: Sequence[str], checks: Mapping[str, tuple[bool, str]]) -> str:

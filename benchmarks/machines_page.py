@@ -12,11 +12,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from anygpu.pipelines.machines import Machine, machine_in
+from anygpu.compat.errors import InputError
+from anygpu.compat.records import FIX, json_in, parse, shown
+from anygpu.pipelines.machines import HEAD as KEY
+from anygpu.pipelines.machines import VERSION, Machine, short
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"
 PAGE = ROOT / "docs" / "machines.md"
+MOST_BYTES = 256 * 1024
 HEAD = """# Machines
 
 Machines that AnyGPU was really run on, as their owners shared them. The button *Share this machine* in the AnyGPU tab
@@ -27,6 +31,33 @@ nothing; paste it into an [issue](https://github.com/anygpu/anygpu/issues/new?te
 This page is made from [benchmarks/machines](../benchmarks/machines) by `python benchmarks/machines_page.py`.
 
 """
+
+
+def machine_in(text: str | bytes) -> Machine:
+    """The machine that a shared file describes.
+
+    Raises:
+        InputError: no such file, a newer version, an unknown field, a value of a wrong type, or more than one shares.
+    """
+    if len(text) > MOST_BYTES:
+        raise InputError(
+            f"a machine of {len(text)} bytes", expected=f"at most {MOST_BYTES}", fix="Write the file again."
+        )
+    record = json_in(text, "the machine")
+    if not isinstance(record, dict) or type(record.get(KEY)) is not int or record[KEY] < 1:
+        raise InputError(
+            f"{shown(record)} instead of a machine", expected=f'an object with "{KEY}": {VERSION}', fix=FIX
+        )
+    if record[KEY] > VERSION:
+        raise InputError(
+            f"a machine of version {record[KEY]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
+        )
+    plainly = {name: value for name, value in record.items() if name != KEY}
+    if short(plainly) != plainly:
+        raise InputError(
+            "a machine with longer texts or lists than AnyGPU writes", expected="a file that was not edited", fix=FIX
+        )
+    return parse(Machine, plainly, "the machine")
 
 
 def page() -> str:

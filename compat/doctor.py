@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -283,7 +284,8 @@ class _Search:
         return "", None
 
     def _block_of(self, name: str) -> str:
-        return next((place for place in _prefixes(name) if place.rpartition(".")[0] in self.lists), "")
+        places = accumulate(name.split("."), "{}.{}".format)
+        return next((place for place in places if place.rpartition(".")[0] in self.lists), "")
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
         shares = ((key, _bad_share(weight)) for key, weight in module.named_parameters())
@@ -319,11 +321,6 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         names = []
     names += [f"input {index + 1}" for index in range(len(names), len(args))]
     return {**dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def _bad_share(weight: torch.Tensor) -> float:

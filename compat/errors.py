@@ -26,11 +26,6 @@ def parts_of(message: str) -> dict[str, str]:
     return next(newest_first, {"found": message.strip()})
 
 
-def _one_line(text: str) -> str:
-    """``text`` without breaks."""
-    return " ".join(text.split())
-
-
 def _shortened(line: str) -> str:
     """``line``; of one that quotes a whole novel, beginning and end."""
     half = MOST_CHARACTERS // 2
@@ -49,7 +44,7 @@ class PackError(Exception):
     __module__ = "anygpu"
 
     def __init__(self, found: str, *, expected: str, fix: str) -> None:
-        self.found, self.expected, self.fix = map(_one_line, (found, expected, fix))
+        self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
         self.found = _shortened(self.found)
         text = f"{self.found}; expected {self.expected}. {self.fix}"
         super().__init__(remember(text, self.found, self.expected, self.fix))

@@ -88,8 +88,8 @@ def queue(arguments: argparse.Namespace) -> int:
     from ..paint.jobs import model_item, paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
+    from ..pipelines.job_format import load_inputs
     from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
-    from ..pipelines.jobs import load_inputs
 
     folder = JobFolder(Path(arguments.folder))
     if arguments.meshes:

@@ -21,8 +21,8 @@ from ..paint.jobs import Item, PaintJob, paint_job_in
 from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
 from ..pipelines.job_folder import JobFolder
-from ..pipelines.job_format import MOST_BYTES
-from ..pipelines.jobs import Content, Job, Machine, Places, job_in, load_pipeline, run
+from ..pipelines.job_format import MOST_BYTES, Content, Job, job_in
+from ..pipelines.jobs import Machine, Places, load_pipeline, run
 from ..pipelines.movie import read_frames, write_mp4
 from ..pipelines.receipts import decoded_receipt, tags_for
 from ..pipelines.split import on_group
@@ -158,5 +158,5 @@ def _found(item: Item, *roots: Path) -> Path:
 
 def reached_in(folder: JobFolder, task: Task) -> float:
     """When a step of a job was last kept, 0 for never: by it a job that goes on is told from one that kills workers."""
-    kept = [path for path in (folder.state / task.key).rglob("*.safetensors")]
+    kept = (folder.state / task.key).rglob("*.safetensors")
     return max((value_or(lambda path=path: path.stat().st_mtime, 0.0) for path in kept), default=0.0)

@@ -64,7 +64,7 @@ class Ended(Exception):
 
 
 class Cancelled(BaseException):
-    """Raised inside a render that are to be cancelled."""
+    """Raised inside a render that is to be cancelled."""
 
 
 class Watch:

@@ -19,8 +19,8 @@ from ..compat.errors import CheckpointError, InputError, MissingPackageError, Un
 from ..compat.records import json_in, shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
+from ..pipelines.job_format import Job, job_in
 from ..pipelines.job_lists import PICTURES, JobList, write_list
-from ..pipelines.jobs import Job, job_in
 from ..pipelines.movie import read_frames
 from .api import InputImpl
 from .folders import AUTO, paint_path, paint_provider_folder, state_folder

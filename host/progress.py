@@ -108,13 +108,13 @@ class NodeProgress:
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
             self._begun.setdefault(name, (time.monotonic(), done))  # another may be told of in between: bytes that move
+        began, first = self._begun[name]
         if name in PACED:
-            began, first = self._begun[name]
             self._paced = f"{(time.monotonic() - began) / (done - first):.2g} s per step" if done > first else ""
         now = text if text.counted else f"{text} {done}/{total}"
         self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if text.counted else f"{now}{self._pace(done, total)}")
+        self._text(text if text.counted else now + time_left(time.monotonic() - began, done, total, first))
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -147,10 +147,6 @@ class NodeProgress:
         status = "; ".join(filter(None, (status, *more, self._paced)))
         self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
-
-    def _pace(self, done: int, total: int) -> str:
-        began, first = self._begun[self._stage]
-        return time_left(time.monotonic() - began, done, total, first)
 
     def _text(self, text: str) -> None:
         now = time.monotonic()

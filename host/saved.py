@@ -21,7 +21,8 @@ from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
 FILMS = (".mp4", ".webm", ".mkv", ".mov")
-NO_SIGNED = "no video or latents found"
+SIGNED = "video or latents"  # a kind of files
+SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R."
 DEEPEST = 4
 OUTPUT = " [output]"
 MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
@@ -113,49 +114,18 @@ def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> Sig
 
 
 def choices(kind: str) -> list[str]:
-    """Names of the files of a kind, ``latent`` or ``prompt``, newest first; one entry that says so where none is."""
+    """Names of the files of a kind, newest first; one entry that says so where none is.
+
+    Args:
+        kind: ``latent``, ``prompt``, or :data:`SIGNED`: videos and latents that may carry a receipt.
+    """
     named = _named(kind)
     return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
 
-def signed_choices() -> list[str]:
-    """Names of the videos and latents that may carry a receipt, newest first; one entry that says so where none is."""
-    named = _signed()
-    return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [NO_SIGNED]
-
-
-def signed_file(name: str) -> Path:
-    """The file of a name from :func:`signed_choices`; nothing else can be named.
-
-    Raises:
-        CheckpointError: none of that name.
-    """
-    named = _signed()
-    if name in named:
-        return named[name]
-    found = f"no video or latents {name!r}" if name != NO_SIGNED else f"{name} in ComfyUI's input and output folders"
-    raise CheckpointError(found, expected="a file that AnyGPU made there", fix="Put it there and press R.")
-
-
-def signed_stamp(name: str) -> tuple[str, int, int]:
-    """Changes when the file of a name changes."""
-    path = _signed().get(name)
-    return (name, 0, 0) if path is None else (name, *_state(path))
-
-
-def _signed() -> dict[str, Path]:
-    named: dict[str, Path] = {}
-    for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
-        root = Path(folder)
-        for path in _files(root, (*SUFFIXES, *FILMS)):
-            if path.suffix in FILMS or _kind(path) == LATENT:
-                named[path.relative_to(root).as_posix() + mark] = path
-    return named
-
-
 def none_of(kind: str) -> str:
     """What a list without files says."""
-    return f"no {kind} file found"
+    return f"no {kind} found" if kind == SIGNED else f"no {kind} file found"
 
 
 def file_named(kind: str, name: str) -> Path:
@@ -167,11 +137,11 @@ def file_named(kind: str, name: str) -> Path:
     named = _named(kind)
     if name in named:
         return named[name]
-    raise CheckpointError(
-        f"no {kind} file {name!r}" if name != none_of(kind) else f"{name} in ComfyUI's input and output folders",
-        expected=f"a {kind} file there",
-        fix="Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R.",
-    )
+    what, expected, fix = f"{kind} file", f"a {kind} file there", SAVE
+    if kind == SIGNED:
+        what, expected, fix = kind, "a file that AnyGPU made there", "Put it there and press R."
+    found = f"no {what} {name!r}" if name != none_of(kind) else f"{name} in ComfyUI's input and output folders"
+    raise CheckpointError(found, expected=expected, fix=fix)
 
 
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
@@ -181,16 +151,17 @@ def stamp(kind: str, name: str) -> tuple[str, int, int]:
 
 
 def _named(kind: str) -> dict[str, Path]:
+    suffixes, wanted = ((*SUFFIXES, *FILMS), LATENT) if kind == SIGNED else (SUFFIXES, kind)
     named: dict[str, Path] = {}
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
-        for path in _files(root):
-            if _kind(path) == kind:
+        for path in _files(root, suffixes):
+            if path.suffix in FILMS or _kind(path) == wanted:
                 named[path.relative_to(root).as_posix() + mark] = path
     return named
 
 
-def _files(root: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
     level, seen, files = [root], set(), []
     for _ in range(DEEPEST):

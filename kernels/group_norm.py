@@ -110,14 +110,6 @@ def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) 
     return y.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
 
 
-def _fake_group(x: Tensor, *rest: object) -> Tensor:
-    return empty_padded(x, rest[5], rest[7])
-
-
-def _fake_rms(x: Tensor, *rest: object) -> Tensor:
-    return empty_padded(x, rest[4], rest[6])
-
-
 def _group_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
     weight, bias, groups, eps, per_frame, *how = rest
     return x, GroupNorm(groups=groups, eps=eps, weight=weight, bias=bias, per_frame=per_frame), *how
@@ -131,14 +123,14 @@ def _rms_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
 _GROUP_NORM_SILU_PAD = operation(
     "group_norm_silu_pad(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool per_frame, int[] pad, "
     "bool silu, str layout) -> Tensor",
-    _fake_group,
+    lambda x, *rest: empty_padded(x, rest[5], rest[7]),
     group_norm_silu_pad_reference,
     _group_terms,
 )
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
     "str layout) -> Tensor",
-    _fake_rms,
+    lambda x, *rest: empty_padded(x, rest[4], rest[6]),
     rms_silu_pad_reference,
     _rms_terms,
 )

@@ -66,10 +66,6 @@ def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
     return torch.cat([first, rest], dim=1)
 
 
-def _fake(x: Tensor, *rest: object) -> Tensor:
-    return x.new_empty(x.shape, dtype=rest[-1] or x.dtype)  # type: ignore[call-overload]
-
-
 def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
     """Both as the schemas list them: weight, bias, scale, shift, split, whether it is a layer norm, eps."""
     return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind == LAYER, norm.eps
@@ -88,14 +84,10 @@ def terms_of(
     return Norm(LAYER if layer else RMS, eps, weight, bias), Modulation(scale, shift, split)
 
 
-def _terms(x: Tensor, *rest: Any) -> tuple[Tensor, Norm, Modulation, torch.dtype | None]:
-    return x, *terms_of(*rest[:-1]), rest[-1]
-
-
 _NORMALIZED = operation(
     "normalized(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, "
     "float eps, ScalarType? out_dtype) -> Tensor",
-    _fake,
+    lambda x, *rest: x.new_empty(x.shape, dtype=rest[-1] or x.dtype),
     normalized_reference,
-    _terms,
+    lambda x, *rest: (x, *terms_of(*rest[:-1]), rest[-1]),
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -74,33 +72,17 @@ def residual_norm_reference(
     return residual, normalized_reference(residual, norm, modulation, out_dtype)
 
 
-def _fake_gated(x: Tensor, *_rest: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _gate_terms(x: Tensor, branch: Tensor, *gate: Any) -> tuple[Tensor, Tensor, Gate]:
-    return x, branch, Gate(*gate)
-
-
-def _fake_both(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape, dtype=rest[-1] or x.dtype)  # type: ignore[call-overload]
-
-
-def _both_terms(x: Tensor, branch: Tensor, *rest: Any) -> tuple[Any, ...]:
-    return x, branch, Gate(*rest[:4]), *terms_of(*rest[4:-1]), rest[-1]
-
-
 _GATED_RESIDUAL = operation(
     "gated_residual(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt split) -> Tensor",
-    _fake_gated,
+    lambda x, *_: x.new_empty(x.shape),
     gated_residual_reference,
-    _gate_terms,
+    lambda x, branch, *gate: (x, branch, Gate(*gate)),
 )
 _RESIDUAL_NORM = operation(
     "residual_norm(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt gate_split, "
     "Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, float eps, "
     "ScalarType? out_dtype) -> (Tensor, Tensor)",
-    _fake_both,
+    lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=rest[-1] or x.dtype)),
     residual_norm_reference,
-    _both_terms,
+    lambda x, branch, *rest: (x, branch, Gate(*rest[:4]), *terms_of(*rest[4:-1]), rest[-1]),
 )

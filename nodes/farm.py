@@ -9,9 +9,10 @@ from ..host.api import io
 from ..host.painting import PaintProgress
 from ..host.progress import NodeProgress
 from ..pipelines.base import FramePackSettings
+from ..pipelines.job_format import load_inputs
 from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
-from ..pipelines.jobs import load_inputs
 from .inputs import CATEGORY, schema, size_inputs
+from .tools import Uncached
 
 FARM = f"{CATEGORY}/farm"
 Jobs = io.Custom("ANYGPU_JOBS")
@@ -151,7 +152,7 @@ class QueueJobs(io.ComfyNode):
         return io.NodeOutput(jobs, len(jobs.keys))
 
 
-class Collect(io.ComfyNode):
+class Collect(Uncached):
     """Bring back what jobs made."""
 
     @classmethod
@@ -178,11 +179,6 @@ class Collect(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> Any:
-        """Never the same: results come from elsewhere."""
-        return float("nan")
-
-    @classmethod
     def execute(cls, folder: str, name: str, wait: bool, jobs: Any = None) -> io.NodeOutput:
         """Videos, their first frames, and the report."""
         progress = NodeProgress(cls.hidden.unique_id)
@@ -190,7 +186,7 @@ class Collect(io.ComfyNode):
         return results(jobs, farm.collect(jobs, wait, progress), progress)
 
 
-class Farm(io.ComfyNode):
+class Farm(Uncached):
     """Have a Ray cluster render jobs."""
 
     @classmethod
@@ -213,11 +209,6 @@ class Farm(io.ComfyNode):
             ],
             outputs=result_outputs(),
         )
-
-    @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> Any:
-        """Never the same: results come from elsewhere."""
-        return float("nan")
 
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:

@@ -289,9 +289,8 @@ class RenderTurntable(io.ComfyNode):
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",
             category=CATEGORY,
-            description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP "
-                        "or "
-            "Create Video.",
+            description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP or "
+                        "Create Video.",
             search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="With or without a texture."),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 from ..host import preview, saved
 from ..host.api import io
@@ -13,11 +12,13 @@ from ..pipelines.latents import convert as latent_format
 from ..pipelines.receipts import decoded_receipt
 from ..pipelines.replays import replay
 from .inputs import schema
-from .latents import FILES
+from .latents import FILES, Listed
 
 
-class Replay(io.ComfyNode):
+class Replay(Listed):
     """Make the video of a file again."""
+
+    kind = saved.SIGNED
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -31,7 +32,7 @@ class Replay(io.ComfyNode):
             search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
             inputs=[
                 io.Combo.Input(
-                    "file", options=saved.signed_choices(),
+                    "file", options=saved.choices(saved.SIGNED),
                     tooltip="A video or latents that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
                 ),
             ],
@@ -43,19 +44,9 @@ class Replay(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, file: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
-        return True
-
-    @classmethod
-    def fingerprint_inputs(cls, file: str) -> Any:
-        """Changes when the file changes."""
-        return saved.signed_stamp(file)
-
-    @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
         """The latents, the video, and whether they are the same."""
-        progress, path = NodeProgress(cls.hidden.unique_id), saved.signed_file(file)
+        progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
         made = replay(path, machine_of(path.parent), progress)
         latents, frames = made.rendered.latents, made.rendered.frames
         rate = Fraction(latents.fps).limit_denominator(1001)

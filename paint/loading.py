@@ -36,7 +36,7 @@ from .networks.compile import Blocks, blocks_for, compile_step
 from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
-from .networks.weights import Weights, both_kinds, weights_in
+from .networks.weights import Weights, weights_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) 
         if request.stands_in_for:
             why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
         remarks.append(Decision("model", f"paints simple bodies at {DEMO_SIZE}x{DEMO_SIZE}", why, AUTO))
-    if both_kinds(place):
+    if place.is_dir() and any(place.glob("*.bin")) and any(place.glob("*.safetensors")):
         why = "the folder has .bin and .safetensors, which may differ"
         remarks.append(Decision("weights", f"{stored.path.name} was read", why))
     if dropped:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..compat.device.execution import to_host
+from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError
 
 GREY, WHITE = 127 / 255, 1.0
@@ -156,10 +156,8 @@ def shown(decoded: Tensor) -> Tensor:
 
 def saved(pictures: Tensor, folder: Path, name: str) -> list[Path]:
     """The PNG files, ``name_00.png`` and on, that ``pictures`` (B, H, W, 3) in 0..1 were written to."""
-    from PIL import Image
-
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}_{index:02}.png" for index in range(len(pictures))]
     for path, picture in zip(paths, pictures, strict=True):
-        Image.fromarray((to_host(picture).clamp(0, 1) * 255).round().to(torch.uint8).numpy()).save(path)
+        picture_of(picture).save(path)
     return paths

@@ -5,17 +5,16 @@ The work of a stage is counted on tensors without data: of one picture for the V
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from ..compat.device.facts import free_bytes
-from ..compat.device.work import META, Work, counted_once, counting_on_meta, pace_of
+from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, pace_of, text_of
 from ..compat.memory.times import (
     StageTime,
     TimeForecast,
@@ -152,12 +151,12 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     views = 1 if delight else run.views * materials
     if stage in PARTS and stage != "reference":
         config = pipeline.configs[PARTS[stage]]
-        return counted_once((stage, _text(config)), partial(_encoder_work, pipeline, PARTS[stage]))
+        return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
         return _vae_work(pipeline, run.size, "encode").times(1 if delight else run.references + 2 * run.views)
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(views)
-    key = (pipeline.family, _text(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
+    key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
     return reference if stage == "reference" else step.times(run.steps)
 
@@ -170,16 +169,16 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
     def count() -> Work:
         with META:
             module = vae.autoencoder(config).to(dtype)
-        vae.set_vae_attention(module, _attend)
+        vae.set_vae_attention(module, functional.scaled_dot_product_attention)
         with counting_on_meta() as work:
             if direction == "encode":
-                posterior = module.encode(_empty(1, 3, size, size, dtype=dtype)).latent_dist
+                posterior = module.encode(empty(1, 3, size, size, dtype=dtype)).latent_dist
                 posterior.mean, posterior.std  # noqa: B018 - made when they are asked for
             else:
-                module.decode(_empty(1, LATENT_CHANNELS, side, side, dtype=dtype))
+                module.decode(empty(1, LATENT_CHANNELS, side, side, dtype=dtype))
         return work
 
-    return counted_once(("paint", direction, _text(config), size, str(dtype)), count)
+    return counted_once(("paint", direction, text_of(config), size, str(dtype)), count)
 
 
 def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
@@ -191,28 +190,28 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
     for network in made.values():
         for name, weight in network.named_parameters():
             weight.data = weight.data.to(stored_dtype(name, dtypes))
-        set_attention(network, _attend)
-    looked, step = Work(), _empty(1)
+        set_attention(network, functional.scaled_dot_product_attention)
+    looked, step = Work(), empty(1)
     if family == "delight":
-        text = _empty(run.rows, TOKENS, pipeline.shape.text_width)
-        given: tuple[Any, ...] = (_empty(run.rows, DELIGHT_CHANNELS, side, side), step, text)
+        text = empty(run.rows, TOKENS, pipeline.shape.text_width)
+        given: tuple[Any, ...] = (empty(run.rows, DELIGHT_CHANNELS, side, side), step, text)
     else:
         with counting_on_meta() as looked:
-            kept = made["reference"](_empty(1, run.references, LATENT_CHANNELS, side, side))
+            kept = made["reference"](empty(1, run.references, LATENT_CHANNELS, side, side))
         materials = MATERIALS if family == "paint_pbr" else 1
         shared = Run(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
-        sample, maps = (run.views, LATENT_CHANNELS, side, side), _empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
+        sample, maps = (run.views, LATENT_CHANNELS, side, side), empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
         if family == "paint_pbr":
             given = (
-                _empty(run.rows, materials, *sample),
+                empty(run.rows, materials, *sample),
                 step,
                 maps,
-                _empty(run.rows, STATES, STATE_WIDTH),
+                empty(run.rows, STATES, STATE_WIDTH),
                 shared,
             )
         else:
             cameras = torch.zeros(run.views, dtype=torch.long, device=META)
-            given = (_empty(run.rows, *sample), step, maps, cameras, shared)
+            given = (empty(run.rows, *sample), step, maps, cameras, shared)
     with counting_on_meta() as work:
         made["unet"](*given)
     return looked, work
@@ -223,21 +222,9 @@ def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
     with META:
         module: nn.Module = encoder_without_weights(part, pipeline.configs[part]).to(dtype)
     if part == "image_encoder":
-        given = _empty(1, 3, CROPPED, CROPPED, dtype=dtype)
+        given = empty(1, 3, CROPPED, CROPPED, dtype=dtype)
     else:
         given = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
     with counting_on_meta() as work:
         module(given)
     return work
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(query, key, value)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
-
-
-def _text(config: Any) -> str:
-    return json.dumps(config, sort_keys=True, default=str)

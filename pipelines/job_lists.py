@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from ..compat.errors import InputError
 from .base import FramePackSettings, PromptRequest, SampleSettings
 from .job_folder import HALF, MOST_JOBS, JobFolder
-from .jobs import Content, Job, Picture, Places, Value
+from .job_format import Content, Job, Picture, Value
+from .jobs import Places
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
 MOST_SEED = 2**64 - 1

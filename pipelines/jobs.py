@@ -17,17 +17,7 @@ from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
 from .job_folder import inside
-from .job_format import PLACES as PLACES
-from .job_format import Adapter as Adapter
-from .job_format import Caching as Caching
-from .job_format import Content as Content
-from .job_format import Job as Job
-from .job_format import Picture as Picture
-from .job_format import Value as Value
-from .job_format import job_in as job_in
-from .job_format import load_inputs as load_inputs
-from .job_format import read_job as read_job
-from .job_format import write_job as write_job
+from .job_format import Content, Job, Picture
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora

@@ -12,16 +12,15 @@ from typing import Any
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
 from ..compat.device.probe_results import probe_results_of
 from ..compat.device.probe_store import ProbeResult
-from ..compat.errors import InputError
 from ..compat.memory.statistics import kept_stages
 from ..compat.precision import precision_for
-from ..compat.records import FIX, json_in, parse, plain, shown
+from ..compat.records import parse, plain
 from ..compat.redaction import own_names, redact
 from .receipts import versions
 from .report import precisions
 
 VERSION, HEAD = 1, "anygpu_machine"
-MOST_BYTES, MOST_TEXT, MOST_ITEMS = 256 * 1024, 200, 400
+MOST_TEXT, MOST_ITEMS = 200, 400
 FILE = "anygpu-machine.json"
 FORM = "https://github.com/anygpu/anygpu/issues/new?template=hardware.yml"
 HINT = "never sent by AnyGPU: attach it to the issue form 'How it runs on my hardware' if you like"
@@ -118,34 +117,7 @@ def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path |
         precision=decided,
         runs=tuple(runs),
     )
-    return parse(Machine, _short(redact(plain(whole), tuple(names))), "the machine")
-
-
-def machine_in(text: str | bytes) -> Machine:
-    """The machine that a shared file describes.
-
-    Raises:
-        InputError: no such file, a newer version, an unknown field, a value of a wrong type, or more than one shares.
-    """
-    if len(text) > MOST_BYTES:
-        raise InputError(
-            f"a machine of {len(text)} bytes", expected=f"at most {MOST_BYTES}", fix="Write the file again."
-        )
-    record = json_in(text, "the machine")
-    if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(
-            f"{shown(record)} instead of a machine", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX
-        )
-    if record[HEAD] > VERSION:
-        raise InputError(
-            f"a machine of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
-        )
-    plainly = {name: value for name, value in record.items() if name != HEAD}
-    if _short(plainly) != plainly:
-        raise InputError(
-            "a machine with longer texts or lists than AnyGPU writes", expected="a file that was not edited", fix=FIX
-        )
-    return parse(Machine, plainly, "the machine")
+    return parse(Machine, short(redact(plain(whole), tuple(names))), "the machine")
 
 
 def _number(version: str) -> str:
@@ -154,10 +126,10 @@ def _number(version: str) -> str:
     return match[0] if match else ""
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
     """``value`` with texts and lists no longer than a file may have."""
     if isinstance(value, dict):
-        return {str(name)[:MOST_TEXT]: _short(item) for name, item in list(value.items())[:MOST_ITEMS]}
+        return {str(name)[:MOST_TEXT]: short(item) for name, item in list(value.items())[:MOST_ITEMS]}
     if isinstance(value, list):
-        return [_short(item) for item in value[:MOST_ITEMS]]
+        return [short(item) for item in value[:MOST_ITEMS]]
     return value[:MOST_TEXT] if isinstance(value, str) else value

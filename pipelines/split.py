@@ -86,17 +86,13 @@ def _twin(pipeline: Pipeline, size: int) -> Any:
         small, own = make(), pipeline.configs[TRANSFORMER]
         # Without what diffusers notes beside them: it would take the defaults for values that were given.
         config = {key: value for key, value in small.config.items() if key[0] != "_"}
-        config |= {key: own[key] for key in config if key in own and _switches(own[key])}
+        config |= {key: own[key] for key in config if isinstance(own.get(key, 0), (type(None), bool, str))}
         config["num_attention_heads"] = size + 1
         if "cross_attention_dim" in config:
             config["cross_attention_dim"] = (size + 1) * config["attention_head_dim"]
         twin = type(small).from_config(config)
     randomise(twin, 0)
     return twin.eval()
-
-
-def _switches(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, str))
 
 
 def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> Call:

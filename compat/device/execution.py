@@ -60,6 +60,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.device.type == HOST.type else carried(tensor, lambda bits: bits.to(HOST))
 
 
+def picture_of(values: torch.Tensor) -> Any:
+    """A picture of PIL's with ``values`` (H, W, 3) in 0..1, from any device."""
+    from PIL import Image
+
+    return Image.fromarray((to_host(values).clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+
+
 def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The result of ``copy``, which takes a tensor to another device as it is; it is given integers for 16-bit floats.
 

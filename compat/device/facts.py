@@ -142,7 +142,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "torch": torch.__version__,
         "system": value_or(lambda: platform.system(), ""),
         "kernel": value_or(lambda: platform.release(), ""),
-        "triton": _triton(),
+        "triton": next(filter(None, map(_version_of, TRITONS)), ""),
     }
     driver = stated.pop("driver", "") or (
         _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
@@ -473,10 +473,6 @@ def _nvml_driver() -> str:
         return "" if library.nvmlSystemGetDriverVersion(text, len(text)) else text.value.decode()
     finally:
         library.nvmlShutdown()
-
-
-def _triton() -> str:
-    return next(filter(None, map(_version_of, TRITONS)), "")
 
 
 def _version_of(package: str) -> str:

@@ -6,6 +6,7 @@ Counting runs the model's own code on tensors without data, so that a step of an
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import threading
@@ -37,6 +38,16 @@ CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a thir
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
 
 aten = torch.ops.aten
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of ``shape`` without data."""
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def text_of(config: Mapping[str, Any]) -> str:
+    """A configuration as part of a key of :func:`counted_once`."""
+    return json.dumps(config, sort_keys=True, default=str)
 
 
 class Work(Counter[tuple[str, int, int]]):

@@ -138,9 +138,7 @@ class Compilation:
         if not blocks:
             return None
         undo = Undo()
-        _steady_strengths(module, undo)
-        _steady_reach(module, undo)
-        _trace_padding(module, undo)
+        _open_graphs(module, undo)
         for block in blocks:
             self._compile(block, undo)
         self.blocks = len(blocks)
@@ -317,14 +315,6 @@ def _mark_tokens(value: Any, tokens: int) -> None:
             _mark_tokens(item, tokens)
 
 
-def _trace_padding(module: nn.Module, undo: Undo) -> None:
-    """Make the padding that the attention of ``module`` reads a length that a graph can leave open."""
-    for owner in module.modules():
-        padding = getattr(getattr(owner, "processor", None), "padding", None)
-        if padding is not None and not padding.traced:
-            undo.set(padding, "traced", True)
-
-
 class Strengths(dict[str, Any]):
     """Strengths of a layer's LoRAs as tensors, so that another strength is another value and not another graph.
 
@@ -341,23 +331,27 @@ class Strengths(dict[str, Any]):
         super().__setitem__(name, held)
 
 
-def _steady_reach(module: nn.Module, undo: Undo) -> None:
-    """The same for what safe fp16 knows of each leaf's weight, in which the blocks differ."""
-    for owner in module.modules():
-        known: Any = getattr(owner, SETTINGS, None)
-        if known is not None and isinstance(known.reach, float):
-            undo.set(known, "reach", torch.tensor(known.reach, dtype=torch.float64))
+def _open_graphs(module: nn.Module, undo: Undo) -> None:
+    """Make what differs between blocks or runs a value that one graph reads, where each would need another graph.
 
+    Strengths of LoRAs; what safe fp16 knows of each leaf's weight; and the padding that attention reads, a length that
+    a graph can leave open.
+    """
 
-def _steady_strengths(module: nn.Module, undo: Undo) -> None:
     def back(layer: Any, former: dict[str, Any]) -> None:
         former.clear()
         former.update({name: float(value) for name, value in layer.scaling.items()})
         layer.scaling = former
 
-    for owner in module.modules():
-        former = getattr(owner, "scaling", None)
-        if type(former) is dict and hasattr(owner, "lora_A"):
-            layer: Any = owner
+    layer: Any
+    for layer in module.modules():
+        former = getattr(layer, "scaling", None)
+        if type(former) is dict and hasattr(layer, "lora_A"):
             layer.scaling = Strengths(former)
             undo.append(partial(back, layer, former))
+        known = getattr(layer, SETTINGS, None)
+        if known is not None and isinstance(known.reach, float):
+            undo.set(known, "reach", torch.tensor(known.reach, dtype=torch.float64))
+        padding = getattr(getattr(layer, "processor", None), "padding", None)
+        if padding is not None and not padding.traced:
+            undo.set(padding, "traced", True)

@@ -55,7 +55,7 @@ class TokenSplit:
         undo, blocks = Undo(), list(transformer_blocks(transformer))
         try:
             for block in blocks:
-                attention = self_attention(block)
+                attention = getattr(block, "attn1", None) or getattr(block, "attn", None)  # of the video's tokens
                 processor: Any = getattr(attention, "processor", None)
                 require_splittable(block, attention, self.group.world.size)
                 undo.set(processor, "attend", SplitAttention(self, processor.attend))
@@ -186,11 +186,6 @@ class SplitAttention:
             return mask
         text = mask[..., self.split.length :]
         return functional.pad(text, (self.split.count, 0), value=True if mask.dtype is torch.bool else 0.0)
-
-
-def self_attention(block: Any) -> Any:
-    """The attention of a block in which the video's tokens see one another."""
-    return getattr(block, "attn1", None) or getattr(block, "attn", None)
 
 
 def require_splittable(block: nn.Module, attention: Any, size: int) -> None:

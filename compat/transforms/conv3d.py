@@ -90,7 +90,8 @@ def swap_conv3d(
     Raises:
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
     """
-    chooser = _chooser(choose)
+    choose = choose_by(choose) if isinstance(choose, Mapping) else choose
+    chooser = always(choose) if isinstance(choose, Conv3dForm) else choose
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
@@ -117,12 +118,6 @@ def swap_conv3d(
     if report is not None:
         report(str(done))
     return done
-
-
-def _chooser(choose: Conv3dForm | Mapping[str, Any] | Chooser) -> Chooser:
-    if isinstance(choose, Conv3dForm):
-        return always(choose)
-    return choose_by(choose) if isinstance(choose, Mapping) else choose
 
 
 def layer_of(name: str, leaf: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:

@@ -115,7 +115,8 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         if timed:
             known = form.value in timed
             best = Conv3dForm(fastest(timed, form.value, WORTH) if known else min(timed, key=timed.__getitem__))
-            why = f"timed here: {_in_words(timed)}"
+            fastest_first = sorted(timed.items(), key=lambda item: item[1])
+            why = f"timed here: {', '.join(f'{name} {ms:.2f} ms' for name, ms in fastest_first)}"
             return _guarded(facts) if best is Conv3dForm.NATIVE else Conv3dChoice(best, why, _bound(best, facts))
         if form is Conv3dForm.NATIVE:
             return _guarded(facts)
@@ -274,7 +275,3 @@ def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, to
     x = torch.randn(1, layer.in_channels, *size, generator=generator)
     weight = torch.randn(layer.out_channels, fan, *layer.kernel, generator=generator)
     return x, weight / weight[0].numel() ** 0.5, torch.randn(layer.out_channels, generator=generator)
-
-
-def _in_words(times: Mapping[str, float]) -> str:
-    return ", ".join(f"{form} {ms:.2f} ms" for form, ms in sorted(times.items(), key=lambda item: item[1]))

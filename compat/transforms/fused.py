@@ -171,7 +171,7 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
     fused, whole = FusedSites(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
-        if fusion is not None and _safe(block):
+        if fusion is not None and vars(block).get(OPS) is SAFE_OPS:  # safe fp16 has rewritten it
             whole = _attach_rotation(block, fusion, fused) and whole
             _attach_gelu(block, fused)
             continue
@@ -217,11 +217,6 @@ def _attach_gelu(block: Any, fused: FusedSites) -> None:
         if full_name(gated) == f"{UPSTREAM}activations.GELU" and gated.approximate == "tanh":
             fused.patch(gated, gelu_feed)
             fused.gelus += 1
-
-
-def _safe(block: Any) -> bool:
-    """Whether safe fp16 has rewritten ``block``."""
-    return vars(block).get(OPS) is SAFE_OPS
 
 
 def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool:

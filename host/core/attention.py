@@ -149,7 +149,8 @@ def with_override(
         make: the attention, from the one that another node has set or None.
     """
     given, named = list(args), dict(kwargs)
-    place = next((index for index, value in enumerate(given) if _is_options(value)), None)
+    # Core's options are the only dictionary with the wrappers in it.
+    place = next((index for index, value in enumerate(given) if isinstance(value, dict) and "wrappers" in value), None)
     known = given[place] if place is not None else named.get("transformer_options", {})
     changed = {**known, OVERRIDE: make(known.get(OVERRIDE))}
     if place is None:
@@ -157,11 +158,6 @@ def with_override(
     else:
         given[place] = changed
     return given, named
-
-
-def _is_options(value: Any) -> bool:
-    """Whether an argument is core's options: the only dictionary with the wrappers in it."""
-    return isinstance(value, dict) and "wrappers" in value
 
 
 @dataclass(frozen=True, slots=True)

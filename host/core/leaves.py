@@ -48,11 +48,6 @@ def is_native(leaf: Any) -> bool:
     )
 
 
-def has_packed(network: nn.Module) -> bool:
-    """Whether any layer of ``network`` holds weights in a packed format of core's."""
-    return any(getattr(module, "layout_type", None) is not None for module in network.modules())
-
-
 def unfit_for_safe(network: nn.Module) -> str:
     """Why ``auto`` does not put ``network`` in safe fp16; empty where it does: most of its weights are in Linears."""
     linear = other = 0

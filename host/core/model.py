@@ -30,7 +30,7 @@ from ..recovery import WRAPPER, keep_what_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .leaves import ByNetwork, SafeLeaves, has_packed, left_alone, reached_by_safe, unfit_for_safe
+from .leaves import ByNetwork, SafeLeaves, left_alone, reached_by_safe, unfit_for_safe
 from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
@@ -106,7 +106,9 @@ class FittedNetwork:
         model, safe = executor.class_obj, self.fit.safe and not seen.casts
         with ExitStack() as stack:
             if safe:
-                stack.enter_context(self._measured(seen.leaves, network, model, args[0]).patches_on(counts))
+                hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
+                seen.leaves.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
+                stack.enter_context(seen.leaves.patches_on(counts))
             elif seen.casts:
                 undo = Undo()
                 stack.callback(undo.restore)
@@ -117,11 +119,6 @@ class FittedNetwork:
             override = functools.partial(AttentionOverride, self.fit.attention, safe, counts=counts)
             given, named = with_override(override, args, kwargs)
             return executor(*given, **named)
-
-    def _measured(self, leaves: SafeLeaves, network: nn.Module, model: Any, x: torch.Tensor) -> SafeLeaves:
-        hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
-        leaves.measure(network, x, None if hooked else model.current_weight_patches_uuid)
-        return leaves
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -279,7 +276,7 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
     """
     if dtype is None:
         return
-    if has_packed(network):
+    if any(getattr(module, "layout_type", None) is not None for module in network.modules()):
         fitted.add_object_patch(CAST, dtype)
     else:
         fitted.set_model_compute_dtype(dtype)

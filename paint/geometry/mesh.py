@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compat.checkpoints.headers import reading_budget
-from ...compat.device.execution import to_host
+from ...compat.device.execution import picture_of, to_host
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError, PackError
 from ...compat.packages import imported
@@ -32,14 +32,8 @@ UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
 TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
-TEXTURES = (
-    "image",
-    "baseColorTexture",
-    "metallicRoughnessTexture",
-    "emissiveTexture",
-    "normalTexture",
-    "occlusionTexture",
-)
+MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
+TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 CALLS = 4096  # of trimesh between two checks: a millisecond
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
@@ -414,11 +408,11 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     trimesh = imported("trimesh")
     if mesh.uvs is None:
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
-    material: dict[str, Any] = {"baseColorTexture": _picture(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
+    material: dict[str, Any] = {"baseColorTexture": picture_of(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
         metallic, roughness = metallic_roughness[..., 0], metallic_roughness[..., 1]
         packed = torch.stack((torch.zeros_like(metallic), roughness, metallic), dim=-1)
-        material |= {"metallicRoughnessTexture": _picture(packed), "metallicFactor": 1.0}
+        material |= {"metallicRoughnessTexture": picture_of(packed), "metallicFactor": 1.0}
     uvs = to_host(torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1)).numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
     normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())
@@ -463,9 +457,3 @@ def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
     normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
     sums = torch.zeros_like(vertices).index_add_(0, same[faces].reshape(-1), normals.repeat_interleave(3, 0))
     return torch.nn.functional.normalize(sums, dim=1, eps=1e-30)[same]
-
-
-def _picture(values: Tensor) -> Any:
-    from PIL import Image
-
-    return Image.fromarray((to_host(values).clamp(0, 1) * 255).round().to(torch.uint8).numpy())

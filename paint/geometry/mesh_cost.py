@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,11 @@ def _ply_rows(path: Path, check: Check) -> int:
                 raise _impossible(path, f"{int(words[2])} elements", "0 or more")
         if b"ascii" not in b" ".join(header[1]).lower():
             return 0
-        return sum(sum(map(chunk.count, ROW_ENDS)) for chunk in _chunks(file, check))
+        rows = 0
+        for chunk in iter(lambda: file.read(CHUNK), b""):
+            rows += sum(map(chunk.count, ROW_ENDS))
+            check()
+        return rows
 
 
 def _few_groups(path: Path, suffix: str, check: Check) -> None:
@@ -206,9 +210,3 @@ def _few_groups(path: Path, suffix: str, check: Check) -> None:
                 solids += text.lower().count(b"endsolid")
             _limited(path, max(len(found), solids), MOST_GROUPS, "materials" if suffix == ".obj" else "solids")
             check()
-
-
-def _chunks(file: Any, check: Check) -> Iterable[bytes]:
-    for chunk in iter(lambda: file.read(CHUNK), b""):
-        yield chunk
-        check()

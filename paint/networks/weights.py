@@ -89,11 +89,6 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     return _safetensors(weight_files(place, part))
 
 
-def both_kinds(place: Path) -> bool:
-    """Whether a folder holds a .bin and a .safetensors."""
-    return place.is_dir() and any(place.glob("*.bin")) and any(place.glob("*.safetensors"))
-
-
 def _safetensors(files: list[Path]) -> Weights:
     entries = declared(files)
     if not entries:

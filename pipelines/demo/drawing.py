@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...compat.device.execution import picture_of
 from .. import stages
 from ..base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from ..vae.plan import Form
@@ -75,9 +76,7 @@ def save_sheet(clips: Sequence[torch.Tensor], captions: Sequence[str], path: Pat
         top = row * (height * ZOOM + label + 4)
         pen.text((2, top), caption, fill="black")
         for column, frame in enumerate(clip[places]):
-            picture = Image.fromarray((frame.clamp(0, 1) * 255).round().to(torch.uint8).numpy())
-            sheet.paste(
-                picture.resize((width * ZOOM, height * ZOOM), 0), (column * (width * ZOOM + 2), top + label + 2)
-            )
+            picture = picture_of(frame).resize((width * ZOOM, height * ZOOM), 0)
+            sheet.paste(picture, (column * (width * ZOOM + 2), top + label + 2))
     sheet.save(path)
     return path

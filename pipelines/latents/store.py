@@ -64,7 +64,7 @@ def save_latent(
     """Write a LATENT, from any device; returns ``path``.
 
     Args:
-        say: called with how many values were clamped.
+        notify: called with how many values were clamped.
         not_finite: ``refuse`` or ``clamp``.
 
     Raises:

@@ -39,12 +39,8 @@ def refusal(other: OtherModel, path: Path) -> CheckpointError:
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
     """Whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
-    ends = {mark: next((name for name in entries if _is(name, mark)), "") for mark in row.marks}
+    ends = {mark: next((name for name in entries if f".{name}".endswith(f".{mark}")), "") for mark in row.marks}
     if not all(ends.values()):
         return False
     shape = entries[ends[row.marks[0]]].shape
     return not row.columns or (len(shape) > 1 and shape[1] == row.columns)
-
-
-def _is(name: str, mark: str) -> bool:
-    return name == mark or name.endswith(f".{mark}")

@@ -6,7 +6,6 @@ a size is kept, so that asking again costs nothing.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from ...compat.device.probe_store import OK
-from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta
+from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta, empty, text_of
 from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
@@ -82,7 +81,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     precision = pipeline.precision
     dtype = precision.compute or precision.transformer
     wide = precision.safe and pipeline.probes is not None and pipeline.probes[FP32_OUTPUT].status == OK
-    key = (TRANSFORMER, pipeline.family, pipeline.variant, _text(config), call.latents.shape, call.embeds.shape)
+    key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
         module = _built(pipeline, TRANSFORMER, shown, dtype)
@@ -106,7 +105,7 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
     """The work of a decode in the form of ``attempt``; whole without one."""
     config, attempt = pipeline.configs[VAE], attempt or Attempt(pipeline.precision.vae)
     form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
-    key = (VAE, pipeline.family, _text(config), str(attempt.dtype), form)
+    key = (VAE, pipeline.family, text_of(config), str(attempt.dtype), form)
     total = Work()
     modules: list[Any] = []
 
@@ -121,10 +120,10 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
         return modules[0]
 
     def latents(cells: Cells) -> torch.Tensor:
-        return _empty(1, int(config.get("latent_channels", 16)), *cells, dtype=attempt.dtype)
+        return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=attempt.dtype)
 
     def decoded(cells: Cells) -> Work:
-        time = _empty(1, dtype=attempt.dtype) if config.get("timestep_conditioning") else None
+        time = empty(1, dtype=attempt.dtype) if config.get("timestep_conditioning") else None
         with counting_on_meta() as work:
             decoder_call(vae(), latents(cells), time)
         return work
@@ -148,16 +147,14 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
         if form:
             fuse_vae(vae, form)
         with counting_on_meta() as work:
-            vae.encode(_empty(1, 3, 1, size.height, size.width, dtype=dtype))
+            vae.encode(empty(1, 3, 1, size.height, size.width, dtype=dtype))
         return work
 
-    total = Work(
-        counted_once((VAE, "encode", pipeline.family, _text(config), size.height, size.width, str(dtype), form), by_vae)
-    )
+    key = (VAE, "encode", pipeline.family, text_of(config), size.height, size.width, str(dtype), form)
+    total = Work(counted_once(key, by_vae))
     if IMAGE_ENCODER in pipeline.configs:
-        total.update(
-            counted_once((IMAGE_ENCODER, _text(pipeline.configs[IMAGE_ENCODER])), partial(_vision_work, pipeline))
-        )
+        seen = (IMAGE_ENCODER, text_of(pipeline.configs[IMAGE_ENCODER]))
+        total.update(counted_once(seen, partial(_vision_work, pipeline)))
     return total
 
 
@@ -169,7 +166,7 @@ def _vision_work(pipeline: Pipeline) -> Work:
     config = made.config_class.from_dict(dict(pipeline.configs[IMAGE_ENCODER]))
     with META:
         encoder = made(config).to(pipeline.precision.text).eval()
-    picture = _empty(1, 3, config.image_size, config.image_size, dtype=pipeline.precision.text)
+    picture = empty(1, 3, config.image_size, config.image_size, dtype=pipeline.precision.text)
     with counting_on_meta() as work:
         encoder(pixel_values=picture)
     return work
@@ -253,24 +250,24 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         int(config.get("in_channels", 16)),
         size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
     )
-    embeds = _empty(rows, text, int(config.get(spec.text_width) or config.get("caption_channels") or 1), dtype=dtype)
+    embeds = empty(rows, text, int(config.get(spec.text_width) or config.get("caption_channels") or 1), dtype=dtype)
 
     def wide(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 1)
 
     vision = None
     if spec.sections or pipeline.task == "image":
-        vision = _empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
+        vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
-        latents=_empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),
-        time=_empty(rows),
+        latents=empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),
+        time=empty(rows),
         embeds=embeds,
-        mask=_empty(rows, text),
-        pooled=_empty(rows, wide("pooled_projection_dim"), dtype=dtype),
-        guidance=_empty(rows),
+        mask=empty(rows, text),
+        pooled=empty(rows, wide("pooled_projection_dim"), dtype=dtype),
+        guidance=empty(rows),
         vision=vision,
-        picture=_empty(rows, channels, 1, *plane, dtype=dtype),
-        next_time=_empty(rows),
+        picture=empty(rows, channels, 1, *plane, dtype=dtype),
+        next_time=empty(rows),
     )
 
 
@@ -320,11 +317,3 @@ def _watch(block: nn.Module, key: str, work: Work, done: dict[str, Work]) -> lis
         done[key] = Work(work - before.pop())
 
     return [block.register_forward_pre_hook(start), block.register_forward_hook(end)]
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
-
-
-def _text(config: Mapping[str, Any]) -> str:
-    return json.dumps(config, sort_keys=True, default=str)

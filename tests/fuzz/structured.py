@@ -35,7 +35,7 @@ from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import jobs, receipts, stages, tiny
+from anygpu.pipelines import job_format, jobs, receipts, stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.latents import musubi, recovery, store
@@ -44,7 +44,6 @@ from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
-from anygpu.pipelines.machines import machine_in
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
@@ -110,8 +109,8 @@ class Readers:
             record = mutated(record, rng)
         content = json.dumps(record).encode()
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        job, places = jobs.read_job(path), jobs.Places((self.folder,), (self.folder,), {})
-        assert jobs.read_job(jobs.write_job(path, job)) == job and len(job.key) == 64
+        job, places = job_format.read_job(path), jobs.Places((self.folder,), (self.folder,), {})
+        assert job_format.read_job(job_format.write_job(path, job)) == job and len(job.key) == 64
         places.known[job.model] = self.ltx
         jobs.request_of(job, jobs.Machine(places, self.folder, "cpu"))
 
@@ -182,8 +181,8 @@ class Readers:
         content = json.dumps(record).encode()
         path = self.folder / "machine.json"
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        machine = machine_in(path.read_bytes())
-        assert machine_in(machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
+        machine = PAGE["machine_in"](path.read_bytes())
+        assert PAGE["machine_in"](machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
 
     def receipt(self, rng: Random) -> None:
         """The receipt of a video, and its job."""

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models
-from anygpu.pipelines.machines import machine_in, this_machine
+from anygpu.pipelines.machines import this_machine
 from anygpu.pipelines.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions
 from simulated import accelerator
@@ -205,8 +206,8 @@ class Job:
     def _report(self, device: Any) -> None:
         assert "Device" in str(hardware_report(device, self.home / "state"))
         versions.cache_clear()
-        told = machine_in(this_machine(device, self.home / "state").text())
-        assert told.device and told.versions["anygpu"], told
+        told = json.loads(this_machine(device, self.home / "state").text())
+        assert told["device"] and told["versions"]["anygpu"], told
 
     def _panel(self, device: Any) -> None:
         status, told, _ = self.pack.ask("GET", "/anygpu/machine")

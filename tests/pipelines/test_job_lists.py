@@ -9,8 +9,9 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.compat.records import json_in
 from anygpu.pipelines.job_folder import JobFolder, lines_of
+from anygpu.pipelines.job_format import job_in
 from anygpu.pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
-from anygpu.pipelines.jobs import Places, job_in
+from anygpu.pipelines.jobs import Places
 from PIL import Image
 
 

@@ -13,9 +13,10 @@ from anygpu import cli
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import jobs, tiny
+from anygpu.pipelines import job_format, jobs, tiny
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.jobs import Adapter, Caching, Content, Job, Machine, Picture, Places, job_in, read_job, write_job
+from anygpu.pipelines.job_format import Adapter, Caching, Content, Job, Picture, job_in, read_job, write_job
+from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.requests import LOAD_INPUTS
@@ -57,7 +58,7 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
 def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
     elsewhere = replace(FULL, model=Content("other/name", "ab" * 16), family="", load={**FULL.load, "offload": "none"})
     assert elsewhere.key == FULL.key
-    assert set(jobs.PLACES) <= LOAD_INPUTS.keys()
+    assert set(job_format.PLACES) <= LOAD_INPUTS.keys()
     others = [replace(FULL, settings=replace(FULL.settings, seed=3)), replace(FULL, model=Content("video/LTX", "ff"))]
     others += [replace(FULL, load={**FULL.load, "precision": "fp32"}), replace(FULL, pictures=FULL.pictures[::-1])]
     assert len({job.key for job in (FULL, *others)}) == 5

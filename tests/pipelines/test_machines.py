@@ -17,7 +17,7 @@ from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.statistics import StageCost
 from anygpu.pipelines import machines
-from anygpu.pipelines.machines import machine_in, machine_of
+from anygpu.pipelines.machines import machine_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = runpy.run_path(str(ROOT / "benchmarks" / "machines_page.py"))
@@ -64,7 +64,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
         "pass@",
     ]
     assert not [secret for secret in (*SECRETS, *bare) if secret.lower() in text.lower()]
-    assert machine_in(text).text() == text
+    assert PAGE["machine_in"](text).text() == text
 
 
 def test_plain_facts_stay(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_plain_facts_stay(tmp_path: Path) -> None:
 def test_a_file_that_was_edited_is_refused_in_one_line(change: dict[str, object], said: str) -> None:
     record = json.loads(machine_of(FACTS, {}, None, NAMES).text())
     with pytest.raises(InputError) as caught:
-        machine_in(json.dumps({**record, **change}))
+        PAGE["machine_in"](json.dumps({**record, **change}))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -116,4 +116,4 @@ def test_the_command_shows_the_file_before_it_writes_it(
         assert cli.main(["report", "--share", str(tmp_path / "a.json"), "--state", str(tmp_path)]) == 0
         assert machine.text() in capsys.readouterr().out
         assert (tmp_path / "a.json").exists() == (answer == "y")
-    assert machine_in((tmp_path / "a.json").read_bytes()) == machine
+    assert PAGE["machine_in"]((tmp_path / "a.json").read_bytes()) == machine

@@ -14,7 +14,8 @@ from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, P
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
-from anygpu.pipelines.jobs import Content, Job, Machine, Picture, Places
+from anygpu.pipelines.job_format import Content, Job, Picture
+from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
 from PIL import Image

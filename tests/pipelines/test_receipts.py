@@ -13,7 +13,7 @@ import torch
 from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import jobs, receipts, replays, stages, tiny
+from anygpu.pipelines import job_format, receipts, replays, stages, tiny
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import convert, recovery, store
@@ -195,4 +195,4 @@ def test_the_command_makes_a_file_again(tiny_folder: Path, tmp_path: Path, capsy
     capsys.readouterr()
     assert cli.main(["replay", str(video), *here]) == 1, "the demo model has the same name"
     assert "differs: 'ltx' has other content here than where it was made" in capsys.readouterr().out
-    assert jobs.job_in(read_receipt(video)["job"]).model.name == "ltx"
+    assert job_format.job_in(read_receipt(video)["job"]).model.name == "ltx"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
+from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     Call,
@@ -241,7 +241,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
             fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
         )
     # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
-    picture = Image.fromarray((request.image[0] * 255).round().clamp(0, 255).to(torch.uint8).numpy())
+    picture = picture_of(request.image[0])
     kind = image_condition(pipeline.configs["transformer"])
     black = Image.new("RGB", picture.size)
     return LlavaInput(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))

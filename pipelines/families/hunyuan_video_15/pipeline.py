@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, placed, to_host
+from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     Call,
@@ -153,10 +153,11 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     """The velocity, noise minus data, for a sampler of core's."""
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
-    glyph_embeds = (
-        call.glyph_embeds if call.glyph_embeds is not None else like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
-    )
-    vision = call.vision if call.vision is not None else like.new_zeros(rows, 0, int(config["image_embed_dim"]))
+    glyph_embeds, vision = call.glyph_embeds, call.vision
+    if glyph_embeds is None:
+        glyph_embeds = like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+    if vision is None:
+        vision = like.new_zeros(rows, 0, int(config["image_embed_dim"]))
     next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
     output: torch.Tensor = transformer(
         hidden_states=like,
@@ -165,7 +166,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         encoder_hidden_states_2=glyph_embeds,
-        encoder_attention_mask_2=torch.ones(glyph_embeds.shape[:2], dtype=torch.bool, device=glyph_embeds.device),
+        encoder_attention_mask_2=_all_valid(glyph_embeds),
         image_embeds=vision,
         return_dict=False,
     )[0]
@@ -251,7 +252,6 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
 def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
     """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline
-    from PIL import Image
 
     if "image_encoder" not in pipeline.configs:
         raise InputError(
@@ -259,7 +259,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
-    picture = Image.fromarray((frames[0] * 255.0).round().to(torch.uint8).numpy())
+    picture = picture_of(frames[0])
     device = pipeline.offloader.device_of("image_encoder")
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,

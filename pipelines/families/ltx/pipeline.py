@@ -66,29 +66,13 @@ from .conditions import (
     VideoInput,
     anchors_of,
     conditioned_start,
-    encode_image,
     encoded_moments,
     is_first_frame,
     noise_mask,
     plain_start,
 )
+from .conditions import encode_image as encode_image
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
-
-__all__ = [
-    "call_transformer",
-    "decode",
-    "defaults_for",
-    "encode_image",
-    "encode_prompt",
-    "encode_video",
-    "guess_variant",
-    "prompt_from_core",
-    "recipe_for",
-    "sample",
-    "settings_in",
-    "upscale",
-    "vae_settings_in",
-]
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
