@@ -348,8 +348,7 @@ def _conditions(
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
     if pipeline.family == "paint_pbr":
-        times = expected(pipeline, "image", run)
-        dino = _dino(pipeline, inputs, references[0], progress, times).to(device)
+        dino = _dino(pipeline, inputs, references[0], progress, run).to(device)
         pairs = zip(pipeline.shape.widths, pipeline.shape.heads, strict=True)
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
@@ -365,9 +364,7 @@ def _conditions(
     )
 
 
-def _dino(
-    pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, times: Mapping[str, float]
-) -> Tensor:
+def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, run: PaintRun) -> Tensor:
     if inputs.dino is not None:
         states = to_host(inputs.dino).float()
         if states.ndim != 3 or states.shape[-1] != 1536:
@@ -383,7 +380,7 @@ def _dino(
             expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
             fix="Choose facebook/dinov2-giant on the load node, connect CLIP Vision Encode, or add --image-encoder.",
         )
-    return dino_states(pipeline, reference, progress, times)
+    return dino_states(pipeline, reference, progress, expected(pipeline, "image", run))
 
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:

@@ -6,7 +6,7 @@ import { URL_OF_SERVER, openPage } from "./comfy.mjs";
 const only = process.argv.slice(2).filter((word) => !word.startsWith("--")); // of these; all where none is named
 const WORDS = {
   templates: ["wan 2.2", "hunyuan", "ltx", "image to video", "framepack", "anygpu", ""], // core's index has no word of ours alone
-  nodes: ["sampler", "load", "video", "vae decode", "anygpu"],
+  nodes: ["sampler", "load", "upscale", "vae decode", "anygpu"],
   models: ["wan", "vae"],
 };
 const OURS = { templates: /^anygpu_/, nodes: /^AnyGPU |^Any model to video$/, models: /^$/ };
