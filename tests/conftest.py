@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,11 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """End a worker's forks with it: they hold its pipes, and after a crash a run would wait for the last of them."""
-    if hasattr(config, "workerinput") and sys.platform == "linux":
-        import ctypes
+    if not hasattr(config, "workerinput") or sys.platform != "linux":
+        return
+    import ctypes
 
-        at_parents_death = 1  # PR_SET_PDEATHSIG, linux/prctl.h
-        os.register_at_fork(after_in_child=partial(ctypes.CDLL(None).prctl, at_parents_death, signal.SIGKILL))
+    library, parents = ctypes.CDLL(None), [os.getpid()]
+
+    def end_with_parent() -> None:
+        library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
+        if os.getppid() != parents[0]:  # it has died already
+            os._exit(1)
+
+    os.register_at_fork(before=lambda: parents.__setitem__(0, os.getpid()), after_in_child=end_with_parent)
 
 
 @pytest.fixture(autouse=True)
