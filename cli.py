@@ -149,7 +149,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Try on this device what is known to fail on some; 1 if something fails that would be used."""
-    from .compat.device.check import exit_code
+    from .compat.check import exit_code
     from .pipelines.report import hardware_check
 
     results = []

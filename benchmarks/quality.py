@@ -26,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from anygpu.compat import precision
+from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .device.facts import first_line
+from .errors import first_line
 
 ASK_SECONDS = 10.0  # a head in the same network answers within milliseconds
 LOOK_SECONDS = 0.1  # between looks for a cancel

@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.device.facts import first_line, value_or
-from ..compat.errors import InputError, MissingPackageError, UnsupportedError
+from ..compat.device.facts import value_or
+from ..compat.errors import InputError, MissingPackageError, UnsupportedError, first_line
 from ..compat.ray_clusters import refusal
 
 NAMESPACE = "anygpu"

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..compat.device.facts import first_line, value_or
-from ..compat.errors import PackError, UnsupportedError
+from ..compat.device.facts import value_or
+from ..compat.errors import PackError, UnsupportedError, first_line
 from ..pipelines.job_folder import JobFolder, each_line
 from .cluster import autoscales, lacking
 from .handles import Tally, WorkerHandle, state_of

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.device.execution import to_host
-from ..compat.device.facts import default_device, first_line
+from ..compat.device.facts import default_device
 from ..compat.durable import replacing, require_writable
-from ..compat.errors import InputError, MissingPackageError, PackError
+from ..compat.errors import InputError, MissingPackageError, PackError, first_line
 from ..compat.ranks import RankLost
 from ..pipelines.base import Progress
 from ..pipelines.job_folder import JobFolder

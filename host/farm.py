@@ -13,9 +13,9 @@ import folder_paths
 import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..compat.device.facts import first_line, value_or
+from ..compat.device.facts import value_or
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError, first_line
 from ..compat.records import json_in, shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of

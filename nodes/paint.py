@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import precision
+from ..compat.device import precision
 from ..compat.device.execution import to_host
 from ..compat.memory import offloader
 from ..compat.transforms import attention

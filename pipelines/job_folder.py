@@ -23,9 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..compat.checkpoints.headers import plain_status
-from ..compat.device.facts import first_line
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError, PackError
+from ..compat.errors import CheckpointError, InputError, PackError, first_line
 from ..compat.records import shown
 from .job_format import MOST_BYTES
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
-from ..compat.device.probe_results import probe_results_of
+from ..compat.device.precision import precision_for
 from ..compat.device.probe_store import ProbeResult
 from ..compat.memory.statistics import kept_stages
-from ..compat.precision import precision_for
+from ..compat.probe_results import probe_results_of
 from ..compat.records import parse, plain
 from ..compat.redaction import own_names, redact
 from .receipts import versions

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from ..compat.check import FAILED, Check, check
 from ..compat.decision import Decision
-from ..compat.device.check import FAILED, Check, check
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, accelerators, facts_for, free_bytes, value_or
-from ..compat.device.probe_results import probe_results_of
+from ..compat.device.precision import DTYPES, PAINT, PLAIN, ModelPrecision
 from ..compat.device.probe_store import ProbeStore
-from ..compat.device.report import DEVICE, Report, dtypes_in_use, report_on
 from ..compat.device.work import pace_of
 from ..compat.memory.statistics import kept_stages
-from ..compat.precision import DTYPES, PAINT, PLAIN, ModelPrecision
+from ..compat.probe_results import probe_results_of
+from ..compat.report import DEVICE, Report, dtypes_in_use, report_on
 from .base import Pipeline, Progress
 from .registry import FAMILIES
 

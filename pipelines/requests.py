@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compat import precision
+from ..compat.device import precision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compat.device.facts import first_line
-from ..compat.errors import UnsupportedError
+from ..compat.errors import UnsupportedError, first_line
 from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.context_parallel import split_step

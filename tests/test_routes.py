@@ -21,10 +21,10 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.facts import facts_for, free_bytes
-from anygpu.compat.device.probe_results import probe_results_of
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
+from anygpu.compat.probe_results import probe_results_of
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines import tiny

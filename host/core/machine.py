@@ -13,11 +13,11 @@ from comfy.cli_args import args as options
 
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import DeviceFacts, facts_for
-from ...compat.device.probe_results import probe_results_of
+from ...compat.device.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for, transformer_verdict
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities, policy_for
-from ...compat.device.report import HEAD_WIDTH
-from ...compat.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for, transformer_verdict
+from ...compat.probe_results import probe_results_of
+from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
 from ..folders import state_folder

@@ -20,10 +20,10 @@ from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.device.facts import first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, failure_kind
+from ...compat.device.precision import FP32, NAMES, vae_verdict
 from ...compat.device.quirks import policy_for
-from ...compat.errors import InputError, UnsupportedError
+from ...compat.errors import InputError, UnsupportedError, first_line
 from ...compat.memory.parts import Undo
 from ...compat.output_check import (
     BROKEN,
@@ -33,7 +33,6 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
-from ...compat.precision import FP32, NAMES, vae_verdict
 from ...pipelines.vae.fallback import convolution_switches
 from .. import recovery
 from ..core_vae import CoreVAE

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
-from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.probe_results import probe_results_of
+from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
 from ...pipelines import changes, decisions
 from ...pipelines.demo import demo_models

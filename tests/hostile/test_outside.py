@@ -21,10 +21,10 @@ from anygpu.compat.device import facts
 from anygpu.compat.device.facts import facts_for, flags
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
-from anygpu.compat.device.report import report_on
 from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.report import report_on
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download

@@ -8,11 +8,11 @@ import pytest
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import precision_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.device.quirks import Verdict
-from anygpu.compat.device.report import probe_statuses, report_on
 from anygpu.compat.errors import PackError
-from anygpu.compat.precision import precision_for
+from anygpu.compat.report import probe_statuses, report_on
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.paint.loading import PaintRequest, load_paint

@@ -12,8 +12,8 @@ from anygpu.compat.checkpoints.identity import bytes_of, picture_content
 from anygpu.compat.checkpoints.latents import read_record, write_record
 from anygpu.compat.checkpoints.weights import write_tensors
 from anygpu.compat.device.execution import BITS, HALVES, placed, to_host
+from anygpu.compat.device.precision import SAFE
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import SAFE
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
 from anygpu.paint import texturing
 from anygpu.paint.loading import PaintRequest, load_paint

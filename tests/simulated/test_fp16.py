@@ -86,7 +86,7 @@ def overflowing(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("offload", ["none", "model"])
 def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on_host, recorded, monkeypatch, offload):
-    from anygpu.compat import precision
+    from anygpu.compat.device import precision
 
     row = precision.PRECISION["cuda-old"]
     monkeypatch.setitem(precision.PRECISION, "other", row)

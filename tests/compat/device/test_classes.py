@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.quirks import abilities, policy_for
-from anygpu.compat.device.report import report_on
 from anygpu.compat.device.work import pace_of
 from anygpu.compat.errors import PackError
 from anygpu.compat.memory.transfer import maps_files
+from anygpu.compat.report import report_on
 from anygpu.compat.transforms import attention, attention_kernels, fp16
 from anygpu.pipelines.decisions import limits
 from anygpu.pipelines.loading.folder import LoadRequest, load

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import DTYPES, PLAIN, precision_for
 from anygpu.compat.device.probe_store import OK, UNUSABLE, WRONG, ProbeResult
 from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
-from anygpu.compat.precision import DTYPES, PLAIN, precision_for
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import choose_by

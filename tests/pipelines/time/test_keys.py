@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.transforms.attention import Attention

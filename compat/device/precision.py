@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .decision import AUTO, CHOSEN, Decision
-from .device.facts import DeviceFacts
-from .device.probe_store import Probes
-from .device.quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
-from .errors import UnsupportedError
+from ..decision import AUTO, CHOSEN, Decision
+from ..errors import UnsupportedError
+from .facts import DeviceFacts
+from .probe_store import Probes
+from .quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -239,7 +239,7 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
         raise UnsupportedError(
             f"no precision policy for {facts.arch_class!r}",
             expected=f"one of {', '.join(sorted(PRECISION))}",
-            fix="Choose a precision yourself, or add a row to PRECISION in compat/precision.py.",
+            fix="Choose a precision yourself, or add a row to PRECISION in compat/device/precision.py.",
         )
     return model.rows.get((row.transformer, row.text, row.vae), row)
 
