@@ -20,8 +20,9 @@ from ..compat.device.precision import PAINT, Precision, copies_decision, precisi
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.host_weights import HostWeights
-from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
+from ..compat.memory.offloader import Offloader, OffloadOptions
 from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
+from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention, attention_for, avoided_by

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from anygpu.compat.memory.hooks import own_tensors
-from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load

@@ -14,7 +14,8 @@ from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.hooks import own_tensors, weights_on
-from anygpu.compat.memory.offloader import MODES, StandaloneOffloader
+from anygpu.compat.memory.offloader import MODES
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.transforms.conv3d import Conv3dForm, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
 from anygpu.compat.transforms.conv3d_forms import Geometry

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions
 from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.standalone import StandaloneOffloader
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOMS = ("compat", "pipelines", "paint", "host", "nodes")
@@ -45,7 +46,7 @@ def test_every_member_says_what_it_is():
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [("compat/memory/offloader.py", "StandaloneOffloader"), ("host/memory_manager.py", "ComfyOffloader")],
+    [("compat/memory/standalone.py", "StandaloneOffloader"), ("host/memory_manager.py", "ComfyOffloader")],
 )
 def test_both_offloaders_have_every_member(path: str, name: str) -> None:
     members = members_in_source(path, name)

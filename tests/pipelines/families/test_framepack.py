@@ -13,7 +13,7 @@ import pytest
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     FramePackSettings,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
-from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
     ImageCondition,
