@@ -109,11 +109,12 @@ def report(arguments: argparse.Namespace) -> int:
 def _share(arguments: argparse.Namespace) -> int:
     """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
     from .compat.durable import replacing, require_writable
-    from .pipelines.machines import HINT, this_machine
+    from .pipelines.records.machines import HINT, this_machine
+    from .pipelines.report import precisions
 
     path = Path(arguments.share)
     require_writable(path, JOB_BYTES, "--share")
-    text = this_machine(arguments.device, Path(arguments.state).expanduser()).text()
+    text = this_machine(arguments.device, Path(arguments.state).expanduser(), precisions()).text()
     print(text)
     if sys.stdin.isatty() and input(f"Write this to {path}? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was written")
@@ -165,7 +166,7 @@ def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
-    from .pipelines.receipts import tags_for
+    from .pipelines.records.receipts import tags_for
 
     if arguments.save_job is not None:
         return _save_job(arguments)
@@ -184,7 +185,7 @@ def render(arguments: argparse.Namespace) -> int:
 def _save_job(arguments: argparse.Namespace) -> int:
     """Write the job that the flags describe, in place of rendering it."""
     from .compat.durable import require_writable
-    from .pipelines.job_format import write_job
+    from .pipelines.records.job import write_job
 
     path = Path(arguments.save_job)
     require_writable(path, JOB_BYTES, "--save-job")
@@ -237,8 +238,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
     """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
-    from .pipelines import jobs, receipts, stages
+    from .pipelines import jobs, stages
     from .pipelines.latents import convert, recovery
+    from .pipelines.records import receipts
     from .pipelines.vae.plan import Form
 
     machine = _machine(arguments)
@@ -262,10 +264,10 @@ def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
     from .pipelines.base import DEMOS
-    from .pipelines.jobs import Machine, Places
+    from .pipelines.jobs import replay as again
     from .pipelines.movie import write_mp4
-    from .pipelines.receipts import decoded_receipt, tags_for
-    from .pipelines.replays import replay as again
+    from .pipelines.records.places import Machine, Places
+    from .pipelines.records.receipts import decoded_receipt, tags_for
 
     progress, path = Printed(), Path(arguments.file)
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
@@ -287,7 +289,7 @@ def _machine(arguments: argparse.Namespace) -> Any:
     """Where the job of ``arguments`` runs."""
     from .compat.device.facts import accelerators, default_device, rooms_on
     from .pipelines.base import DEMOS
-    from .pipelines.jobs import Machine, Places
+    from .pipelines.records.places import Machine, Places
 
     beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
     cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
@@ -307,11 +309,11 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         InputError: neither a file nor a model and a prompt, or a file and flags that it replaces.
     """
     from .compat.decision import AUTO
-    from .pipelines import job_format
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
     from .pipelines.loading.folder import family_of_folder
+    from .pipelines.records import job as job_format
     from .pipelines.vae.plan import Form
 
     if arguments.job is not None:

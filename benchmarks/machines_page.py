@@ -14,8 +14,8 @@ from pathlib import Path
 
 from anygpu.compat.errors import InputError
 from anygpu.compat.records import FIX, json_in, parse, shown
-from anygpu.pipelines.machines import HEAD as KEY
-from anygpu.pipelines.machines import VERSION, Machine, short
+from anygpu.pipelines.records.machines import HEAD as KEY
+from anygpu.pipelines.records.machines import VERSION, Machine, short
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"

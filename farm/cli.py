@@ -12,7 +12,7 @@ from typing import Any
 
 from ..compat.device.facts import default_device, device_count, value_or
 from ..compat.errors import InputError, PackError
-from ..pipelines.job_folder import JOBS, JobFolder
+from ..pipelines.records.job_folder import JOBS, JobFolder
 from . import cluster
 
 STATE = "~/.cache/anygpu"
@@ -88,8 +88,8 @@ def queue(arguments: argparse.Namespace) -> int:
     from ..paint.jobs import model_item, paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
-    from ..pipelines.job_format import load_inputs
-    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
+    from ..pipelines.records.job import load_inputs
+    from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
 
     folder = JobFolder(Path(arguments.folder))
     if arguments.meshes:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ..compat.device.facts import first_line, value_or
 from ..compat.errors import PackError, UnsupportedError
-from ..pipelines.job_folder import JobFolder, each_line
+from ..pipelines.records.job_folder import JobFolder, each_line
 from .cluster import autoscales, lacking
 from .handles import Tally, WorkerHandle, state_of
 from .schedule import Rest, Schedule, Task

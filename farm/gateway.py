@@ -27,7 +27,7 @@ class Gateway:
     """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
 
     def __init__(self, root: str) -> None:
-        from ..pipelines.job_folder import JobFolder
+        from ..pipelines.records.job_folder import JobFolder
 
         self.folder = JobFolder(Path(root))
 
@@ -39,7 +39,7 @@ class Gateway:
 
     def put_input(self, content: bytes, suffix: str) -> str:
         """Keep a picture or mesh for jobs; returns the name by which they find it."""
-        from ..pipelines.job_folder import INPUTS, MOST_INPUT_BYTES
+        from ..pipelines.records.job_folder import INPUTS, MOST_INPUT_BYTES
 
         if suffix not in INPUTS or len(content) > MOST_INPUT_BYTES:
             raise ValueError(f"an input of {len(content)} bytes that ends in {suffix!r}")
@@ -66,7 +66,7 @@ class Gateway:
         """Which of the jobs are done, which failed and why, and what each worker does at this moment."""
         import ray
 
-        from ..pipelines.job_folder import KEY
+        from ..pipelines.records.job_folder import KEY
 
         done = [key for key in keys if KEY.fullmatch(key) and self.folder.is_done(key)]
         failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
@@ -100,7 +100,7 @@ class Gateway:
 
     def result(self, key: str) -> tuple[str, bytes] | None:
         """Suffix and bytes of a finished file; None while there is none."""
-        from ..pipelines.job_folder import KEY
+        from ..pipelines.records.job_folder import KEY
 
         path = self.folder.result(key) if KEY.fullmatch(key) else None
         return None if path is None else (path.suffix, path.read_bytes())

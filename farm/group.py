@@ -25,7 +25,7 @@ from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
 from ..paint.jobs import PaintJob
 from ..pipelines.base import Progress
-from ..pipelines.job_folder import JobFolder
+from ..pipelines.records.job_folder import JobFolder
 from .render import Renderer, job_of
 from .worker import (
     BROKEN,

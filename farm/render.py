@@ -20,11 +20,12 @@ from ..paint.jobs import KIND as PAINT
 from ..paint.jobs import Item, PaintJob, paint_job_in
 from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
-from ..pipelines.job_folder import JobFolder
-from ..pipelines.job_format import MOST_BYTES, Content, Job, job_in
-from ..pipelines.jobs import Machine, Places, load_pipeline, run
+from ..pipelines.jobs import load_pipeline, run
 from ..pipelines.movie import read_frames, write_mp4
-from ..pipelines.receipts import decoded_receipt, tags_for
+from ..pipelines.records.job import MOST_BYTES, Content, Job, job_in
+from ..pipelines.records.job_folder import JobFolder
+from ..pipelines.records.places import Machine, Places
+from ..pipelines.records.receipts import decoded_receipt, tags_for
 from ..pipelines.split import on_group
 from .schedule import Task
 from .worker import MACHINE, MODEL, OUTPUT_BYTES, during

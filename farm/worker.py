@@ -21,7 +21,7 @@ from ..compat.durable import replacing, require_writable
 from ..compat.errors import InputError, MissingPackageError, PackError
 from ..compat.ranks import RankLost
 from ..pipelines.base import Progress
-from ..pipelines.job_folder import JobFolder
+from ..pipelines.records.job_folder import JobFolder
 from .cluster import token_mode
 from .schedule import Task
 

@@ -18,10 +18,10 @@ from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from ..compat.records import json_in, shown
 from ..paint.choices import MESH_FILES
-from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
-from ..pipelines.job_format import Job, job_in
-from ..pipelines.job_lists import PICTURES, JobList, write_list
 from ..pipelines.movie import read_frames
+from ..pipelines.records.job import Job, job_in
+from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
+from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from .api import InputImpl
 from .folders import AUTO, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress

@@ -17,7 +17,7 @@ from . import folders, memory_manager, model_files
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.loading import PaintRequest
-    from ..pipelines.jobs import Machine
+    from ..pipelines.records.places import Machine
 
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
@@ -99,7 +99,7 @@ def machine_of(folder: Path) -> Machine:
         folder: of the file that says what to render, beside which its pictures may lie.
     """
     from ..pipelines.demo import MODELS
-    from ..pipelines.jobs import Machine, Places
+    from ..pipelines.records.places import Machine, Places
 
     models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
     single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))

@@ -16,7 +16,7 @@ from comfy.cli_args import args
 from ..compat.errors import CheckpointError, InputError
 from ..pipelines.base import Latents
 from ..pipelines.latents.store import LATENT, Origin, kind_of
-from ..pipelines.receipts import TAG, with_receipt
+from ..pipelines.records.receipts import TAG, with_receipt
 from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")

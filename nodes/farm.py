@@ -9,8 +9,8 @@ from ..host.api import io
 from ..host.painting import PaintProgress
 from ..host.progress import NodeProgress
 from ..pipelines.base import FramePackSettings
-from ..pipelines.job_format import load_inputs
-from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from ..pipelines.records.job import load_inputs
+from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
 from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 

@@ -1,33 +1,31 @@
-"""Renders jobs: finds their models and pictures on this machine, and runs them through the stages."""
+"""Runs jobs through the stages, and makes the video of a receipt again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import content_of
-from ..compat.errors import CheckpointError, InputError
+from ..compat.errors import InputError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
-from .job_folder import inside
-from .job_format import Content, Job, Picture
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
+from .latents.store import load_latent
 from .loading import lora
-from .loading.folder import LoadRequest, find_models
+from .loading.folder import LoadRequest
 from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
-from .movie import Allowance, content_in, read_frames
 from .placement import load_placed
-from .receipts import with_receipt
+from .records.job import Job, Picture
+from .records.places import Machine
+from .records.receipts import LATENT_FILES, differences_from, job_of, latents_hash, read_receipt, with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint
@@ -36,143 +34,7 @@ from .vae.fallback import serve_decoding
 from .vae.plan import Form
 from .vae.shared import dismiss
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 VIDEO_FIT = "crop"
-MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
-MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
-
-
-@dataclass(slots=True)
-class Places:
-    """Where the contents that jobs name are on this machine.
-
-    Args:
-        models: folders in which models and LoRAs are searched.
-        files: folders with pictures and videos.
-        known: paths that were chosen, by content.
-        differences: what stands in for a content that is not here, by name; None to refuse that.
-        state: folder with the index of pictures; None for none.
-    """
-
-    models: tuple[Path, ...] = ()
-    files: tuple[Path, ...] = ()
-    known: dict[Content, Path] = field(default_factory=dict)
-    differences: list[str] | None = None
-    state: Path | None = None
-
-    def content(self, path: Path, name: str = "") -> Content:
-        """The content of a model or LoRA at ``path``, which is then known."""
-        content = Content(name or path.name, content_of(path))
-        self.known[content] = path
-        return content
-
-    def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known.
-
-        Raises:
-            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
-        """
-        from .picture_index import PictureIndex
-
-        index = PictureIndex(self.state)
-        found = index.content(path, lambda: None, Allowance())
-        index.save()
-        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
-        self.known[content] = path
-        return content
-
-    def model(self, content: Content) -> Path:
-        """The model folder, or the file, with this content.
-
-        Raises:
-            CheckpointError: it is not on this machine.
-        """
-        if content in self.known:
-            return self.known[content]
-        paths = inside(self.models, content.name)
-        if paths:
-            base = escape(PurePosixPath(content.name).name)
-            paths += [path for root in self.models for path in root.rglob(base)]
-        path = self._first(content, paths, content_of)
-        if path is None and content.content:
-            path = self._first(content, find_models(self.models), content_of)
-        return path or self._other(content, paths, self.models, "Copy it there")
-
-    def frames(self, content: Content, check: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content; ``check`` may raise to cancel.
-
-        Raises:
-            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
-        """
-        if content not in self.known:
-            self.known[content] = self._sought(content, check)
-        return read_frames(self.known[content], check=check)
-
-    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
-        """The picture with this content, found by its name or among all."""
-        from .picture_index import PictureIndex
-
-        paths = [path for path in inside(self.files, content.name) if path.is_file()]
-        index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
-
-        def hashed(path: Path) -> str:
-            check()
-            return index.content(path, check, allowance) if allowance.left > 0 else ""
-
-        try:
-            path = self._first(content, paths, hashed)
-            if path is None and content.content:
-                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
-        finally:
-            index.save()
-        fix = "Put the picture beside the job file"
-        if allowance.left <= 0:
-            fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
-        return path or self._other(content, paths, self.files, fix)
-
-    def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
-        for path in dict.fromkeys(paths):
-            if path.exists() and (not content.content or hashed(path) == content.content):
-                self.known[content] = path
-                return path
-        return None
-
-    def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """What has the name alone, where that is allowed."""
-        path = next((path for path in paths if path.exists()), None)
-        if path is not None and self.differences is not None:
-            self.differences.append(f"{content.name!r} has other content here than where it was made")
-            self.known[content] = path
-            return path
-        where = ", ".join(map(str, roots)) or "no folder"
-        seen = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
-        raise CheckpointError(seen, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where a job runs.
-
-    Args:
-        places: where its models and pictures are.
-        state: folder for probe results and kept latents.
-        device: None for the default device.
-        trace: file for a profile; None for none.
-        host: further arguments of ``load``: how a host around us frees memory and moves weights.
-        single: what else pipelines of single files may take: other files, tokenizers.
-        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share; None
-            for the one with the kept latents.
-        cards: as :class:`LoadRequest` has them.
-    """
-
-    places: Places
-    state: Path
-    device: Any = None
-    trace: Path | None = None
-    host: Mapping[str, Any] = field(default_factory=dict)
-    single: Files | None = None
-    unfinished: Path | None = None
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,10 +223,47 @@ def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
-    except OSError:
-        return []
-    return paths[:MOST_PICTURES]
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay made.
+
+    Args:
+        same: whether the latents are bit for bit those of the receipt; None where it does not say.
+        differences: between this machine and the one that made the file, which may be why.
+    """
+
+    rendered: Rendered
+    job: Job
+    same: bool | None
+    differences: tuple[str, ...]
+
+    def text(self) -> str:
+        """The outcome in lines."""
+        first = {True: "the same latents, bit for bit", False: "other latents", None: "nothing to compare with"}
+        why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
+        return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])
+
+
+def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
+    """Make the video of a file again; what is not here by content but by name is taken, and told.
+
+    Raises:
+        PackError: no receipt, one that says too little, a model or picture that is not here, or what a stage refuses.
+    """
+    record = read_receipt(path)
+    job = job_of(record)
+    machine.places.differences = differences = []
+    with torch.no_grad():
+        pipeline = load_pipeline(job, machine, progress)
+        differences += differences_from(record, pipeline)
+        for line in differences:
+            progress.notify(f"differs: {line}")
+        made = run(job, machine, progress, pipeline)
+    expected = record.get("latents")
+    same = latents_hash(made.latents) == expected if isinstance(expected, str) else None
+    if path.suffix in LATENT_FILES and same is False:
+        there = load_latent(path, progress.notify)["samples"]
+        if there.shape == made.latents.samples.shape:
+            largest = float((there - made.latents.samples).abs().max())
+            differences.append(f"latents by at most {largest:.3g} of {float(there.abs().max()):.3g}")
+    return Replayed(made, job, same, tuple(dict.fromkeys(differences)))

@@ -22,7 +22,7 @@ from anygpu.farm.schedule import Task
 from anygpu.farm.worker import MACHINE, MODEL, Cancelled, during
 from anygpu.paint.jobs import Item, PaintJob
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 from farm.paper import Died, Paper
 
 FIX = {"expected": "another", "fix": "Change it."}

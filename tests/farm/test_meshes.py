@@ -20,8 +20,8 @@ from anygpu.paint.jobs import Item, PaintJob, model_item, paint_job_in, paint_jo
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_lists import write_list
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import write_list
 from PIL import Image
 
 from paint import stored

@@ -12,7 +12,7 @@ from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
 from anygpu.paint.jobs import Item
 from anygpu.pipelines.demo import demo_models
-from anygpu.pipelines.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 from PIL import Image
 
 from host import paint_models

@@ -14,11 +14,11 @@ from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettin
 from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
-from anygpu.pipelines.job_format import Content, Job, Picture
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents.convert import start_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.records.job import Content, Job, Picture
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
 

@@ -13,12 +13,13 @@ from anygpu import cli
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import job_format, jobs, tiny
+from anygpu.pipelines import jobs, tiny
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.job_format import Adapter, Caching, Content, Job, Picture, job_in, read_job, write_job
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.records import job as job_format
+from anygpu.pipelines.records.job import Adapter, Caching, Content, Job, Picture, job_in, read_job, write_job
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.requests import LOAD_INPUTS
 from anygpu.pipelines.vae.plan import Form
 

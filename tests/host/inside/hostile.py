@@ -14,9 +14,9 @@ from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
 from anygpu.host import farm
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_format import Content, Job
-from anygpu.pipelines.job_lists import write_list
+from anygpu.pipelines.records.job import Content, Job
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import write_list
 from hostile.faults import LIES, misbehaving
 
 from host.inside.device import bytes_on_device, distance, loaded_for, rendered

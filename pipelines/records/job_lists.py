@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..compat.errors import InputError
-from .base import FramePackSettings, PromptRequest, SampleSettings
+from ...compat.errors import InputError
+from ..base import FramePackSettings, PromptRequest, SampleSettings
+from .job import Content, Job, Picture, Value
 from .job_folder import HALF, MOST_JOBS, JobFolder
-from .job_format import Content, Job, Picture, Value
-from .jobs import Places
+from .places import Places
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
 MOST_SEED = 2**64 - 1

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
-from ..compat.device.probe_results import probe_results_of
-from ..compat.device.probe_store import ProbeResult
-from ..compat.memory.statistics import kept_stages
-from ..compat.precision import precision_for
-from ..compat.records import parse, plain
-from ..compat.redaction import own_names, redact
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
+from ...compat.device.probe_results import probe_results_of
+from ...compat.device.probe_store import ProbeResult
+from ...compat.memory.statistics import kept_stages
+from ...compat.precision import ModelPrecision, precision_for
+from ...compat.records import parse, plain
+from ...compat.redaction import own_names, redact
 from .receipts import versions
-from .report import precisions
 
 VERSION, HEAD = 1, "anygpu_machine"
 MOST_TEXT, MOST_ITEMS = 200, 400
@@ -73,8 +72,8 @@ class Machine:
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 
-def this_machine(device: Any, state: Path | None) -> Machine:
-    """The machine with ``device``; probes that were not asked yet are.
+def this_machine(device: Any, state: Path | None, models: Mapping[str, ModelPrecision]) -> Machine:
+    """The machine with ``device``, after all its probes have run, and the dtypes that ``auto`` picks for ``models``.
 
     Raises:
         UnsupportedError: torch cannot reach the device.
@@ -82,15 +81,22 @@ def this_machine(device: Any, state: Path | None) -> Machine:
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(False)
-    return machine_of(facts, dict(store.items()), state, own_names())
+    return machine_of(facts, dict(store.items()), state, own_names(), models)
 
 
-def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path | None, names: Iterable[str]) -> Machine:
+def machine_of(
+    facts: DeviceFacts,
+    probes: dict[str, ProbeResult],
+    state: Path | None,
+    names: Iterable[str],
+    models: Mapping[str, ModelPrecision],
+) -> Machine:
     """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
 
     Args:
         probes: answers by name.
         state: folder with the last runs; None for none.
+        models: title of each family to its precision rows.
     """
     runs = [
         Run(
@@ -105,7 +111,7 @@ def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path |
         for cost in ([] if state is None else kept_stages(state))
         if cost.device == str(facts.device)
     ]
-    decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in precisions().items()}
+    decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in models.items()}
     whole = Machine(
         device=facts.name,
         backend=facts.backend,

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError
-from ..compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
-from ..compat.transforms.step_cache import OFF, StepCacheSettings
-from .base import FramePackSettings, PromptRequest, SampleSettings
-from .family import FITS
-from .loading import lora
-from .loading.folder import AUTO
-from .requests import LOAD_INPUTS
-from .vae.plan import Form
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, InputError
+from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
+from ...compat.transforms.step_cache import OFF, StepCacheSettings
+from ..base import FramePackSettings, PromptRequest, SampleSettings
+from ..family import FITS
+from ..loading import lora
+from ..loading.folder import AUTO
+from ..requests import LOAD_INPUTS
+from ..vae.plan import Form
 
 VERSION, HEAD, KIND = 1, "anygpu_job", "video"
 MOST_BYTES = 16 * 1024**2  # of a job file; the prompts are in it

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..compat.checkpoints.headers import plain_status
-from ..compat.device.facts import first_line
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError, PackError
-from ..compat.records import shown
-from .job_format import MOST_BYTES
+from ...compat.checkpoints.headers import plain_status
+from ...compat.device.facts import first_line
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, InputError, PackError
+from ...compat.records import shown
+from .job import MOST_BYTES
 
 JOBS = ".jsonl"
 MOST_JOBS = 1_000_000  # of one file

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
-from ..compat.checkpoints.latents import metadata_of, record_in
-from ..compat.device.facts import GIBIBYTE, value_or
-from ..compat.errors import CheckpointError, InputError, PackError
-from ..compat.records import FIX, json_in, shown
-from ..compat.redaction import own_names, redact
-from .base import (
+from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
+from ...compat.checkpoints.latents import metadata_of, record_in
+from ...compat.device.facts import GIBIBYTE, value_or
+from ...compat.errors import CheckpointError, InputError, PackError
+from ...compat.records import FIX, json_in, shown
+from ...compat.redaction import own_names, redact
+from ..base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -33,20 +33,20 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FITS
-from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
-from .loading import lora
-from .loading.folder import LoadRequest
-from .movie import tags_of
-from .requests import inputs_of
-from .vae.plan import Form
+from ..family import FITS
+from ..loading import lora
+from ..loading.folder import LoadRequest
+from ..movie import tags_of
+from ..requests import inputs_of
+from ..vae.plan import Form
+from .job import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
 TAG = "anygpu"  # of a video's metadata
 LATENT_FILES = (".safetensors", ".latent")
 PACKAGES = ("torch", "diffusers", "transformers")
-PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 TEXT = "a prompt that was not encoded by AnyGPU Encode Prompt"
 
 

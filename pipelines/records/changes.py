@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..compat.errors import PackError
-from .job_format import Content, job_in
-from .latents import recovery
+from ...compat.errors import PackError
+from ..latents import recovery
+from ..requests import LOAD_INPUTS
+from .job import Content, job_in
 from .receipts import differing, read_receipt
-from .requests import LOAD_INPUTS
 
 UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
 OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
