@@ -333,7 +333,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
     used = [lora.named(text) for text in arguments.lora]
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
-    return job_format.Job(
+    return job_format.VideoJob(
         model=places.content(model),
         family="" if family is None else family.id,
         prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),

@@ -23,10 +23,9 @@ import torch
 from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
-from ..paint.jobs import PaintJob
 from ..pipelines.base import Progress
 from ..pipelines.records.job_folder import JobFolder
-from .render import Renderer, job_of
+from .render import KINDS, Renderer, job_of
 from .worker import (
     BROKEN,
     CANCELLED,
@@ -172,7 +171,7 @@ class GroupRenderer:
         Raises:
             UnsupportedError: a mesh to texture.
         """
-        if isinstance(job_of(line), PaintJob):
+        if KINDS[job_of(line).kind].split is None:
             raise UnsupportedError(
                 f"a mesh to texture on {self.size} devices",
                 expected="a video: only videos are split over the devices of a group",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import folder_paths
 import torch
@@ -16,18 +16,15 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from ..compat.records import json_in, shown
+from ..compat.records import shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.movie import read_frames
-from ..pipelines.records.job import Job, job_in
+from ..pipelines.records.job import Job, VideoJob, job_on
 from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from .api import InputImpl
 from .folders import AUTO, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
-
-if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
-    from ..paint.jobs import PaintJob
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of ComfyUI's user folder
@@ -180,7 +177,8 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
         keys = [jobs.keys[n] for n in missing]
         lines = [jobs.lines[n] for n in missing]
         if keys:
-            for file in [jobs.folder.input_file(name) for name in _inputs_of(lines)]:
+            names = (item.name for line in lines for item in _job_of(line).inputs)
+            for file in [jobs.folder.input_file(name) for name in dict.fromkeys(names)]:
                 call = gateway.put_input.remote(file.read_bytes(), file.suffix.lower())
                 _answer(ray, call, progress, FILE_SECONDS)
             _answer(ray, gateway.submit.remote(jobs.name, lines), progress)
@@ -264,28 +262,10 @@ def _roots() -> list[Path]:
     return [Path(path) for path in folder_paths.get_folder_paths(ROOTS)] if ROOTS in known else []
 
 
-def _job_of(line: str) -> Job | PaintJob:
-    from ..paint.jobs import KIND as PAINT
-    from ..paint.jobs import paint_job_in
+def _job_of(line: str) -> Job:
+    from ..paint.jobs import PaintJob  # painting is read when it is used, not at ComfyUI's start
 
-    record = json_in(line, "a line of the job file")
-    return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
-
-
-def _inputs_of(lines: Sequence[str]) -> list[str]:
-    """The names of the files that jobs start from, each once."""
-    from ..paint.jobs import PaintJob
-
-    names: dict[str, None] = {}
-    for line in lines:
-        job = _job_of(line)
-        if isinstance(job, PaintJob):
-            names |= {job.mesh.name: None, job.picture.name: None}
-            continue
-        names |= {picture.file.name: None for picture in job.pictures}
-        if job.video is not None:
-            names[job.video.name] = None
-    return list(names)
+    return job_on(line, VideoJob, PaintJob)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,20 @@ from .loading.folder import LoadRequest
 from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
+from .movie import write_mp4
 from .placement import load_placed
-from .records.job import Job, Picture
+from .records.job import Picture, Result, VideoJob
 from .records.places import Machine
-from .records.receipts import LATENT_FILES, differences_from, job_of, latents_hash, read_receipt, with_receipt
+from .records.receipts import (
+    LATENT_FILES,
+    decoded_receipt,
+    differences_from,
+    job_of,
+    latents_hash,
+    read_receipt,
+    tags_for,
+    with_receipt,
+)
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint
@@ -46,7 +56,7 @@ class Rendered:
     kept: str
 
 
-def request_of(job: Job, machine: Machine) -> LoadRequest:
+def request_of(job: VideoJob, machine: Machine) -> LoadRequest:
     """What the job asks of loading on this machine.
 
     Raises:
@@ -68,7 +78,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
     )
 
 
-def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
+def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
     """The pipeline of a job, with its LoRAs and its step cache.
 
     Args:
@@ -81,7 +91,7 @@ def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadR
     return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
 
 
-def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
+def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
     """Render a job.
 
     Args:
@@ -99,6 +109,13 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
         return Rendered(decoded(pipeline, latents, progress, job.decode), latents, kept)
 
 
+def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
+    """The video of a job as an MP4 with its receipt; ``loaded`` has the pipeline that :func:`run` takes."""
+    made = run(job, machine, progress, loaded[0])
+    tags = tags_for(decoded_receipt(made.latents, job.decode))
+    return Result(made.frames, ".mp4", lambda path: write_mp4(made.frames, made.latents.fps, path, tags))
+
+
 def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
     group = pipeline.group
@@ -113,7 +130,7 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
         dismiss(group)
 
 
-def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
+def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
     group, job = pipeline.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
@@ -148,7 +165,7 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     return latents, kept
 
 
-def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
+def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
     sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
@@ -158,7 +175,7 @@ def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
     return replace(job, prompt=prompt, settings=settings, framepack=next(iter(rest), None), fit=own["fit"])
 
 
-def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
+def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
     """The size that a run of ``job`` samples, and its settings; pictures are read for their shape, nothing is encoded.
 
     Raises:
@@ -181,14 +198,14 @@ def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, 
     return size if job.framepack is None else replace(size, window=job.framepack.window), settings
 
 
-def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+def _picture(job: VideoJob, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's picture, or those that a demo model starts from."""
     frames, _ = machine.places.frames(picture.file, progress.check)
     own: torch.Tensor = own_inputs(pipeline, {"image": frames, "fit": job.fit}, progress.notify)["image"]
     return own
 
 
-def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+def _frames(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's video, as many as a demo model draws."""
     assert job.video is not None
     frames, _ = machine.places.frames(job.video, progress.check)
@@ -196,7 +213,7 @@ def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
     return own
 
 
-def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
+def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
     """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
@@ -215,7 +232,7 @@ def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
     return condition, start
 
 
-def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
+def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
     """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
@@ -233,7 +250,7 @@ class Replayed:
     """
 
     rendered: Rendered
-    job: Job
+    job: VideoJob
     same: bool | None
     differences: tuple[str, ...]
 

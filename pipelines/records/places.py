@@ -84,15 +84,17 @@ class Places:
             path = self._first(content, find_models(self.models), content_of)
         return path or self._other(content, paths, self.models, "Copy it there")
 
-    def frames(self, content: Content, check: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content; ``check`` may raise to cancel.
+    def frames(
+        self, content: Content, check: Callable[[], None] = lambda: None, most: int | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
 
         Raises:
             CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
         """
         if content not in self.known:
             self.known[content] = self._sought(content, check)
-        return read_frames(self.known[content], check=check)
+        return read_frames(self.known[content], most, check)
 
     def _sought(self, content: Content, check: Callable[[], None]) -> Path:
         """The picture with this content, found by its name or among all."""

@@ -39,7 +39,7 @@ from ..loading.folder import LoadRequest
 from ..movie import tags_of
 from ..requests import inputs_of
 from ..vae.plan import Form
-from .job import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
+from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
@@ -133,7 +133,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def job_of(record: Mapping[str, Any]) -> Job:
+def job_of(record: Mapping[str, Any]) -> VideoJob:
     """The job that makes a receipt's video again.
 
     Raises:
@@ -217,12 +217,12 @@ def _job(
     image: ImageCondition | None,
     settings: SampleSettings,
     framepack: FramePackSettings | None,
-) -> Job:
+) -> VideoJob:
     request: LoadRequest = pipeline.request
     parts = {} if request.files is None else request.files.parts
     sources = () if image is None else image.sources
     cache = pipeline.step_cache
-    return Job(
+    return VideoJob(
         model=_named(request.model),
         family=pipeline.family,
         prompt=prompt.extra.get("request", PromptRequest("")),

@@ -14,7 +14,7 @@ from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
 from anygpu.host import farm
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.records.job import Content, Job
+from anygpu.pipelines.records.job import Content, VideoJob
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import write_list
 from hostile.faults import LIES, misbehaving
@@ -83,7 +83,7 @@ def dying_farm(folder: str) -> dict[str, str]:
         )
         return ray, closed
 
-    job = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+    job = VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
     jobs = write_list(JobFolder(Path(folder)), "one", [job])
     token = ModuleType("ray._private.authentication.authentication_utils")
     token.is_token_auth_enabled = lambda: True
