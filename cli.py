@@ -36,17 +36,7 @@ REPAIR = (
     "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
     "forget drops what was kept for this model"
 )
-SAMPLING = (
-    "frames",
-    "steps",
-    "seed",
-    "fps",
-    "guidance",
-    "cfg",
-    "shift",
-    "scheduler",
-    "denoise",
-)  # flags
+SAMPLING = ("frames", "steps", "seed", "fps", "guidance", "cfg", "shift", "scheduler", "denoise")  # flags
 
 
 class Printed:
