@@ -1,13 +1,16 @@
-"""Whether a Ray cluster lets this machine in, in seconds: ``ray.init`` alone asks for a quarter of an hour."""
+"""Joining a Ray cluster; a refusal takes seconds, where ``ray.init`` alone asks for a quarter of an hour."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from .device.facts import first_line
 
+NAMESPACE, GATEWAY = "anygpu", "gateway"  # the actor that AnyGPU Farm asks for
+TOKEN_FIX = "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and {}."
 ASK_SECONDS = 10.0  # a head in the same network answers within milliseconds
 LOOK_SECONDS = 0.1  # between looks for a cancel
 
@@ -42,3 +45,26 @@ def refusal(address: str, check: Callable[[], None]) -> str:
         check()
         thread.join(LOOK_SECONDS)
     return answers[0] if answers else f"no answer within {ASK_SECONDS:g} s"
+
+
+def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
+    """Join the cluster at ``address``, with log messages from ``level`` on; why it was not joined, empty where it was.
+
+    Args:
+        ray: the package.
+        check: as of :func:`refusal`.
+    """
+    reason = refusal(address, check)
+    try:
+        if not reason:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=level)
+    except Exception as error:  # of Ray's many kinds, which differ between its versions
+        reason = first_line(error.__cause__ or error)
+    return reason
+
+
+def token_mode() -> bool:
+    """Whether this process speaks to Ray with a token."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    return bool(is_token_auth_enabled())

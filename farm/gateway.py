@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compat.errors import InputError, PackError
-from .cluster import GATEWAY, NAMESPACE
+from ..compat.ray_clusters import GATEWAY, NAMESPACE
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -33,7 +33,7 @@ class Gateway:
 
     def ready(self) -> bool:
         """Whether this cluster asks for a token."""
-        from .cluster import token_mode
+        from ..compat.ray_clusters import token_mode
 
         return token_mode()
 

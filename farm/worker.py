@@ -20,9 +20,9 @@ from ..compat.device.facts import default_device, first_line
 from ..compat.durable import replacing, require_writable
 from ..compat.errors import InputError, MissingPackageError, PackError
 from ..compat.ranks import RankLost
+from ..compat.ray_clusters import token_mode
 from ..pipelines.base import Progress
 from ..pipelines.records.job_folder import JobFolder
-from .cluster import token_mode
 from .schedule import Task
 
 DONE, FAILED, CANCELLED, LOST = "done", "failed", "cancelled", "lost"

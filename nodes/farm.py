@@ -213,5 +213,7 @@ class Farm(Uncached):
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
         """Videos, their first frames, and the report."""
+        from ..host.farm_client import render_at
+
         progress = PaintProgress(cls.hidden.unique_id)  # whose previews are pictures
-        return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)
+        return results(jobs, render_at(address.strip(), jobs, progress), progress)

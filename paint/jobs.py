@@ -16,7 +16,7 @@ from ..compat.decision import AUTO
 from ..compat.durable import replacing
 from ..compat.errors import InputError
 from ..compat.records import WITHOUT, plain
-from ..pipelines.records.job import USUAL_STEPS, Content, Result, by_content, record_of
+from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, by_content
 from ..pipelines.records.places import Machine, Places
 from .baking.bake import BakeSettings
 from .geometry.mesh import FORMATS, load_mesh, write_glb
@@ -32,7 +32,7 @@ def model_item(path: Path, title: str = "") -> Content:
 
 
 @dataclass(frozen=True, slots=True)
-class PaintJob:
+class PaintJob(Job):
     """One mesh to texture.
 
     Args:
@@ -60,29 +60,21 @@ class PaintJob:
 
     @property
     def key(self) -> str:
-        """A hash of all that decides the texture."""
         return _hash(by_content(plain(self)))
 
     @property
     def model_key(self) -> str:
-        """A hash of all that has to be loaded."""
         given = {"delight": self.delight, "image_encoder": self.image_encoder}
         others = {name: item.content for name, item in given.items() if item is not None}
         return _hash(self.model.content, self.precision, *([others] if others else []))
 
     @property
     def size(self) -> float:
-        """Pixels of a view, times steps."""
         return float(self.paint.size**2 * (self.paint.steps or USUAL_STEPS))
 
     @property
     def inputs(self) -> tuple[Content, ...]:
-        """The mesh and its picture."""
         return self.mesh, self.picture
-
-    def record(self) -> dict[str, Any]:
-        """The job as JSON has it."""
-        return record_of(self)
 
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:

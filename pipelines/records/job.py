@@ -59,6 +59,7 @@ class Job(Protocol):
 
     def record(self) -> dict[str, Any]:
         """The job as JSON has it."""
+        return {HEAD: VERSION, "kind": self.kind, **plain(self)}
 
 
 J = TypeVar("J", bound=Job)
@@ -118,7 +119,7 @@ class Caching:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoJob:
+class VideoJob(Job):
     """One video.
 
     Args:
@@ -172,30 +173,22 @@ class VideoJob:
 
     @property
     def key(self) -> str:
-        """As :class:`Job`."""
         return _hash(by_content({**plain(self), "family": ""}))
 
     @property
     def model_key(self) -> str:
-        """As :class:`Job`."""
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
         return _hash(plain({name: getattr(self, name) for name in names}))
 
     @property
     def size(self) -> float:
-        """Pixels, times steps, times branches of guidance."""
         given = self.settings
         pixels = (given.width or USUAL_SIDE) * (given.height or USUAL_SIDE) * (given.frames or USUAL_FRAMES)
         return float(pixels * (given.steps or USUAL_STEPS) * (2 if given.cfg > 1 else 1))
 
     @property
     def inputs(self) -> tuple[Content, ...]:
-        """Its pictures and its video."""
         return (*(picture.file for picture in self.pictures), *([] if self.video is None else [self.video]))
-
-    def record(self) -> dict[str, Any]:
-        """As :class:`Job`."""
-        return record_of(self)
 
 
 def read_job(path: Path) -> VideoJob:
@@ -224,11 +217,6 @@ def write_job(path: Path, job: VideoJob) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character: JSON's escape
     return path
-
-
-def record_of(job: Any) -> dict[str, Any]:
-    """A job of any kind as JSON has it."""
-    return {HEAD: VERSION, "kind": job.kind, **plain(job)}
 
 
 def job_in(record: Any) -> VideoJob:

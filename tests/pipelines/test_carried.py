@@ -92,9 +92,7 @@ def test_each_input_is_carried_or_excused(node_id: str) -> None:
         job = entry if isinstance(entry, type) else job
         known |= entry if isinstance(entry, set) else names(job, entry) if isinstance(entry, str) else set()
     left = {name for name in schemas()[node_id] if RENAMED.get(name, name) not in known and name not in known}
-    assert not left, (
-        f"give {left} a field in the job, or say in OWN_EXCUSES why a replay does not need it"
-    )
+    assert not left, f"give {left} a field in the job, or say in OWN_EXCUSES why a replay does not need it"
 
 
 def test_every_input_is_seen_and_no_excuse_is_left() -> None:

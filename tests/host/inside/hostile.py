@@ -12,7 +12,7 @@ from unittest import mock
 import comfy.model_management as management
 from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
-from anygpu.host import farm
+from anygpu.host.farm_client import render_at
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.records.job import Content, VideoJob
 from anygpu.pipelines.records.job_folder import JobFolder
@@ -96,7 +96,7 @@ def dying_farm(folder: str) -> dict[str, str]:
             mock.patch.object(ray_clusters, "refusal", lambda *_: ""),
         ):
             try:
-                farm.render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
+                render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
             except InputError as error:
                 said[last] = f"{error}" if len(closed) == 2 else "its socket stays open"
     return said
