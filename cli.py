@@ -78,7 +78,7 @@ class Printed:
         tqdm.write(text, file=sys.stderr)
 
     def cost(self, text: str) -> None:
-        """What a stage cost in memory and time."""
+        """Show the memory and time that a stage took."""
         self.notify(text)
 
 
@@ -276,7 +276,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
-    """Where the job of ``arguments`` runs."""
+    """The machine that runs the job of ``arguments``."""
     from .compat.device.facts import accelerators, default_device, rooms_on
     from .pipelines.base import DEMOS
     from .pipelines.records.places import Machine, Places

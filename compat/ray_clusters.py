@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.1  # between looks for a cancel
 
 
 def refusal(address: str, check: Callable[[], None]) -> str:
-    """Why the cluster at ``address`` does not let this machine in, in one line; empty where it does.
+    """The reason why the cluster at ``address`` keeps this machine out, in one line; empty where it lets it in.
 
     The wait of a head that does not answer goes on in a thread of its own, for less than a minute.
 
@@ -64,7 +64,7 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
 
 
 def token_mode() -> bool:
-    """Whether this process speaks to Ray with a token."""
+    """True where this process speaks to Ray with a token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     return bool(is_token_auth_enabled())

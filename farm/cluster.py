@@ -93,7 +93,7 @@ def connect(address: str) -> Any:
 
 
 def autoscales(ray: Any) -> bool:
-    """Whether the cluster may get further machines by itself.
+    """True where the cluster may get further machines by itself.
 
     Ray's own monitor runs on every head. Where it only watches, it names each kind of machine after the machine
     (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added.
@@ -112,7 +112,7 @@ def autoscales(ray: Any) -> bool:
 
 
 def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
-    """What the cluster does not have of what a worker asks for; None where it has all."""
+    """The error for a cluster that lacks something a worker asks for; None where it has all."""
     has = value_or(ray.cluster_resources, dict(asked))
     if all(has.get(name, 0) >= amount for name, amount in asked.items()):
         return None

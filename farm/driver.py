@@ -1,4 +1,4 @@
-"""Hands the jobs of a folder to workers, takes back what became of them, and writes down which ones failed.
+"""The driver, which hands the jobs of a folder to workers and writes down which ones failed.
 
 The driver remembers nothing that the folder does not have: another one goes on where it was killed.
 """
@@ -374,7 +374,7 @@ class Driver:
             raise refused
 
     def _may(self, worker: WorkerHandle, task: Task) -> bool:
-        """Whether a job waits for a worker, which may have refused it, or failed too often at its model or at all."""
+        """True while a job waits for a worker, which may have refused it, or failed too often at its model or at all."""
         if worker.name in task.refused:
             return worker.suspect is task
         if worker.broken:
@@ -476,6 +476,6 @@ def lines_in(paths: Iterable[Path], say: Say) -> Iterator[str]:
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """What differs once a file has been changed."""
+    """Size, time and inode of a file, one of which differs once it has changed."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino

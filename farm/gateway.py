@@ -1,4 +1,4 @@
-"""What a ComfyUI reaches through Ray's address: it takes jobs and pictures in, and gives states and results out.
+"""The actor that ComfyUI reaches through Ray's address: it takes jobs and pictures in, and gives states and results out.
 
 All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
 more than that, and nothing but keys names a file.
@@ -32,7 +32,7 @@ class Gateway:
         self.folder = JobFolder(Path(root))
 
     def ready(self) -> bool:
-        """Whether this cluster asks for a token."""
+        """True where this cluster asks for a token."""
         from ..compat.ray_clusters import token_mode
 
         return token_mode()
@@ -63,7 +63,7 @@ class Gateway:
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
-        """Which of the jobs are done, which failed and why, and what each worker does at this moment."""
+        """The jobs that are done, those that failed and why, and the state of each worker at this moment."""
         import ray
 
         from ..pipelines.records.job_folder import KEY

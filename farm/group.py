@@ -59,7 +59,7 @@ class AgreedWatch(Watch):
         self._ranks = ranks
 
     def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        """As :class:`Watch`; after a step of the sampling, which all ranks take, they agree whether to end."""
+        """Take in how far it is; after each step of the sampling, which all ranks take, they agree whether to end."""
         ended = getattr(stage, "name", stage) == SAMPLING and self._ranks.any(self.ending)
         super().step(done, total, stage, preview)
         if ended:
@@ -120,7 +120,7 @@ class Rank:
             return outcome_of(error, self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """How far it is."""
+        """The progress of the job."""
         watch = self._watch
         return {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": list(watch.notes)}
 
@@ -239,7 +239,7 @@ class GroupRenderer:
         return record
 
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
-        """Why the group failed; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
+        """The cause of a group's failure; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
 
         The ranks that wait for one that fails fail too, so that not every error is the cause.
         """

@@ -1,4 +1,4 @@
-"""What the driver knows of each worker."""
+"""The workers as the driver sees them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WorkerHandle:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the jobs so far."""
+    """The results of the jobs so far."""
 
     done: int = 0
     skipped: int = 0

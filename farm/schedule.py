@@ -1,4 +1,4 @@
-"""Which job a worker that has nothing to do is given next. Ray runs it; this only says in what order.
+"""The order in which idle workers are given jobs.
 
 A worker goes on with the model that it has loaded. Of one model the largest jobs come first, since a long job that is
 begun last is what everybody waits for in the end.
@@ -15,7 +15,7 @@ FIRST_REST, LONGEST_REST = 30.0, 600.0  # seconds
 
 @dataclass(slots=True)
 class Rest:
-    """How long something that failed is left alone: twice as long after each failure, until it succeeds.
+    """The pause of something that failed: twice as long after each failure, until it succeeds.
 
     Args:
         count: of its failures in a row.
@@ -121,7 +121,7 @@ class Schedule:
         self._rests.pop((worker, model), None)
 
     def refusals(self, worker: str, model: str) -> int:
-        """How often in a row ``worker`` could not load ``model``."""
+        """The failures in a row of ``worker`` to load ``model``."""
         return self._rests.get((worker, model), Rest()).count
 
     def forget(self, worker: str) -> None:

@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.1  # between looks for a cancel
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What came back: the file of each job that is done, and why others failed, by key."""
+    """The files of the jobs that are done, and the reasons why others failed, by key."""
 
     files: tuple[Path, ...]
     failed: Mapping[str, str]
@@ -40,7 +40,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    """What textures meshes, by its names in lists: ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
+    """The models that texture meshes, by their names in lists: ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
 
     model: str
     delight: str = NONE
@@ -145,7 +145,7 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
-    """What became of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
+    """The results of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
     while True:
         progress.check()
         done = [key for key in jobs.keys if jobs.folder.is_done(key)]
@@ -177,7 +177,7 @@ def require_some(jobs: JobList, collected: Collected) -> None:
 
 
 def videos_of(collected: Collected) -> list[Any]:
-    """A VIDEO of each video that came back; without any, what lets ComfyUI pass over the nodes behind."""
+    """A VIDEO of each video that came back; without any, a blocker that has ComfyUI skip the nodes after it."""
     videos = [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
     return videos or [ExecutionBlocker(None)]
 
@@ -189,7 +189,7 @@ def images_of(collected: Collected) -> list[Any]:
 
 
 def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
-    """What the user reads: how many are done, why others failed, and what each worker does."""
+    """The text for the user: counts, failures and the state of each worker."""
     counts = f"{len(collected.files)} of {len(jobs.keys)} done"
     if collected.waiting:
         counts += f", {collected.waiting} waiting"
@@ -198,7 +198,7 @@ def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str
 
 
 def line_of(worker: Mapping[str, Any]) -> str:
-    """What a worker does, in one line."""
+    """The state of a worker in one line."""
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):

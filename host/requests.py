@@ -33,7 +33,7 @@ Inputs = Mapping[str, Any]
 
 
 def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """What AnyGPU Load Pipeline asks of loading.
+    """The request of AnyGPU Load Pipeline.
 
     Args:
         inputs: values by the names of :data:`FOLDER_INPUTS`; a missing one has its default.
@@ -65,7 +65,7 @@ def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
 
 
 def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """What AnyGPU Compose Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    """The request of AnyGPU Compose Pipeline; arguments as of :func:`folder_request`."""
     given = {**FILE_INPUTS, **inputs}
     files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
     base = folders.provider_folder(given["base"])
@@ -75,7 +75,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
-    """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    """The request of AnyGPU Load Paint Pipeline; arguments as of :func:`folder_request`."""
     from ..paint.loading import PaintRequest
     from ..paint.networks.compile import settings_for
 

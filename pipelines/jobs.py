@@ -49,7 +49,7 @@ VIDEO_FIT = "crop"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a job made: ``frames`` (F, H, W, 3) in 0..1; ``kept``, the id of its latents in the recovery store."""
+    """The result of a video's job: ``frames`` (F, H, W, 3) in 0..1; ``kept``, the id of its latents in the recovery store."""
 
     frames: torch.Tensor
     latents: Latents
@@ -57,7 +57,7 @@ class Rendered:
 
 
 def request_of(job: VideoJob, machine: Machine) -> LoadRequest:
-    """What the job asks of loading on this machine.
+    """The request with which this machine loads the job's model.
 
     Raises:
         CheckpointError: a model is not on this machine.
@@ -242,7 +242,7 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay made.
+    """The result of a replay.
 
     Args:
         same: whether the latents are bit for bit those of the receipt; None where it does not say.
@@ -262,7 +262,7 @@ class Replayed:
 
 
 def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
-    """Make the video of a file again; what is not here by content but by name is taken, and told.
+    """Make the video of a file again; a file of the same name but other content is taken, and reported.
 
     Raises:
         PackError: no receipt, one that says too little, a model or picture that is not here, or what a stage refuses.

@@ -71,7 +71,7 @@ def _further(device: torch.device) -> tuple[Decision, ...]:
 
 
 def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
-    """What forecasts of time reckon with, for each dtype that is computed in."""
+    """The rates behind forecasts of time, for each dtype that is computed in."""
     lines = []
     for name in sorted(dtypes_in_use(facts, store, precisions())):
         pace = pace_of(facts, store, DTYPES[name])
@@ -94,7 +94,7 @@ def _last_runs(state: Path | None) -> tuple[Decision, ...]:
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
-    """What fails on people's devices, tried on this one, one result at a time."""
+    """Known failures of people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
     return check(facts, probe_results_of(facts, state), precisions())
 

@@ -41,7 +41,7 @@ class JobList:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What many jobs have in common, and what differs.
+    """The inputs that many jobs share, and those that differ.
 
     Args:
         prompts: one or more.

@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a probe found: its status, and the milliseconds that it took."""
+    """The result of a probe: its status, and the milliseconds that it took."""
 
     probe: str
     status: str

@@ -1,4 +1,4 @@
-"""Where the models and pictures that jobs name by content are on this machine."""
+"""The models and pictures that jobs name by content, found on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Places:
-    """Where the contents that jobs name are on this machine.
+    """The paths of the contents that jobs name on this machine.
 
     Args:
         models: folders in which models and LoRAs are searched.
@@ -124,7 +124,7 @@ class Places:
         return None
 
     def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """What has the name alone, where that is allowed."""
+        """The file of that name with other content, where that is allowed."""
         path = next((path for path in paths if path.exists()), None)
         if path is not None and self.differences is not None:
             self.differences.append(f"{content.name!r} has other content here than where it was made")
@@ -137,7 +137,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a job runs.
+    """The machine that runs a job, with its folders.
 
     Args:
         places: where its models and pictures are.

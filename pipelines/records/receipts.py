@@ -1,4 +1,4 @@
-"""What made a video: a record inside the file, without paths, from which the video is made again on any machine."""
+"""Receipts: records inside videos and latents, without paths, from which they are made again on any machine."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
-    """What differs between the machine of a receipt and this one, in versions, device and decisions."""
+    """The differences in versions, device and decisions between the machine of a receipt and this one."""
     here = redact(_told(pipeline), own_names())
     return [
         f"{name} {shown(then)}, here {now!r}"
@@ -161,7 +161,7 @@ def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What two receipts say differently of device, versions and decisions: its name, and both values or None."""
+    """Differences of two receipts in device, versions and decisions: each name, with both values or None."""
     rows = []
     for group in ("device", "made_with", "decisions"):
         old, new = _by_name(before.get(group)), _by_name(now.get(group))
@@ -243,7 +243,7 @@ def _job(
 def _missing(
     prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, video: Content | None
 ) -> list[str]:
-    """What made a video and no file describes."""
+    """Inputs of a video that no file describes."""
     looks = prompt.extra.get("looks_at", "")
     sources = () if image is None else image.sources
     absent = {
@@ -263,7 +263,7 @@ def _named(path: Path) -> Content:
 
 
 def _told(pipeline: Pipeline) -> dict[str, Any]:
-    """What a receipt says beside the job; not redacted yet."""
+    """The versions, device and decisions of a receipt, not redacted yet."""
     decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
     return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
 
