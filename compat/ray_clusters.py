@@ -63,6 +63,18 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
     return reason
 
 
+def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
+    """The answer to a call to an actor within ``seconds``; ``check`` may raise to end the wait.
+
+    Raises:
+        ray.exceptions.RayError: the actor is gone, or there is no answer in time.
+    """
+    until = time.monotonic() + seconds
+    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
+        check()
+    return ray.get(call, timeout=LOOK_SECONDS)
+
+
 def token_mode() -> bool:
     """True where this process speaks to Ray with a token."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled

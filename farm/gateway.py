@@ -1,4 +1,4 @@
-"""The actor that ComfyUI reaches through Ray's address: it takes jobs and pictures in, and gives states and results out.
+"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
 
 All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
 more than that, and nothing but keys names a file.

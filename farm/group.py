@@ -23,6 +23,7 @@ import torch
 from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
+from ..compat.ray_clusters import answer
 from ..pipelines.base import Progress
 from ..pipelines.records.job_folder import JobFolder
 from .render import KINDS, Renderer, job_of
@@ -260,7 +261,7 @@ class GroupRenderer:
 
         leader = self._ranks[LEADER]
         with suppress(ray.exceptions.RayError, TimeoutError):  # of a leader that is gone, its call tells
-            state = _answer(leader.state.remote(), progress, GRACE_SECONDS)
+            state = answer(ray, leader.state.remote(), progress.check, GRACE_SECONDS)
             for note in state["notes"][told:]:
                 progress.notify(note)
             told = len(state["notes"])
@@ -275,7 +276,9 @@ class GroupRenderer:
         Raises:
             TimeoutError: none in time.
         """
-        pixels = _answer(self._ranks[LEADER].preview.remote(), progress, PREVIEW_SECONDS)
+        import ray
+
+        pixels = answer(ray, self._ranks[LEADER].preview.remote(), progress.check, PREVIEW_SECONDS)
         if pixels is None:
             raise TimeoutError
         return torch.tensor(pixels)[None].float() / 255
@@ -293,20 +296,6 @@ class GroupRenderer:
     def _give_up(self) -> None:
         _end(self._ranks)
         self._ranks = []
-
-
-def _answer(call: Any, progress: Progress, seconds: float) -> Any:
-    """What a rank answers within ``seconds``; who ends the job does not wait for it.
-
-    Raises:
-        TimeoutError: no answer in time. ray.exceptions.RayError: the rank is gone.
-    """
-    import ray
-
-    deadline = time.monotonic() + seconds
-    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < deadline:
-        progress.check()
-    return ray.get(call, timeout=LOOK_SECONDS)
 
 
 def _end(ranks: list[Any]) -> None:

@@ -132,6 +132,6 @@ class Renderer:
 
 
 def reached_in(folder: JobFolder, task: Task) -> float:
-    """The time at which a step of a job was last saved, 0 for never: it tells progress from a job that kills workers."""
+    """The time at which a job last saved a step, 0 for never: it tells progress from a job that kills workers."""
     kept = (folder.state / task.key).rglob("*.safetensors")
     return max((value_or(lambda path=path: path.stat().st_mtime, 0.0) for path in kept), default=0.0)

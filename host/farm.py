@@ -40,7 +40,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    """The models that texture meshes, by their names in lists: ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
+    """The models that texture meshes, by listed name; ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
 
     model: str
     delight: str = NONE

@@ -13,14 +13,13 @@ import torch
 from ..compat.device.facts import value_or
 from ..compat.durable import replacing
 from ..compat.errors import InputError, MissingPackageError, UnsupportedError, first_line
-from ..compat.ray_clusters import GATEWAY, NAMESPACE, TOKEN_FIX, join, token_mode
+from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
 from ..pipelines.records.job_folder import SUFFIXES
 from ..pipelines.records.job_lists import JobList
 from .farm import Collected, collect, farm_address, job_of, line_of
 from .progress import NodeProgress
 
 POLL_SECONDS = 1.0
-LOOK_SECONDS = 0.1  # between looks for a cancel
 ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
 FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
 CANCEL_SECONDS = 0.5
@@ -71,15 +70,8 @@ class _Farm:
     frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))
 
     def answer(self, call: Any, seconds: float = ANSWER_SECONDS) -> Any:
-        """The answer to a call; a cancel ends the wait.
-
-        Raises:
-            RayError: it fails, or takes longer than ``seconds``.
-        """
-        until = time.monotonic() + seconds
-        while not self.ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
-            self.progress.check()
-        return self.ray.get(call, timeout=0)
+        """The answer to a call; a cancel ends the wait. Raises as :func:`..compat.ray_clusters.answer`."""
+        return answer(self.ray, call, self.progress.check, seconds)
 
     def look(self) -> torch.Tensor:
         """The last picture; asks for the next once it has arrived, and waits for nothing."""

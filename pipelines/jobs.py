@@ -49,7 +49,7 @@ VIDEO_FIT = "crop"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The result of a video's job: ``frames`` (F, H, W, 3) in 0..1; ``kept``, the id of its latents in the recovery store."""
+    """The video of a job: ``frames`` (F, H, W, 3) in 0..1; ``kept`` is the id of its saved latents."""
 
     frames: torch.Tensor
     latents: Latents

@@ -181,17 +181,11 @@ def latents_hash(latents: Latents) -> str:
 def versions() -> dict[str, str]:
     """The pack's version, Python's, and those of the packages that compute."""
 
-    def package(name: str) -> Any:
-        return importlib.metadata.version(name)
-
-    asked: dict[str, Callable[[], Any]] = {
-        "anygpu": pack_version,
-        "python": lambda: platform.python_version(),
-        "system": lambda: platform.system(),
-        **{name: partial(package, name) for name in PACKAGES},
+    asked: dict[str, Callable[[], str]] = {
+        **{"anygpu": pack_version, "python": platform.python_version, "system": platform.system},
+        **{name: partial(importlib.metadata.version, name) for name in PACKAGES},
     }
-    answers = {name: value_or(ask, "") for name, ask in asked.items()}
-    return {name: str(answer) for name, answer in answers.items() if answer}
+    return {name: str(answer) for name, ask in asked.items() if (answer := value_or(ask, ""))}
 
 
 def pack_version() -> str:
