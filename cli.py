@@ -263,12 +263,8 @@ def replay(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
     require_writable(output, OUTPUT_BYTES, "--output")
     searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
-    machine = Machine(
-        places=Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state),
-        state=state,
-        device=arguments.device,
-    )
-    made = again(path, machine, progress)
+    places = Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state)
+    made = again(path, Machine(places, state, arguments.device), progress)
     latents = made.rendered.latents
     write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
     print(f"{output}: {made.text()}")
@@ -371,11 +367,11 @@ def _memory(arguments: argparse.Namespace) -> int:
     free = free_bytes(facts.device)
     told = "not told" if free is None else amount_of(free)
     print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
-    kept = kept_stages(Path(arguments.state).expanduser())
-    for cost in kept:
-        beside = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
-        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{beside}")
-    if not kept:
+    runs = kept_stages(Path(arguments.state).expanduser())
+    for cost in runs:
+        forecast = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{forecast}")
+    if not runs:
         print("no runs recorded yet")
     return 0
 
@@ -385,7 +381,6 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
-    told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
     told.add_argument("--again", action="store_true", help="run the tests on the device again")
     told.add_argument(
@@ -395,7 +390,6 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     told.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
-    tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
@@ -409,9 +403,9 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     again.add_argument("file", help="a video or latents that AnyGPU saved")
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4")
-    again.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     again.set_defaults(run=replay)
     for command in (told, tried, rendering, watched, again):
+        command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -472,7 +466,6 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
-    add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")

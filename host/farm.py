@@ -49,7 +49,8 @@ class PaintModels:
 
 def folder_choices() -> list[str]:
     """The folders through which jobs are handed over: one of ComfyUI's, then those that the machine's owner names."""
-    return [OWN, *map(str, _roots())]
+    listed = folder_paths.get_folder_paths(ROOTS) if ROOTS in folder_paths.folder_names_and_paths else []
+    return [OWN, *(str(Path(path)) for path in listed)]
 
 
 def job_folder(name: str) -> JobFolder:
@@ -77,14 +78,16 @@ def farm_address(name: str) -> str:
     return _listed(name, "address of a farm", known, fix)
 
 
-def picture_folders() -> list[str]:
-    """``none``, then the folders with pictures below ComfyUI's input folder."""
-    return _folders_with(PICTURES)
+def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
+    """``none``, then the folders with files of these endings below ComfyUI's input folder."""
+    root = Path(folder_paths.get_input_directory())
+    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in suffixes}
+    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
 
 
 def mesh_folders() -> list[str]:
     """``none``, then the folders with meshes below ComfyUI's input folder."""
-    return _folders_with(MESH_FILES)
+    return picture_folders(MESH_FILES)
 
 
 def input_folder(name: str) -> Path:
@@ -219,14 +222,3 @@ def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name
-
-
-def _folders_with(suffixes: Sequence[str]) -> list[str]:
-    root = Path(folder_paths.get_input_directory())
-    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in suffixes}
-    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
-
-
-def _roots() -> list[Path]:
-    known = folder_paths.folder_names_and_paths
-    return [Path(path) for path in folder_paths.get_folder_paths(ROOTS)] if ROOTS in known else []

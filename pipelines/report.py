@@ -76,14 +76,8 @@ def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
     for name in sorted(dtypes_in_use(facts, store, precisions())):
         pace = pace_of(facts, store, DTYPES[name])
         if pace is not None:
-            rates = (
-                f"{kind} {rate / 1e12:.3g} TFLOPS"
-                for kind, rate in (
-                    ("products", pace.product),
-                    ("convolutions", pace.convolution),
-                    ("attention", pace.attention),
-                )
-            )
+            named = {"products": pace.product, "convolutions": pace.convolution, "attention": pace.attention}
+            rates = (f"{kind} {rate / 1e12:.3g} TFLOPS" for kind, rate in named.items())
             lines.append(Decision(name, f"{', '.join(rates)}; memory {pace.memory / 1e9:.3g} GB/s", source=pace.source))
     return tuple(lines)
 
@@ -137,17 +131,14 @@ def drawn(report: Report) -> torch.Tensor:
     return torch.from_numpy(numpy.asarray(picture).copy()).float().div(255).unsqueeze(0)
 
 
-def _cells(line: Decision, font: Any) -> tuple[list[str], list[str], list[str]]:
+def _cells(line: Decision, font: Any) -> list[list[str]]:
     """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
     ends = (*COLUMNS[1:], WIDTH)
     widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, ends, strict=True)]
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
-    first, second, third = (
-        _broken(text, font, width)
-        for text, width in zip((line.subject, line.verdict, line.reason), widths, strict=True)
-    )
-    return first, second, third
+    texts = (line.subject, line.verdict, line.reason)
+    return [_broken(text, font, width) for text, width in zip(texts, widths, strict=True)]
 
 
 def _broken(text: str, font: Any, width: int) -> list[str]:

@@ -26,7 +26,7 @@ HINT = "never sent by AnyGPU: attach it to the issue form 'How it runs on my har
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageRun:
     """A stage of a run: ``pipeline`` is family and variant; peaks are 0 where the device does not tell."""
 
     stage: str
@@ -39,7 +39,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """The result of a probe: its status, and the milliseconds that it took."""
 
     probe: str
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SharedMachine:
     """A machine.
 
     Args:
@@ -63,16 +63,16 @@ class Machine:
     driver: str
     memory_gb: float
     versions: dict[str, str]
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ProbeAnswer, ...] = ()
     precision: dict[str, str] = field(default_factory=dict)
-    runs: tuple[Run, ...] = ()
+    runs: tuple[StageRun, ...] = ()
 
     def text(self) -> str:
         """The file's content."""
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 
-def this_machine(device: Any, state: Path | None, models: Mapping[str, ModelPrecision]) -> Machine:
+def this_machine(device: Any, state: Path | None, models: Mapping[str, ModelPrecision]) -> SharedMachine:
     """The machine with ``device``, after all its probes have run, and the dtypes that ``auto`` picks for ``models``.
 
     Raises:
@@ -90,7 +90,7 @@ def machine_of(
     state: Path | None,
     names: Iterable[str],
     models: Mapping[str, ModelPrecision],
-) -> Machine:
+) -> SharedMachine:
     """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
 
     Args:
@@ -99,7 +99,7 @@ def machine_of(
         models: title of each family to its precision rows.
     """
     runs = [
-        Run(
+        StageRun(
             stage=cost.stage,
             pipeline=cost.pipeline,
             mode=cost.mode,
@@ -112,18 +112,18 @@ def machine_of(
         if cost.device == str(facts.device)
     ]
     decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in models.items()}
-    whole = Machine(
+    whole = SharedMachine(
         device=facts.name,
         backend=facts.backend,
         arch=facts.arch,
         driver=facts.driver,
         memory_gb=round(facts.total_bytes / GIBIBYTE, 1),
         versions={**versions(), **facts.versions, "kernel": _number(facts.versions.get("kernel", ""))},
-        answers=tuple(Answer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
+        answers=tuple(ProbeAnswer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
         precision=decided,
         runs=tuple(runs),
     )
-    return parse(Machine, short(redact(plain(whole), tuple(names))), "the machine")
+    return parse(SharedMachine, short(redact(plain(whole), tuple(names))), "the machine")
 
 
 def _number(version: str) -> str:
