@@ -1,4 +1,4 @@
-"""What was decided for a pipeline, and what cannot be chosen on a device, as plain values for a page and as text."""
+"""Decisions of a pipeline and choices that a device refuses, as plain values for a page and as text."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "compat": {"compat"},
     "compat/transforms": {"compat", "kernels"},
     "pipelines": {"compat", "pipelines"},
-    "paint": {"compat", "paint"},
+    "paint": {"compat", "paint", "pipelines/records"},
     "host": {"compat", "pipelines", "paint", "host"},
     "nodes": {"compat", "pipelines", "paint", "host", "nodes"},
     "farm": {"compat", "pipelines", "paint", "farm"},
@@ -91,7 +91,11 @@ def imported(source: str) -> list[tuple[str, bool]]:
 
 
 def rooms_of(source: str) -> set[str]:
-    return {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
+    rooms = {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
+    if source.startswith("paint/") and "pipelines" in rooms:
+        named = {"/".join(name.split(".")[1:3]) for name, _ in imported(source) if name.startswith("anygpu.pipelines")}
+        rooms = rooms - {"pipelines"} | named
+    return rooms
 
 
 @over(SOURCES)

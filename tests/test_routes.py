@@ -214,7 +214,8 @@ def test_the_device_is_not_asked_during_a_run(pack):
 
 def test_the_file_to_share_is_that_of_the_command_and_is_only_shown(pack, monkeypatch):
     """A name of this user or computer, wherever it stands, is not in it."""
-    machines = importlib.import_module("anygpu.pipelines.machines")
+    machines = importlib.import_module("anygpu.pipelines.records.machines")
+    precisions = importlib.import_module("anygpu.pipelines.report").precisions
     names = ("annette", str(pack.home.parent.name))
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     with MemoryStats(state).stage("text", f"ltx of Annette in {pack.home}", "comfyui", torch.device("cpu")):
@@ -223,7 +224,10 @@ def test_the_file_to_share_is_that_of_the_command_and_is_only_shown(pack, monkey
     status, found, _ = pack.ask("POST", "/anygpu/share", json={})
     kept = sorted(Path(path).name.partition("-")[0] for path in pack.files())
     assert status == 200 and found["file"] == "anygpu-machine.json" and found["form"].startswith("https://github.com/")
-    assert found["text"] == machines.this_machine("cpu", state).text() and "ltx of <name> in <path>" in found["text"]
+    assert (
+        found["text"] == machines.this_machine("cpu", state, precisions()).text()
+        and "ltx of <name> in <path>" in found["text"]
+    )
     assert not [name for name in names if name in found["text"].lower()]
     assert json.loads(found["text"])["runs"] and kept == ["memory.json", "probes"], "no file but answers"
 

@@ -29,8 +29,8 @@ from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models
-from anygpu.pipelines.machines import this_machine
-from anygpu.pipelines.receipts import versions
+from anygpu.pipelines.records.machines import this_machine
+from anygpu.pipelines.records.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions
 from simulated import accelerator
 from test_routes import Pack, graph_of, pack  # noqa: F401
@@ -206,7 +206,7 @@ class Job:
     def _report(self, device: Any) -> None:
         assert "Device" in str(hardware_report(device, self.home / "state"))
         versions.cache_clear()
-        told = json.loads(this_machine(device, self.home / "state").text())
+        told = json.loads(this_machine(device, self.home / "state", precisions()).text())
         assert told["device"] and told["versions"]["anygpu"], told
 
     def _panel(self, device: Any) -> None:

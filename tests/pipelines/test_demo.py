@@ -14,11 +14,11 @@ from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettin
 from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
-from anygpu.pipelines.job_format import Content, Job, Picture
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents.convert import start_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.records.job import Content, Picture, VideoJob
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
 
@@ -284,7 +284,7 @@ def test_chosen_by_hand_it_draws_what_it_draws_in_another_s_place(name, text, tm
     Image.effect_noise((300, 200), 90).convert("RGB").save(tmp_path / "photo.png")
     settings, framepack = TEMPLATES[name]
     pictures = (Picture(photo),) if framepack else ()
-    job = Job(Content(name), PromptRequest(text), settings, framepack=framepack, pictures=pictures)
+    job = VideoJob(Content(name), PromptRequest(text), settings, framepack=framepack, pictures=pictures)
     plain = replace(job, settings=SampleSettings(0, 0, 0, 0, 42, guidance=settings.guidance), framepack=None)
     runs = []
     for asked, instead in ((job, ""), (job, "the published one"), (plain, "")):

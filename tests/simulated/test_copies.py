@@ -26,7 +26,7 @@ from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
-from anygpu.pipelines.receipts import latents_hash
+from anygpu.pipelines.records.receipts import latents_hash
 from anygpu.pipelines.speed import with_step_cache
 from anygpu.pipelines.text.llama import POOLED, llama_from_core
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
