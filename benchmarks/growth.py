@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
-from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.raster import face_ids
@@ -26,6 +25,7 @@ from anygpu.paint.geometry.views import on_screen
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.time import counts
 from minutes import FAMILIES, opened, published
+from paint.synthetic import torus
 from table import append, machine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from anygpu.compat.guidance import classifier_free_guidance
-from anygpu.paint.baking.synthetic import photographs
 from anygpu.paint.choices import DEMO_SIZE, MODELS
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_ids
 from anygpu.paint.geometry.mesh import Mesh, Surface
@@ -31,6 +30,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from paint.synthetic import photographs
 
 NAME = Path(__file__).stem
 SIZE, BLOCK, VIEWS = DEMO_SIZE, 8, len(DEFAULT_VIEWS)

@@ -14,7 +14,6 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import errors, photographs, torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
 from anygpu.paint.geometry.views import rendered_maps
@@ -24,6 +23,7 @@ from anygpu.paint.sampling.painting import PaintSettings, latents_of, to_latent
 from PIL import Image
 
 from paint.shapes import box
+from paint.synthetic import errors, photographs, torus
 
 BAKING = texturing.BakeSettings(texture_size=64, view_size=128)
 QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
