@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.raster import face_ids
@@ -25,7 +26,6 @@ from anygpu.paint.geometry.views import on_screen
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.time import counts
 from minutes import FAMILIES, opened, published
-from paint.synthetic import torus
 from table import append, machine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,11 +19,11 @@ import torch
 from anygpu.compat.device.execution import Checked
 from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh
 from anygpu.paint.geometry.turntable import turntable
-from paint.synthetic import torus
 from table import append, machine
 
 SUFFIXES = ("glb", "obj", "ply", "stl")

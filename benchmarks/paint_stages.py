@@ -24,11 +24,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable
 from paint.counting import HALF, stages
-from paint.synthetic import torus
 from simulated import accelerator
 
 MIB = 1024**2
