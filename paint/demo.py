@@ -26,8 +26,8 @@ from .texturing import maps_of
 MARGIN = 0.02  # of the texture, round each chart
 FRAMES, ELEVATION = 6, 25.0  # of the turntable
 CARRIED, BY_CHANCE = 0.15, 0.3  # mean error of what is painted after its own picture, and after the other's
-Pair = tuple[tuple[float, ...], tuple[float, ...]]
-PAIRS: tuple[Pair, ...] = (  # colours above and below
+ColourPair = tuple[tuple[float, ...], tuple[float, ...]]
+PAIRS: tuple[ColourPair, ...] = (  # colours above and below
     ((0.9, 0.2, 0.1), (0.1, 0.3, 0.8)),
     ((0.2, 0.7, 0.3), (0.9, 0.8, 0.2)),
 )
@@ -79,7 +79,7 @@ def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...],
     return strips, tuple(map(str, pipeline.decisions)), checks
 
 
-def painted_ring(pipeline: PaintPipeline, pair: Pair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
+def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
     """A ring painted after a picture of itself in two colours.
 
     Args:
@@ -99,7 +99,7 @@ def painted_ring(pipeline: PaintPipeline, pair: Pair, frames: int = FRAMES, step
     return PaintedRing(picture, views, texture, turntable(surface, texture, frames, DEMO_SIZE, ELEVATION))
 
 
-def halves(pair: Pair) -> Callable[[Tensor], Tensor]:
+def halves(pair: ColourPair) -> Callable[[Tensor], Tensor]:
     """The colours (P, 3) of places (P, 3) in the frame: ``pair``'s first above the middle, its second below."""
     above, below = (torch.tensor(colour) for colour in pair)
     return lambda places: torch.where(places[:, 1:2] > 0, above, below)

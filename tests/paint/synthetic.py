@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from anygpu.paint.baking.bake import Texels
 from anygpu.paint.choices import DEMO_SIZE
-from anygpu.paint.demo import Pair, halves
+from anygpu.paint.demo import ColourPair, halves
 from anygpu.paint.demo import torus as torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, CameraTable
 from anygpu.paint.geometry.mesh import Surface
@@ -45,7 +45,7 @@ def photographs(
     return torch.stack(pictures)
 
 
-def in_two_colours(surface: Surface, pair: Pair, background: float = 1.0) -> Tensor:
+def in_two_colours(surface: Surface, pair: ColourPair, background: float = 1.0) -> Tensor:
     """What the six cameras see of a surface in one colour above and another below, (V, S, S, 3)."""
     return photographs(surface, DEFAULT_VIEWS, DEMO_SIZE, 2 * DEMO_SIZE, halves(pair), background)
 

@@ -108,7 +108,8 @@ def test_a_file_that_takes_long_to_read_is_left_at_once(tmp_path, monkeypatch):
             swallowed.append("the cancel")
         return types.SimpleNamespace(geometry={}, to_mesh=lambda: swallowed.append("it went on"))
 
-    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
+    util = types.SimpleNamespace(unique_id=None)
+    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))
     (tmp_path / "shape.glb").write_bytes(b"")
     with pytest.raises(Cancel):
         load_mesh(tmp_path / "shape.glb", progress.check)
