@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -337,10 +338,16 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Render one clip per family with tiny checkpoints, check each, and leave a folder to look at."""
-    from .showcase import run
+    """Draw a clip per family and paint a mesh with the models that ship, check each, and leave a folder to look at."""
+    from .paint import demo as paint_demo
+    from .paint.choices import demo_paint_models
+    from .pipelines.demo import demo_models, drawing
 
-    return run(Path(arguments.output), print)
+    folder = Path(arguments.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    clips = (drawing.exhibit(title, path, number, folder) for number, (title, path) in enumerate(demo_models().items()))
+    meshes = (drawing.Exhibit(title, *paint_demo.show(path, folder)) for title, path in demo_paint_models().items())
+    return int(drawing.write_page(chain(clips, meshes), folder, print) > 0)
 
 
 def main(words: Sequence[str] | None = None) -> int:

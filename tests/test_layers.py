@@ -25,7 +25,7 @@ COMFY = {
     "execution",
 }
 HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft", "trimesh"}
-OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "showcase", "cli"}
+OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
     "kernels": {"kernels"},
     "compat": {"compat"},
@@ -35,8 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "host": {"compat", "pipelines", "paint", "host"},
     "nodes": {"compat", "pipelines", "paint", "host", "nodes"},
     "farm": {"compat", "pipelines", "paint", "farm"},
-    "showcase.py": {"compat", "pipelines", "paint"},
-    "cli.py": {"compat", "pipelines", "paint", "showcase"},
+    "cli.py": {"compat", "pipelines", "paint"},
     "__init__.py": {"nodes"},
 }
 SKIPPED = {"tests", "benchmarks", "training", "build", "demo", "node_modules", "setup.py"}

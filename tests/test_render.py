@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import DEMOS
 from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.latents import recovery

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import aiohttp.web
 import layouts
 import pytest
+import tiny
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.facts import facts_for, free_bytes
@@ -27,7 +28,6 @@ from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.probe_results import probe_results_of
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Latents
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.loading import folder as loading

@@ -58,8 +58,8 @@ def last_step(folder: JobFolder) -> float:
 
 
 def test_every_job_is_done_once_and_bit_equal_whoever_dies(cluster: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    import tiny
     from anygpu.farm.render import Renderer, task_of
-    from anygpu.pipelines import tiny
     from anygpu.pipelines.base import Silent
     from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tiny
 from anygpu.compat.device.facts import value_or
 from anygpu.farm.render import Renderer, task_of
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job import Caching, job_in
 from anygpu.pipelines.records.job_folder import JobFolder

@@ -14,7 +14,6 @@ from anygpu.farm import cli
 from anygpu.farm.driver import lines_in
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
-from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
 from anygpu.paint.jobs import PaintJob, model_item, paint_jobs
 from anygpu.paint.sampling.delight import DelightSettings
@@ -25,7 +24,7 @@ from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import write_list
 from PIL import Image
 
-from paint import stored
+from paint import stored, synthetic
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tiny
 from anygpu.farm.render import Renderer
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import Batch, queue_jobs

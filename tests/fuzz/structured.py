@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import entries_and_notes
@@ -35,7 +36,7 @@ from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import jobs, stages, tiny
+from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps

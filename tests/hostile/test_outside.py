@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device import facts
 from anygpu.compat.device.facts import facts_for, flags
@@ -24,8 +25,6 @@ from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
-from anygpu.compat.report import report_on
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models

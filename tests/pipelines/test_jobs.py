@@ -8,12 +8,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import jobs, tiny
+from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4

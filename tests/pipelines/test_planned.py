@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import jobs, stages, tiny
+from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, Prompt, PromptRequest, SampleSettings
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import jobs, stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.loading.folder import LoadRequest, load

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.identity import bytes_of, picture_content
 from anygpu.compat.checkpoints.latents import read_record, write_record
@@ -20,7 +21,7 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.encoders import dino_states, encoded_prompt
 from anygpu.paint.pictures import checked_pictures, cut_out
 from anygpu.paint.sampling.painting import paint_views
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps

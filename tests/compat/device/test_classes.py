@@ -20,8 +20,8 @@ from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.fit import plan_line
 from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.tiny import build
 from simulated.profiles import MACHINES
+from tiny import build
 
 CPU = facts_for("cpu")
 UNKNOWN = {"backend": "npu", "arch": "", "arch_class": "other", "name": "npu device"}

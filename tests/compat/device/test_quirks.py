@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import DTYPES, PLAIN, precision_for
@@ -29,7 +30,7 @@ from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import choose_by
 from anygpu.kernels import library
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest, speed_for

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
@@ -14,7 +15,6 @@ from anygpu.compat.memory.offloader import MODES, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory import estimates
 from anygpu.pipelines.memory import fit as fitting
