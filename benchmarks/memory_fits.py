@@ -1,7 +1,7 @@
 """The factors of the forecasts, measured and fitted anew: ``python benchmarks/memory_fits.py``.
 
 Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
-with the terms that `pipelines/memory/estimates.py` counts copies of; the copies that fit the last rows of each family
+with the terms that `pipelines/forecast/estimates.py` counts copies of; the copies that fit the last rows of each family
 best are written into the `spec.py` of each family, so nobody copies a number.
 """
 
@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.pipelines import stages  # noqa: E402
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
-from anygpu.pipelines.memory import estimates  # noqa: E402
-from anygpu.pipelines.memory.estimates import Size  # noqa: E402
+from anygpu.pipelines.forecast import estimates  # noqa: E402
+from anygpu.pipelines.forecast.estimates import Size  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from anygpu.pipelines.vae.plan import Form  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402

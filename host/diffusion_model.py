@@ -14,7 +14,7 @@ from torch import nn
 
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
-from ..pipelines.memory.estimates import beside_transformer
+from ..pipelines.forecast.estimates import beside_transformer
 from ..pipelines.sampling.core_sampler import TIME, velocity
 from .core_patches import block_patches, unread
 from .memory_manager import PartHolder

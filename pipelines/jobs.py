@@ -16,6 +16,9 @@ from ..compat.errors import CheckpointError, InputError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
+from .forecast import page
+from .forecast.estimates import Size
+from .forecast.placement import load_placed
 from .job_folder import inside
 from .job_format import Content, Job, Picture
 from .latents import recovery
@@ -23,10 +26,7 @@ from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
 from .loading.folder import LoadRequest, find_models
 from .loading.single_file import Files
-from .memory import page
-from .memory.estimates import Size
 from .movie import Allowance, content_in, read_frames
-from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore

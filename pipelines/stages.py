@@ -25,8 +25,9 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .memory.estimates import TRANSFORMER, VAE, Size
-from .memory.fit import fit_offload, make_room_and_retry, release_text
+from .forecast.estimates import TRANSFORMER, VAE, Size
+from .forecast.fit import fit_offload, make_room_and_retry, release_text
+from .forecast.seconds import Run, planned_run
 from .pictures import checked_frames, fitted, fitted_size, resized
 from .receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries
@@ -46,7 +47,6 @@ from .settings import (
 )
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described, texts_of
-from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024

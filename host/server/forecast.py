@@ -22,13 +22,13 @@ from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
-from ...pipelines.memory.estimates import Size
-from ...pipelines.memory.forecast import forecast
-from ...pipelines.placement import load_placed
+from ...pipelines.forecast.choice import times_of
+from ...pipelines.forecast.estimates import Size
+from ...pipelines.forecast.memory import forecast
+from ...pipelines.forecast.placement import load_placed
+from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.settings import SIDES, of_checkpoint, snap
 from ...pipelines.stages import picture_size
-from ...pipelines.time.choice import times_of
-from ...pipelines.time.forecast import planned_run
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said

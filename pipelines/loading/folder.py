@@ -42,8 +42,8 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
-from ..memory.estimates import sizes_of
-from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..forecast.estimates import sizes_of
+from ..forecast.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
 from ..registry import FAMILIES
 from ..settings import recipe_decisions
 from ..speed import SpeedRequest, speed_for
@@ -81,8 +81,7 @@ class LoadRequest:
             ``device``.
         keep_free_gb: memory of the device that offload ``auto`` leaves to others.
         stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
-            to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
+        cards: the accelerators, ``device`` among them, that the parts may be shared out to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
     """
 
     model: Path

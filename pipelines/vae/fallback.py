@@ -34,7 +34,7 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.order import replace_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
-from ..memory.estimates import SPARE
+from ..forecast.estimates import SPARE
 from ..pictures import signed
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
 from .shared import RegionTask, decoded_together, serve

@@ -7,8 +7,8 @@ from anygpu.compat.memory.offloader import MODES
 from anygpu.paint import times
 from anygpu.paint.estimates import paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.pipelines.memory.forecast import Forecast
-from anygpu.pipelines.memory.page import shown
+from anygpu.pipelines.forecast.memory import Forecast
+from anygpu.pipelines.forecast.page import shown
 
 
 def test_each_mode_has_its_stages_and_bars(paint_folder, monkeypatch):

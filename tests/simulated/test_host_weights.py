@@ -19,9 +19,9 @@ from anygpu.compat.memory import hooks, host_weights, transfer
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.pipelines.forecast import fit
+from anygpu.pipelines.forecast.fit import plan_line
 from anygpu.pipelines.loading.part import PartFiles
-from anygpu.pipelines.memory import fit
-from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run

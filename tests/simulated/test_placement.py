@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device import facts, rates
-from anygpu.pipelines import placement, tiny
+from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.decisions import card_of
+from anygpu.pipelines.forecast import placement
+from anygpu.pipelines.forecast.memory import forecast
+from anygpu.pipelines.forecast.page import memory_plan, planned_size
+from anygpu.pipelines.forecast.placement import load_placed
 from anygpu.pipelines.loading.folder import LoadRequest
-from anygpu.pipelines.memory.forecast import forecast
-from anygpu.pipelines.memory.page import memory_plan, planned_size
-from anygpu.pipelines.placement import load_placed
 
 from simulated import accelerator
 from simulated.test_families import CASES, rendered

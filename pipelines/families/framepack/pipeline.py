@@ -24,8 +24,8 @@ from ...base import (
     SampleSettings,
     SubProgress,
 )
+from ...forecast.estimates import beside_transformer
 from ...loading.evidence import Evidence
-from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents

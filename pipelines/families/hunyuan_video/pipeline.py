@@ -30,8 +30,8 @@ from ...base import (
     SampleSettings,
 )
 from ...family import Defaults, Recipe
+from ...forecast.estimates import beside_transformer
 from ...loading.evidence import Evidence
-from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (

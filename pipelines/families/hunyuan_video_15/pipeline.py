@@ -26,7 +26,7 @@ from ...base import (
     StageText,
 )
 from ...family import Defaults, Recipe
-from ...memory.estimates import beside_transformer
+from ...forecast.estimates import beside_transformer
 from ...pictures import checked_vision
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (

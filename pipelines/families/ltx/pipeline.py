@@ -42,9 +42,9 @@ from ...base import (
     StageText,
 )
 from ...family import Defaults, GuidanceStep, Recipe
+from ...forecast.estimates import beside_transformer
 from ...loading.evidence import Evidence
 from ...loading.part import SPATIAL_PADDING
-from ...memory.estimates import beside_transformer
 from ...sampling.loop import (
     Predict,
     denoise,

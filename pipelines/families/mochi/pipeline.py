@@ -10,7 +10,7 @@ import torch
 from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import Call, Forwards, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
-from ...memory.estimates import beside_transformer
+from ...forecast.estimates import beside_transformer
 from ...sampling.core_sampler import TIME
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (

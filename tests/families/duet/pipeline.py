@@ -17,8 +17,8 @@ from anygpu.pipelines.base import (
     PromptRequest,
     SampleSettings,
 )
-from anygpu.pipelines.memory.estimates import beside_transformer
-from anygpu.pipelines.memory.fit import make_room_and_retry
+from anygpu.pipelines.forecast.estimates import beside_transformer
+from anygpu.pipelines.forecast.fit import make_room_and_retry
 from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for

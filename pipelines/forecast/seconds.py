@@ -28,8 +28,6 @@ from ...compat.memory.times import (
 )
 from ...compat.probe_results import probe_results_of
 from ..base import Pipeline, PromptRequest, SampleSettings
-from ..memory.estimates import VAE, Size, sampling_bytes
-from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..vae.plan import Form, planned_decode
 from .counts import (
@@ -42,6 +40,8 @@ from .counts import (
     text_forwards,
     text_work,
 )
+from .estimates import VAE, Size, sampling_bytes
+from .memory import COMPUTES, Rooms, room_of
 
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes

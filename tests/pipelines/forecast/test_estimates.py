@@ -14,12 +14,12 @@ from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffl
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
 from anygpu.pipelines import tiny
+from anygpu.pipelines.forecast import estimates
+from anygpu.pipelines.forecast import fit as fitting
+from anygpu.pipelines.forecast import page as memory_plan
+from anygpu.pipelines.forecast.estimates import Size
+from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory import estimates
-from anygpu.pipelines.memory import fit as fitting
-from anygpu.pipelines.memory import page as memory_plan
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import fastest, forecast, forecasts
 from anygpu.pipelines.requests import part_devices
 
 CPU = torch.device("cpu")

@@ -13,21 +13,21 @@ from itertools import product
 
 import torch
 
-from ..compat.decision import AUTO, Decision
-from ..compat.device.facts import DeviceFacts, facts_for
-from ..compat.device.quirks import abilities
-from ..compat.errors import PackError
-from ..compat.memory.offloader import Offloader
-from ..compat.memory.statistics import StageNeed, duration
-from ..compat.memory.times import known_or_why
-from .base import Pipeline, Progress
-from .loading.folder import LoadRequest, load
-from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
-from .memory.fit import modes_of
-from .memory.forecast import COMPUTES, forecast
-from .settings import of_checkpoint
-from .time.choice import WORTH
-from .time.forecast import DECODING, SAMPLING, TEXT, planned_run, stage_time
+from ...compat.decision import AUTO, Decision
+from ...compat.device.facts import DeviceFacts, facts_for
+from ...compat.device.quirks import abilities
+from ...compat.errors import PackError
+from ...compat.memory.offloader import Offloader
+from ...compat.memory.statistics import StageNeed, duration
+from ...compat.memory.times import known_or_why
+from ..base import Pipeline, Progress
+from ..loading.folder import LoadRequest, load
+from ..settings import of_checkpoint
+from .choice import WORTH
+from .estimates import SPARE, TRANSFORMER, VAE, default_size
+from .fit import modes_of
+from .memory import COMPUTES, forecast
+from .seconds import DECODING, SAMPLING, TEXT, planned_run, stage_time
 
 CARDS = "cards"  # of the decision
 LEAST_GAIN = 0.25  # seconds of a run, below which a further card is not worth being used

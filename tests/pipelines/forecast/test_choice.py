@@ -11,11 +11,12 @@ from anygpu import cli
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, time_left
 from anygpu.compat.memory.times import StageTime, TimeForecast
+from anygpu.pipelines.forecast import choice, counts
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast.estimates import Size
+from anygpu.pipelines.forecast.memory import Forecast
+from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import Forecast
-from anygpu.pipelines.memory.page import memory_plan
-from anygpu.pipelines.time import choice, counts, forecast
 from anygpu.pipelines.tiny import build
 
 GB = 10**9

@@ -12,8 +12,9 @@ from anygpu.compat.device.precision import PRECISION, Precision
 from anygpu.compat.device.probe_store import OK, UNUSABLE, ProbeResult
 from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Work, counting
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.time import counts, forecast
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast.estimates import Size
 from simulated.test_families import CASES, loaded_for
 
 SAFE = precisions._EXPLICIT[precisions.SAFE]

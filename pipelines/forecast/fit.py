@@ -27,10 +27,10 @@ from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
 from ..loading.part import PartFiles
 from ..settings import require_range
-from ..time.choice import quickest, times_of
-from ..time.forecast import Run
+from .choice import quickest, times_of
 from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
-from .forecast import COMPUTES, forecast
+from .memory import COMPUTES, forecast
+from .seconds import Run
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 MOST_KEPT_FREE = 1023.0  # GB: the widget's

@@ -8,9 +8,9 @@ from ...compat.device.facts import free_bytes
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.memory.times import TimeForecast, Times, times_by_mode
 from ..base import Pipeline
-from ..memory.estimates import SPARE
-from ..memory.forecast import Forecast, Rooms
-from .forecast import Run, time_forecast
+from .estimates import SPARE
+from .memory import Forecast, Rooms
+from .seconds import Run, time_forecast
 
 WORTH = 0.9  # of the time, below which another mode is worth it
 
