@@ -24,7 +24,7 @@ from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.raster import face_ids
 from anygpu.paint.geometry.views import on_screen
 from anygpu.pipelines.forecast import counts
-from anygpu.pipelines.forecast.estimates import Size
+from anygpu.pipelines.sizes import Size
 from minutes import FAMILIES, opened, published
 from table import append, machine
 

@@ -33,8 +33,8 @@ from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.forecast import counts
-from anygpu.pipelines.forecast.estimates import Size, latent_shape
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
 

@@ -17,24 +17,24 @@ from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
 from .forecast import page
-from .forecast.estimates import Size
-from .forecast.placement import load_placed
 from .job_folder import inside
 from .job_format import Content, Job, Picture
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
 from .loading.folder import LoadRequest, find_models
+from .loading.placed import load_placed
 from .loading.single_file import Files
 from .movie import Allowance, content_in, read_frames
 from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint
+from .sizes import Size
 from .speed import with_step_cache
 from .vae.fallback import serve_decoding
 from .vae.plan import Form
-from .vae.shared import dismiss
+from .vae.tiled import dismiss
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 VIDEO_FIT = "crop"

@@ -25,11 +25,11 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .forecast.estimates import TRANSFORMER, VAE, Size
-from .forecast.fit import fit_offload, make_room_and_retry, release_text
+from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run
 from .pictures import checked_frames, fitted, fitted_size, resized
 from .receipts import sources_of
+from .retry import make_room_and_retry
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
@@ -45,6 +45,7 @@ from .settings import (
     require_family,
     require_range,
 )
+from .sizes import TRANSFORMER, VAE, Size
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described, texts_of
 from .vae.plan import Form

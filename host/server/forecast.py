@@ -22,12 +22,11 @@ from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
-from ...pipelines.forecast.choice import times_of
-from ...pipelines.forecast.estimates import Size
 from ...pipelines.forecast.memory import forecast
-from ...pipelines.forecast.placement import load_placed
-from ...pipelines.forecast.seconds import planned_run
+from ...pipelines.forecast.seconds import planned_run, times_of
+from ...pipelines.loading.placed import load_placed
 from ...pipelines.settings import SIDES, of_checkpoint, snap
+from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request

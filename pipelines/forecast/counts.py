@@ -22,11 +22,11 @@ from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
-from ..loading.part import decode_as_published
 from ..sampling.guidance import Guidance
+from ..sizes import TRANSFORMER, VAE, Size, latent_shape
+from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
 from ..vae.tiled import decoder_call, pieces_of
-from .estimates import TRANSFORMER, VAE, Size, latent_shape
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others

@@ -12,18 +12,8 @@ from ...compat.memory.offloader import MODES, ahead_bytes
 from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
+from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
 from ..vae.plan import planned_decode
-from .estimates import (
-    PAIR,
-    SPARE,
-    TRANSFORMER,
-    VAE,
-    Size,
-    decoding_bytes,
-    sampling_bytes,
-    text_bytes,
-    transformer_bytes,
-)
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
 Rooms = Callable[[torch.device], int | None]

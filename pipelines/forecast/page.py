@@ -12,12 +12,11 @@ from ...compat.memory.statistics import StageNeed, amount_of
 from ...compat.memory.times import Times
 from ..base import Pipeline, SampleSettings
 from ..settings import of_checkpoint, snap
-from .choice import advice, quickest, times_of
-from .estimates import Size
+from ..sizes import Size
 from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
-from .seconds import planned_run
+from .seconds import advice, planned_run, quickest, times_of
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Pace, pace_of
+from ...compat.memory.statistics import amount_of, duration
 from ...compat.memory.times import (
     TEXT,
     StageTime,
     TimeForecast,
+    Times,
     alike,
     copied_seconds,
     corrected,
@@ -24,11 +27,13 @@ from ...compat.memory.times import (
     key_of,
     known_or_why,
     link_of,
+    times_by_mode,
     unknown_rates,
 )
 from ...compat.probe_results import probe_results_of
 from ..base import Pipeline, PromptRequest, SampleSettings
 from ..settings import guidance_steps, of_checkpoint, recipe_of
+from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import Form, planned_decode
 from .counts import (
     IMAGE_ENCODER,
@@ -40,9 +45,9 @@ from .counts import (
     text_forwards,
     text_work,
 )
-from .estimates import VAE, Size, sampling_bytes
-from .memory import COMPUTES, Rooms, room_of
+from .memory import COMPUTES, Forecast, Rooms, room_of
 
+WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
@@ -194,3 +199,38 @@ def _room(pipeline: Pipeline, stage: str) -> int | None:
     """Bytes of its device that a stage may take now; None where unknown."""
     free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+
+
+def times_of(
+    pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
+) -> Times:
+    """How long a run takes under each mode that can be; without those whose time is unknown, and why."""
+    return times_by_mode(pipeline, modes, lambda mode: time_forecast(pipeline, run, mode, room, rooms))
+
+
+def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
+    """The first mode, or the quickest where that is worth leaving the order for; empty for no modes.
+
+    Where the time of a mode is not known, their order decides.
+    """
+    first = next(iter(modes), "")
+    if any(mode not in times for mode in modes) or not first:
+        return first
+    best = min(modes, key=lambda mode: times[mode].seconds)
+    return best if times[best].seconds < WORTH * times[first].seconds else first
+
+
+def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
+    """What a run would take with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
+    nothing is gained."""
+    if room is None:
+        return ""
+    now = quickest([each.mode for each in needs if each.fits(room)], times)
+    larger = [each for each in needs if not each.fits(room) and each.mode in times]
+    if now not in times or not larger:
+        return ""
+    best = min(larger, key=lambda each: (times[each.mode].seconds, each.peak))
+    if times[best.mode].seconds > WORTH * times[now].seconds:
+        return ""
+    lacks = amount_of(best.peak * SPARE - room)
+    return f"with offload {best.mode} {duration(times[best.mode].seconds)}, needs {lacks} more"

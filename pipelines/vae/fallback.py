@@ -34,11 +34,10 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.order import replace_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
-from ..forecast.estimates import SPARE
 from ..pictures import signed
+from ..sizes import SPARE
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
-from .shared import RegionTask, decoded_together, serve
-from .tiled import Work
+from .tiled import RegionTask, Work, decoded_together, serve
 
 LEAVES_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}

@@ -21,7 +21,7 @@ from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
 from ..base import Pipeline
-from ..forecast.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
+from ..sizes import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames

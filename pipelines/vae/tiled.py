@@ -17,16 +17,35 @@ import torch
 from torch import Tensor
 
 from ...compat.device.execution import to_host
+from ...compat.device.failures import DEVICE_ERRORS
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
+from ...compat.ranks import Group
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, Attempt
-from .shared import Decode, RegionTask
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
 MIDDLE = (0.25, 0.75)  # weights at which two tiles are compared: where both count
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTask:
+    """A region to decode.
+
+    Args:
+        latents: (1, C, T, h, w) on the host.
+        attempt: in which form.
+        time: of a VAE that takes one, on the host.
+    """
+
+    latents: torch.Tensor
+    attempt: Attempt
+    time: torch.Tensor | None
+
+
+Decode = Callable[[RegionTask], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -250,6 +269,42 @@ class Work:
         """Which part the next call is, and about how many there are."""
         left = sum(region.cells * (w.latents.shape[2] - region.frames) for w in self.windows for region in w.pending)
         return self.done, self.done + max(1, -(-left // max(1, cells)))
+
+
+def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> list[torch.Tensor | None]:
+    """On the leader: frames (1, 3, F, H, W) of each task; None where its device failed. The others :func:`serve`."""
+    frames: list[torch.Tensor | None] = []
+    size = group.world.size
+    for first in range(0, len(tasks), size):
+        some = tasks[first : first + size]
+        group.world.shared([*some, *[None] * (size - len(some))])
+        own = _tried(decode, some[0])
+        frames += (group.world.collected(own) or [])[: len(some)]
+    return frames
+
+
+def serve(group: Group, decode: Decode) -> int:
+    """On the others: decode what the leader hands out, until :func:`dismiss`; how many regions that were."""
+    count = 0
+    while (tasks := group.world.shared(None)) is not None:
+        own = tasks[group.world.rank]
+        frames = None if own is None else _tried(decode, own)
+        count += frames is not None
+        group.world.collected(frames)
+    return count
+
+
+def dismiss(group: Group) -> None:
+    """On the leader: nothing more will be handed out."""
+    group.world.shared(None)
+
+
+def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
+    """The frames; None where the device fails: the leader then goes on with that region by itself, in smaller parts."""
+    try:
+        return decode(task)
+    except (*DEVICE_ERRORS, InvalidOutputError):
+        return None
 
 
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:

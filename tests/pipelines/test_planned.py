@@ -14,10 +14,10 @@ from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, P
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.job_format import Content, Job, Picture
 from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
 from PIL import Image
 
 SHAPES = ((64, 64), (200, 90), (90, 300))

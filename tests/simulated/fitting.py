@@ -14,9 +14,9 @@ from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
 from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered

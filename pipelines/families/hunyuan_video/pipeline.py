@@ -30,7 +30,6 @@ from ...base import (
     SampleSettings,
 )
 from ...family import Defaults, Recipe
-from ...forecast.estimates import beside_transformer
 from ...loading.evidence import Evidence
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
@@ -45,6 +44,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import even_levels, schedule_for
+from ...sizes import beside_transformer
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded

@@ -11,12 +11,12 @@ from anygpu import cli
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, time_left
 from anygpu.compat.memory.times import StageTime, TimeForecast
-from anygpu.pipelines.forecast import choice, counts
+from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast import seconds as forecast
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.forecast.memory import Forecast
 from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.tiny import build
 
 GB = 10**9
@@ -47,25 +47,25 @@ def needing(mode: str, gigabytes: float) -> Forecast:
 )
 def test_auto_takes_the_quickest_that_fits_or_their_order(seconds, chosen):
     times = {mode: taking(mode, each) for mode, each in seconds.items()}
-    assert choice.quickest(("none", "model", "group"), times) == chosen
-    assert choice.quickest((), times) == ""
+    assert forecast.quickest(("none", "model", "group"), times) == chosen
+    assert forecast.quickest((), times) == ""
 
 
 def test_advice_says_what_more_memory_saves():
     needs = (needing("none", 14), needing("model", 10), needing("group", 4))
     times = {"none": taking("none", 360), "model": taking("model", 360), "group": taking("group", 840)}
-    assert choice.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 2.5 GB more", (
+    assert forecast.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 2.5 GB more", (
         "the least that is as quick"
     )
-    assert choice.advice(needs, times, 16 * GB) == "", "everything fits"
-    assert choice.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
-    assert choice.advice(needs, times, None) == choice.advice(needs, {}, 8 * GB) == ""
+    assert forecast.advice(needs, times, 16 * GB) == "", "everything fits"
+    assert forecast.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
+    assert forecast.advice(needs, times, None) == forecast.advice(needs, {}, 8 * GB) == ""
 
 
 def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkeypatch):
-    monkeypatch.setattr(choice, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
+    monkeypatch.setattr(forecast, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
     pipeline = SimpleNamespace(offloader=SimpleNamespace(device=torch.device("cpu")))
-    assert list(choice.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
+    assert list(forecast.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
 
 
 def test_time_left_from_the_second_step_on():

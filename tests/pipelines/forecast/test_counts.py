@@ -10,8 +10,8 @@ from anygpu.compat.device.work import counting
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast import counts
-from anygpu.pipelines.forecast.estimates import Size, latent_shape
 from anygpu.pipelines.forecast.seconds import planned_run
+from anygpu.pipelines.sizes import Size, latent_shape
 from simulated.test_families import CASES, PICTURE, loaded_for
 
 OFF = 0.02

@@ -13,14 +13,14 @@ from anygpu.compat.memory.host_weights import HostWeights
 from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
+from anygpu.pipelines import sizes as estimates
 from anygpu.pipelines import tiny
-from anygpu.pipelines.forecast import estimates
 from anygpu.pipelines.forecast import fit as fitting
 from anygpu.pipelines.forecast import page as memory_plan
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.requests import part_devices
+from anygpu.pipelines.sizes import Size
 
 CPU = torch.device("cpu")
 

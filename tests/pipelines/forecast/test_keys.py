@@ -19,9 +19,9 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines.base import Pipeline, SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.forecast import seconds as forecast
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest, running
 from anygpu.pipelines.stages import DECODING as DECODE
 from anygpu.pipelines.stages import SAMPLING as SAMPLE

@@ -14,7 +14,7 @@ from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Wor
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast import seconds as forecast
-from anygpu.pipelines.forecast.estimates import Size
+from anygpu.pipelines.sizes import Size
 from simulated.test_families import CASES, loaded_for
 
 SAFE = precisions._EXPLICIT[precisions.SAFE]

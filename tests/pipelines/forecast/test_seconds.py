@@ -26,8 +26,8 @@ from anygpu.compat.memory.statistics import StageCost, duration, kept_stages
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast import seconds as forecast
-from anygpu.pipelines.forecast.estimates import Size
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
