@@ -156,7 +156,7 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     return widest(pipeline.configs[VAE]) * plain, plain
 
 
-def attempt_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
+def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
     if stream:
         return int(pipeline.spec.memory.fit.streamed * streamed_term(pipeline, size, frames, tile, stream))

@@ -143,6 +143,6 @@ def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None
     """
     if room is None or whole.total * SPARE <= room:
         return whole
-    attempt, needed = planned_decode(pipeline, size, room - whole.weights)
-    weights = 0 if attempt.on_host else whole.weights
-    return replace(whole, kept=0, weights=weights, activations=needed, form=str(attempt))
+    method, needed = planned_decode(pipeline, size, room - whole.weights)
+    weights = 0 if method.on_host else whole.weights
+    return replace(whole, kept=0, weights=weights, activations=needed, form=str(method))

@@ -18,13 +18,13 @@ from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.quirks import abilities
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageNeed, duration
-from ...compat.memory.times import known_or_why
 from ..base import Pipeline
 from ..settings import of_checkpoint
 from ..sizes import SPARE, VAE, default_size
 from .fit import modes_of
 from .memory import COMPUTES, forecast
 from .seconds import DECODING, SAMPLING, TEXT, WORTH, planned_run, stage_time
+from .times import known_or_why
 
 CARDS = "cards"  # of the decision
 LEAST_GAIN = 0.25  # seconds of a run, below which a further card is not worth being used

@@ -5,36 +5,23 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.work import Pace, pace_of
+from ...compat.device.work import Work
 from ...compat.memory.statistics import amount_of, duration
-from ...compat.memory.times import (
-    TEXT,
-    StageTime,
-    TimeForecast,
-    Times,
-    alike,
-    copied_seconds,
-    corrected,
-    kept_by,
-    key_of,
-    known_or_why,
-    link_of,
-    times_by_mode,
-    unknown_rates,
-)
 from ...compat.probe_results import probe_results_of
 from ..base import Pipeline, PromptRequest, SampleSettings
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import Form, planned_decode
+from . import times
 from .counts import (
     IMAGE_ENCODER,
     batches_of,
@@ -46,6 +33,7 @@ from .counts import (
     text_work,
 )
 from .memory import COMPUTES, Forecast, Rooms, room_of
+from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
 
 WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
@@ -139,24 +127,8 @@ def stage_time(
     Raises:
         UnsupportedError: the rates of its device are unknown.
     """
-    mode = mode or pipeline.offloader.mode
-    device = pipeline.offloader.device_of(PARTS[stage])
-    precision = pipeline.precision
-    dtype = {
-        TEXT: precision.text,
-        IMAGE: precision.vae,
-        SAMPLING: precision.compute or precision.transformer,
-        DECODING: precision.vae,
-    }[stage]
-    facts, probes = _machine_of(pipeline, device)
-    pace = pace_of(facts, probes, dtype)
-    if pace is None:
-        raise unknown_rates(facts)
-    rows = kept_by(pipeline)
-    link = 0.0 if stays else link_of(facts, rows)
-    modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
-    known = alike(rows, pipeline, stage, mode, device, work_key(pipeline, stage, run))
-    return corrected(stage, modelled, pace.source, known)
+    planned = _planned(pipeline, stage, run, room)
+    return times.stage_time(pipeline, planned, mode or pipeline.offloader.mode, room, stays)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
@@ -168,26 +140,38 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
     return facts, None if state is None else probe_results_of(facts, state, quiet)
 
 
-def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
-    """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
+def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> times.PlannedStage:
+    """One stage of ``run`` as the forecast takes it: its parts, their work and how often they are called."""
+    precision, calls, beside = pipeline.precision, 1, 0
+    parts: tuple[str, ...]
+    work: Callable[[], Work]
     if stage == TEXT:
         forwards = text_forwards(pipeline, run.texts)
         parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
-        work = text_work(pipeline, run.texts)
-        beside = 0
+        dtype, work = precision.text, partial(text_work, pipeline, run.texts)
     elif stage == IMAGE:
-        parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0
+        parts, dtype, work = (IMAGE_ENCODER, VAE), precision.vae, partial(image_work, pipeline, run.size)
     elif stage == SAMPLING:
-        parts, work = pipeline.spec.transformers, sampling_work(pipeline, run.size, run.settings)
+        parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
+        work = partial(sampling_work, pipeline, run.size, run.settings)
         calls = sum(1 for _ in batches_of(pipeline, run.settings)) * sections_of(pipeline, run.size)
         beside = sampling_bytes(pipeline, run.size)
     else:
         weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
-        attempt, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
-        parts, calls, work, beside = (VAE,), 1, decoding_work(pipeline, run.size, attempt), 0
-    computing = pace.seconds(work)
-    total = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
-    return copied_seconds(pipeline, computing, total, link, mode=mode, room=room, calls=calls, beside=beside)
+        method, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
+        parts, dtype, work = (VAE,), precision.vae, partial(decoding_work, pipeline, run.size, method)
+    facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[stage]))
+    return times.PlannedStage(
+        name=stage,
+        facts=facts,
+        probes=probes,
+        dtype=dtype,
+        work=work,
+        weights=sum(pipeline.weights[part].total for part in parts if part in pipeline.weights),
+        key=work_key(pipeline, stage, run),
+        calls=calls,
+        beside=beside,
+    )
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:

@@ -80,7 +80,7 @@ def test_a_larger_run_needs_more(mochi):
 def test_parts_of_a_decode_need_less_than_the_whole(mochi):
     size = Size(848, 480, 85)
     whole, chunk, tile, stream = (
-        estimates.attempt_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
+        estimates.method_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
     )
     assert whole > chunk > stream and whole > tile
 

@@ -83,7 +83,7 @@ def loaded(tiny_folder, tmp_path_factory) -> Pipeline:
 @pytest.fixture
 def plain(loaded, monkeypatch) -> Pipeline:
     """Without a run."""
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     (loaded.offloader.options.state / FILE).unlink(missing_ok=True)
     return loaded
 

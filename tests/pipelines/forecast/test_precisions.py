@@ -44,7 +44,7 @@ def computing(work: Work) -> Counter:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     run = forecast.planned_run(pipeline, Size(64, 64, CASES[name].frames))
     for title, row in rows_of(pipeline).items():
