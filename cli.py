@@ -246,8 +246,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
     request = jobs.request_of(job, machine)
     with torch.no_grad(), request.speed.traced():
         pipeline = jobs.load_pipeline(job, machine, progress, request)
-        pipeline = replace(pipeline, doctor=_watch(arguments, request.model, progress))
-        for decision in pipeline.decisions:
+        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_watch(arguments, request.model, progress)))
+        for decision in pipeline.plan.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
             made = jobs.run(job, machine, progress, pipeline)
@@ -261,9 +261,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
 def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
-    from .pipelines.base import DEMOS
     from .pipelines.jobs import Machine, Places
     from .pipelines.movie import write_mp4
+    from .pipelines.pipeline import DEMOS
     from .pipelines.receipts import decoded_receipt, tags_for
     from .pipelines.replays import replay as again
 
@@ -286,8 +286,8 @@ def replay(arguments: argparse.Namespace) -> int:
 def _machine(arguments: argparse.Namespace) -> Any:
     """Where the job of ``arguments`` runs."""
     from .compat.device.facts import accelerators, default_device, rooms_on
-    from .pipelines.base import DEMOS
     from .pipelines.jobs import Machine, Places
+    from .pipelines.pipeline import DEMOS
 
     beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
     cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}

@@ -19,11 +19,12 @@ from .compat.device.facts import facts_for
 from .paint import demo
 from .paint.choices import demo_paint_models
 from .pipelines import stages, tiny
-from .pipelines.base import FramePackSettings, ImageRequest, Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from .pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from .pipelines.demo import demo_models, drawing
 from .pipelines.loading.folder import LoadRequest, load
 from .pipelines.loading.part import decode_as_published
 from .pipelines.movie import read_frames, write_mp4
+from .pipelines.pipeline import Pipeline
 from .pipelines.settings import snap
 
 EQUAL = 1e-5  # frames in 0..1: where padding is trimmed, sums are taken in another order
@@ -129,7 +130,7 @@ def run(folder: Path, notify: Callable[[str], None]) -> int:
         pipeline, frames, checks = _shown(family, clip, folder)
         strips.append(frames)
         tell(f"{family}: {folder / f'{family}.mp4'}, {len(checks)} checks", began, checks)
-        lines.append(_section(family, tuple(map(str, pipeline.decisions)), checks))
+        lines.append(_section(family, tuple(map(str, pipeline.plan.decisions)), checks))
     began, checks = time.monotonic(), demo.show(folder)
     tell(f"paint: {folder / 'torus.glb'}, torus_turntable.png, {len(checks)} checks", began, checks)
     lines.append(_section("paint", ("A torus baked from six synthetic pictures; needs no model.",), checks))

@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.pipelines import stages  # noqa: E402
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent  # noqa: E402
 from anygpu.pipelines.memory import estimates  # noqa: E402
 from anygpu.pipelines.memory.estimates import Size  # noqa: E402
+from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from anygpu.pipelines.vae.plan import Form  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402

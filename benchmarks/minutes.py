@@ -31,9 +31,9 @@ from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines import tiny
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, latent_shape
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.time import counts
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
@@ -67,7 +67,11 @@ def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
     short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
     configs["transformer"] = {**configs["transformer"], **short}
     single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
-    return replace(pipeline, configs=configs, precision=replace(pipeline.precision, **single))
+    return replace(
+        pipeline,
+        model=replace(pipeline.model, configs=configs),
+        device=replace(pipeline.device, precision=replace(pipeline.precision, **single)),
+    )
 
 
 def filled(module: Any) -> Any:

@@ -19,10 +19,11 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_execution.utils import get_executing_context
 
 from ..compat.errors import InputError
-from ..pipelines.base import ImageCondition, Pipeline
+from ..pipelines.base import ImageCondition
 from ..pipelines.demo.stand_in import corner
 from ..pipelines.loading import lora as loras
 from ..pipelines.loading.lora_kinds import BIAS
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.settings import of_checkpoint
 from .core_patches import unread_patches
 from .core_vae import CoreVAE

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..compat.device.execution import placed, to_host
 from ..pipelines import stages
-from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.vae.fallback import encoded
 from .memory_manager import PartPatcher
 from .progress import NodeProgress

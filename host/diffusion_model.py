@@ -13,8 +13,9 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from torch import nn
 
 from ..compat.errors import UnsupportedError
-from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
+from ..pipelines.base import Call, ImageCondition, SampleSettings
 from ..pipelines.memory.estimates import beside_transformer
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.sampling.core_sampler import TIME, velocity
 from .core_patches import block_patches, unread
 from .memory_manager import PartHolder
@@ -104,7 +105,7 @@ class CoreModel(PartHolder):
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
         """Put the transformer in the network's place, and this checkpoint's own numbers into core's tables."""
-        pipeline = replace(pipeline, offloader=None)  # which has the patcher that has this
+        pipeline = replace(pipeline, plan=replace(pipeline.plan, offloader=None))  # which has the patcher that has this
         self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
         self.diffusion_model = DiffusionModel(pipeline, self.time_scale)
         if self.scaled and pipeline.configs["vae"].get("scaling_factor") is not None:

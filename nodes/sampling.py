@@ -21,7 +21,7 @@ from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents.steps import KeptSteps
 from ..pipelines.registry import FAMILIES
-from ..pipelines.speed import with_step_cache
+from ..pipelines.settings import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
 
 

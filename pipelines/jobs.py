@@ -14,7 +14,7 @@ import torch
 from ..compat.checkpoints.identity import content_of
 from ..compat.errors import CheckpointError, InputError
 from . import stages
-from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
+from .base import FramePackSettings, ImageRequest, Latents, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
 from .job_folder import inside
 from .job_format import Content, Job, Picture
@@ -26,12 +26,12 @@ from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
 from .movie import Allowance, content_in, read_frames
+from .pipeline import DEMOS, Pipeline
 from .placement import load_placed
 from .receipts import with_receipt
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
-from .settings import of_checkpoint
-from .speed import with_step_cache
+from .settings import of_checkpoint, with_step_cache
 from .vae.fallback import serve_decoding
 from .vae.plan import Form
 from .vae.shared import dismiss
@@ -239,7 +239,7 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
 
 def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
-    group = pipeline.group
+    group = pipeline.run.group
     if group is None:
         return stages.decode(pipeline, latents, progress, form=form)
     if not group.leads:
@@ -253,7 +253,7 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
 
 def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
-    group, job = pipeline.group, as_run(job, pipeline, progress.notify)
+    group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))

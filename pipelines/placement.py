@@ -20,11 +20,12 @@ from ..compat.errors import PackError
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.statistics import StageNeed, duration
 from ..compat.memory.times import known_or_why
-from .base import Pipeline, Progress
+from .base import Progress
 from .loading.folder import LoadRequest, load
 from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
 from .memory.fit import modes_of
 from .memory.forecast import COMPUTES, forecast
+from .pipeline import Pipeline
 from .settings import of_checkpoint
 from .time.choice import WORTH
 from .time.forecast import DECODING, SAMPLING, TEXT, planned_run, stage_time
@@ -114,11 +115,12 @@ def load_placed(
     home = {stage: device for stage, device in home.items() if device in request.cards}
     found, failed = known_or_why(lambda: _chosen(first, home, request, on))
     places, why = found or (home, failed)
-    if places == home:
-        stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
-        return replace(first, decisions=(*first.decisions, stay))
-    pipeline = on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
-    return replace(pipeline, decisions=(*pipeline.decisions, Decision(CARDS, _in_words(places), why, AUTO)))
+    pipeline, where = first, f"all on {first.facts.device}"
+    if places != home:
+        pipeline = on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
+        where = _in_words(places)
+    decisions = (*pipeline.plan.decisions, Decision(CARDS, where, why, AUTO))
+    return replace(pipeline, plan=replace(pipeline.plan, decisions=decisions))
 
 
 def _stage_of(part: str) -> str:
@@ -199,7 +201,7 @@ def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bo
     if here.kind == main.kind:
         return True
     dtypes = {(card.pipeline.precision.text, card.pipeline.precision.vae) for card in (here, main)}
-    able = [{**abilities(card.facts, card.pipeline.probes), "arch": ""} for card in (here, main)]
+    able = [{**abilities(card.facts, card.pipeline.device.probes), "arch": ""} for card in (here, main)]
     return len(dtypes) == 1 and able[0] == able[1]
 
 

@@ -28,7 +28,6 @@ from .base import (
     ImageRequest,
     Latents,
     PictureSource,
-    Pipeline,
     Prompt,
     PromptRequest,
     SampleSettings,
@@ -38,6 +37,7 @@ from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in,
 from .loading import lora
 from .loading.folder import LoadRequest
 from .movie import tags_of
+from .pipeline import Pipeline
 from .requests import inputs_of
 from .vae.plan import Form
 
@@ -218,10 +218,10 @@ def _job(
     settings: SampleSettings,
     framepack: FramePackSettings | None,
 ) -> Job:
-    request: LoadRequest = pipeline.request
+    request: LoadRequest = pipeline.model.request
     parts = {} if request.files is None else request.files.parts
     sources = () if image is None else image.sources
-    cache = pipeline.step_cache
+    cache = pipeline.plan.step_cache
     return Job(
         model=_named(request.model),
         family=pipeline.family,
@@ -264,7 +264,7 @@ def _named(path: Path) -> Content:
 
 def _told(pipeline: Pipeline) -> dict[str, Any]:
     """What a receipt says beside the job; not redacted yet."""
-    decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
+    decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
     return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
 
 

@@ -17,7 +17,8 @@ from ..compat.device.report import DEVICE, Report, dtypes_in_use, report_on
 from ..compat.device.work import pace_of
 from ..compat.memory.statistics import kept_stages
 from ..compat.precision import DTYPES, PAINT, PLAIN, ModelPrecision
-from .base import Pipeline, Progress
+from .base import Progress
+from .pipeline import Pipeline
 from .registry import FAMILIES
 
 PAINT_TITLES = {

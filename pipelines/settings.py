@@ -7,15 +7,18 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..compat.decision import AUTO, Decision
+from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.errors import InputError
 from ..compat.output_check import fault_in_latents, require_finite
-from .base import ImageCondition, Pipeline, Progress, Prompt, SampleSettings
+from ..compat.transforms.step_cache import StepCacheSettings, settings_for
+from .base import ImageCondition, Progress, Prompt, SampleSettings
 from .family import Defaults, FamilySpec, GuidanceStep, Recipe
+from .pipeline import Pipeline
 
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 MOST_SHIFT = 100.0
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+STEP_CACHE = "step cache"
 FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 SIDES = frozenset(("width", "height"))  # of these: a checkpoint that names them takes no size of its family's
@@ -120,9 +123,22 @@ def _demo_decision(pipeline: Pipeline) -> Decision:
     defaults = of_checkpoint(pipeline).defaults
     size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
     why = "ships with the pack; AnyGPU Download Model fetches published models"
-    if pipeline.stands_in_for:
-        why = f"in place of {pipeline.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
+    if pipeline.model.stands_in_for:
+        why = f"in place of {pipeline.model.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
     return Decision("model", f"draws coloured shapes at {size}", why, AUTO)
+
+
+def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
+    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
+
+    Raises:
+        InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
+    """
+    settings = settings_for(pipeline.spec.title, pipeline.spec.step_caches, preset, asked)
+    decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
+    if settings is not None:
+        decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
+    return replace(pipeline, plan=replace(pipeline.plan, step_cache=settings, decisions=tuple(decisions)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.context_parallel import split_step
 from ..compat.transforms.order import replace_attention
-from .base import Call, Pipeline
+from .base import Call
+from .pipeline import Pipeline
 from .sampling.core_sampler import TIME, velocity
 from .tiny.parts import WIDTH
 from .tiny.recipes import TINY
@@ -32,7 +33,7 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
         UnsupportedError: a family that was never split, compiled blocks, or a split that is not exact.
     """
     parts, size = pipeline.parts, group.world.size
-    if getattr(pipeline.speed, "compiled", False):
+    if pipeline.plan.speed.compiled:
         raise UnsupportedError(
             f"compile on {size} devices",
             expected="compile off, since exchanges between devices would be part of the graphs",
@@ -41,7 +42,7 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
     prepare: Any = parts.prepare
     parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.split, pipeline.spec.title)])
     require_exact(pipeline, group)
-    return replace(pipeline, group=group)
+    return replace(pipeline, run=replace(pipeline.run, group=group))
 
 
 def require_exact(pipeline: Pipeline, group: Group) -> None:
@@ -55,7 +56,7 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
     """
     device = pipeline.offloader.device_of(TRANSFORMER)
     twin = _twin(pipeline, group.world.size).to(device)
-    beside = replace(pipeline, configs={**pipeline.configs, TRANSFORMER: twin.config})
+    beside = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config}))
     call = _call(pipeline, dict(twin.config), device)
     with torch.no_grad():
         replace_attention(twin, Attention())

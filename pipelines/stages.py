@@ -3,22 +3,25 @@ runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..compat.errors import CheckpointError, InputError, UnsupportedError
+from ..compat.device.facts import first_line
+from ..compat.device.failures import is_shortage
+from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError
+from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -27,31 +30,53 @@ from .base import (
 from .family import FamilySpec
 from .memory.estimates import TRANSFORMER, VAE, Size
 from .memory.fit import fit_offload, make_room_and_retry, release_text
-from .pictures import checked_frames, fitted, fitted_size, resized
+from .memory.shortage import EXPLAINED, explain_shortage
+from .pictures import checked_frames, fitted, resized
+from .pictures import picture_size as picture_size
+from .pictures import video_size as video_size
+from .pipeline import Pipeline
 from .receipts import sources_of
-from .sampling.loop import fall_back_to_fp32, retries
+from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
     FINAL,
-    SIDES,
     complete,
     final_size,
     guidance_steps,
     of_checkpoint,
-    own_defaults,
     recipe_of,
     report_unused,
     require_family,
     require_range,
 )
-from .speed import Stage, running, sampling_speed
 from .text.t5 import described, texts_of
-from .time.forecast import Run, planned_run
+from .time.forecast import Run, expected, planned_run, work_key
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
 MOST_STG = 20.0
+UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(AssertionError, RuntimeError, ImportError),
+)
+MISFITS = ("shape", "size of tensor", "size mismatch", "channels", "config")  # in an error: not of its configuration
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+
+    range: str
+    cost: str
+    title: str
+    part: str  # whose device it computes on
+
+    @property
+    def again(self) -> str:
+        """What is said before it is run again, with a place for what was done."""
+        return f"{self.title} ran out of memory: again {{}}"
+
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt", "text_encoder")
 IMAGE = Stage("encode image", "image", "encoding the image", VAE)
@@ -301,8 +326,7 @@ def decode(
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
-    if pipeline.speed is not None:
-        pipeline.speed.notify_decoded(progress)
+    pipeline.plan.speed.notify_decoded(progress.notify)
     return frames
 
 
@@ -383,46 +407,87 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     return latents
 
 
-def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that pictures are encoded at: what is asked, or a size of the model's for their shape.
-
-    Args:
-        frames: (F, H, W, 3), of which only the shape counts.
-    """
-    module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
-    if fit == "nearest bucket" and not (width and height) and hasattr(module, "nearest_size") and not own:
-        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
-        return int(wide), int(tall)
-    return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
-
-
-def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int, int]:
-    """Width and height in pixels, and the count of frames, that a video (F, H, W, 3) is encoded at."""
-    stride = pipeline.spec.stride
-    wide, tall = fitted_size(pipeline.spec, frames, width or frames.shape[2], height or frames.shape[1], fit)
-    return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
-
-
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
     missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.source)!r}",
+            f"no {missing[0]} for {str(pipeline.model.source)!r}",
             expected=f"the text encoders of {family.title}",
             fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
         )
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
-    if pipeline.task == "image" and image is None and family.image_required:
+    if pipeline.model.task == "image" and image is None and family.image_required:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
             fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
         )
-    if pipeline.task == "text" and image is not None and family.image_required:
+    if pipeline.model.task == "text" and image is not None and family.image_required:
         raise InputError(
-            f"an image for the text-to-video checkpoint {pipeline.source.name!r}",
+            f"an image for the text-to-video checkpoint {pipeline.model.source.name!r}",
             expected="no image",
             fix="Load the image-to-video checkpoint of this family, or remove the image.",
         )
+
+
+@contextmanager
+def running(
+    stage: Stage,
+    pipeline: Pipeline,
+    progress: Progress,
+    size: Latents | SampleSettings | None = None,
+    hint: str = "",
+    run: Callable[[], Run] | None = None,
+) -> Iterator[None]:
+    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
+
+    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
+
+    Args:
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has.
+        run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
+    """
+    kept = pipeline.offloader.options.state is not None
+    asked = run() if run is not None and kept else None
+    time = None if asked is None else expected(pipeline, stage.cost, asked)
+    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    device = pipeline.offloader.device_of(stage.part)
+    profile = pipeline.plan.speed.profile
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
+    ):
+        try:
+            yield
+            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
+                cost.work = work_key(pipeline, stage.cost, asked)
+            resuming = pipeline.run.resuming
+            if resuming is not None and resuming.skipped:  # a part of it: no measure of the whole
+                cost.modelled_seconds = cost.forecast_seconds = 0.0
+        except PackError:
+            raise
+        except Exception as error:
+            if hasattr(error, EXPLAINED):
+                raise
+            if is_shortage(error):
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
+            if isinstance(error, UNEXPECTED):
+                raise _unexpected(error, stage, pipeline.model.source, device) from error
+            raise
+
+
+def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:
+    """The error for the unforeseen: a configuration that does not go with its weights, or a bug."""
+    text = str(error).lower()
+    misfit = isinstance(error, LookupError) or any(word in text for word in MISFITS)
+    where, report = f"{stage.title} with {source.name!r}, {stage.part} on {device}", "please report this with the log"
+    return UnsupportedError(
+        f"{type(error).__name__} while {where}: {first_line(error)}",
+        expected="a model whose settings belong together" if misfit else "no error that AnyGPU does not know",
+        fix=f"Compare its JSON files with the published ones; if they are the same, {report}."
+        if misfit
+        else f"This is a bug of AnyGPU, or of this device's driver: {report}.",
+    )

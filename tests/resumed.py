@@ -11,18 +11,11 @@ from typing import Any
 
 import torch
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import (
-    FramePackSettings,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents.recovery import KeptSections
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 
 SIZE, STEPS = 64, 4
 START = torch.rand(1, SIZE, SIZE, 3, generator=torch.Generator().manual_seed(0))

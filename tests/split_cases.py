@@ -18,18 +18,11 @@ from anygpu.compat.transforms.context_parallel import SplitAttention, TokenSplit
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.compat.transforms.order import Order, Step
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import (
-    FramePackSettings,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.jobs import decoded
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
 from anygpu.pipelines.tiny.weights import randomise

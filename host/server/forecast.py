@@ -18,12 +18,13 @@ from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
+from ...pipelines.base import FramePackSettings, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.memory.estimates import Size
 from ...pipelines.memory.forecast import forecast
+from ...pipelines.pipeline import Pipeline
 from ...pipelines.placement import load_placed
 from ...pipelines.settings import SIDES, of_checkpoint, snap
 from ...pipelines.stages import picture_size

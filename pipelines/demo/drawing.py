@@ -11,7 +11,8 @@ import torch
 
 from ...compat.device.execution import picture_of
 from .. import stages
-from ..base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from ..base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from ..pipeline import Pipeline
 from ..vae.plan import Form
 from .scenes import EXAMPLE, Scene, agreement, first_frame, scene_in, scene_of, scenes
 from .stand_in import FIT, one_section

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..settings import of_checkpoint
 from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in, scene_in_picture, unknown_words
 
@@ -95,7 +95,12 @@ def _words(inputs: Inputs) -> Change:
 
 def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
     picture = inputs.get("image")
-    if picture is None or pipeline.task != "image" or "fit" not in inputs or scene_in_picture(picture) is not None:
+    if (
+        picture is None
+        or pipeline.model.task != "image"
+        or "fit" not in inputs
+        or scene_in_picture(picture) is not None
+    ):
         return {}, []
     shown = f"a {EXAMPLE.colour} {EXAMPLE.shape} on {EXAMPLE.ground}"
     return {"image": first_frame(EXAMPLE)}, [f"starts from {shown}, not from this picture"]

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
+from ..base import LATENT_VERSION, Latents, Prompt
+from ..pipeline import Pipeline
 from ..text.llama import POOLED
 from ..text.qwen import EMBEDS_2
 from ..text.t5 import EMBEDS, MASK

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,70 +40,27 @@ from ...compat.transforms.attention import Attention, attention_for, avoided_by,
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Parts, Pipeline, Progress, Silent, Tools
+from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
 from ..registry import FAMILIES
+from ..requests import Files
+from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
-from ..speed import SpeedRequest, speed_for
+from ..speed import speed_for
 from . import storage
 from .configs import require_plausible
 from .evidence import evidence_of, published, variant_of
 from .keys import TRANSFORMER
 from .others import other_class
 from .part import PartFiles, part_files, reader_of, tool_reader, without_text
-from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
+from .single_file import Composed, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What the user asks of loading.
-
-    Args:
-        model: folder of a diffusers pipeline, or of a transformer alone.
-        base: folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches.
-        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides.
-        device: None for the default device; facts that were gathered before stand for the device they are of.
-        search: folders in which ``auto`` looks for other models.
-        attention: which kernel the transformer's attention runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
-        quiet: goes by what is kept there, so that the device is neither asked nor timed.
-        files: single files to compose the pipeline of; ``model`` is then the transformer's.
-        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
-        speed: fused kernels, compile, profile.
-        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``.
-        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
-        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
-            to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
-    """
-
-    model: Path
-    base: Path | None = None
-    image_encoder: Path | None = None
-    variant: str = AUTO
-    precision: str = AUTO
-    offload: str = AUTO
-    device: Any = None
-    search: Sequence[Path] = ()
-    attention: str = AUTO
-    state: Path | None = None
-    files: Files | None = None
-    weights: str = AUTO
-    text_weights: str = AUTO
-    speed: SpeedRequest = field(default_factory=SpeedRequest)
-    devices: Mapping[str, Any] = field(default_factory=dict)
-    keep_free_gb: float = 0.0
-    quiet: bool = False
-    stands_in_for: str = ""
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 def load(
@@ -146,26 +103,21 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
-    pipeline = Pipeline(
-        spec=family,
+    model = Checkpoint(
         task=_task(family, folders["transformer"]) if single is None else single.task,
-        parts=parts,
-        facts=facts,
-        precision=precision,
-        offloader=offloader,
-        tools=tools,
-        configs={name: part.config for name, part in files.items()},
         variant=variant,
         source=request.model,
-        decisions=(precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more),
-        speed=speed,
+        request=request if single is None else _resolved(request, single),
+        configs={name: part.config for name, part in files.items()},
         weights=weights,
-        probes=probes,
         storage=storage.smaller(files),
         stands_in_for=request.stands_in_for,
-        request=request if single is None else _resolved(request, single),
     )
-    return replace(pipeline, decisions=(*pipeline.decisions, *told, *recipe_decisions(pipeline, guessed)))
+    decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
+    device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
+    pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
+    decisions += (*told, *recipe_decisions(pipeline, guessed))
+    return replace(pipeline, plan=replace(plan, decisions=decisions))
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:

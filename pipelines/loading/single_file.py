@@ -7,7 +7,7 @@ settings (scheduler, guidance, picture processors) are shipped. Tokenizers come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
+from ..requests import Files as Files
 from .evidence import CONFIGS, evidence_of
 from .formats import (
     ENDINGS,
@@ -53,25 +54,6 @@ TITLES = {
     "llava_vision": "the picture half of Llava (llava_llama3_vision)",
 }
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """What a pipeline is composed of.
-
-    Args:
-        parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
-        offered: every file of the model folders with the kinds of models in it.
-        task: ``text``, ``image``, or ``auto`` where the files decide.
-        tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
-        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
-    """
-
-    parts: Mapping[str, Path]
-    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
-    task: str = AUTO
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)
-    provided: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import free_bytes
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.parts import PartBytes, denoises, part_bytes
-from ..base import Pipeline, SampleSettings
+from ..base import SampleSettings
 from ..family import FamilySpec
 from ..loading.part import PartFiles
+from ..pipeline import Pipeline
 
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
@@ -66,8 +67,8 @@ def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
-    if pipeline.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
-        tokens //= pipeline.group.fewest
+    if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
+        tokens //= pipeline.run.group.fewest
     return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 

@@ -24,8 +24,9 @@ from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
-from ..base import Pipeline, Progress
+from ..base import Progress
 from ..loading.part import PartFiles
+from ..pipeline import Pipeline
 from ..settings import require_range
 from ..time.choice import quickest, times_of
 from ..time.forecast import Run
@@ -206,7 +207,7 @@ def make_room_and_retry(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        alone = pipeline.group is None  # else the others wait inside the step for what this rank sends
+        alone = pipeline.run.group is None  # else the others wait inside the step for what this rank sends
         if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
@@ -254,5 +255,5 @@ def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
     """The modes that a pipeline may take: those in which what is compiled in it runs, where ``auto`` decides."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
-    compiled = getattr(pipeline.speed, "compiled", False)
+    compiled = pipeline.plan.speed.compiled
     return tuple(mode for mode in MODES if not (compiled and compiling.WITH_OFFLOAD.get(mode)))

@@ -11,7 +11,7 @@ from ...compat.device.facts import free_bytes
 from ...compat.memory.offloader import MODES, ahead_bytes
 from ...compat.memory.parts import denoises
 from ...compat.memory.statistics import StageNeed
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..vae.plan import planned_decode
 from .estimates import (
     PAIR,
@@ -102,7 +102,7 @@ def _needs(
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]
     kept = 0
-    if "image_encoder" in weights and pipeline.task == "image":
+    if "image_encoder" in weights and pipeline.model.task == "image":
         own = max(weights["image_encoder"].total, vae)
         stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
         kept = vae if stays else 0

@@ -10,7 +10,8 @@ from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
 from ...compat.memory.times import Times
-from ..base import Pipeline, SampleSettings
+from ..base import SampleSettings
+from ..pipeline import Pipeline
 from ..placement import CARDS
 from ..settings import of_checkpoint, snap
 from ..time.choice import advice, quickest, times_of
@@ -103,7 +104,8 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     host = host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
-    lines += [str(decision) for decision in pipeline.decisions if decision.subject == CARDS]
+    if isinstance(pipeline, Pipeline):  # one that paints is never shared out
+        lines += [str(decision) for decision in pipeline.plan.decisions if decision.subject == CARDS]
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
     lines += filter(None, (times.unknown,))

@@ -10,8 +10,9 @@ import torch
 
 from ...compat.device.facts import facts_for, free_bytes, value_or
 from ...compat.errors import remember
-from ..base import Latents, Pipeline, SampleSettings
+from ..base import Latents, SampleSettings
 from ..family import FamilySpec
+from ..pipeline import Pipeline
 from ..settings import SMALLEST_SIDE
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}

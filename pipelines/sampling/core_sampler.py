@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ...compat.errors import InputError
-from ..base import Call, Pipeline
+from ..base import Call
+from ..pipeline import Pipeline
 from .block_patches import BlockPatches, with_block_patches
 
 TIME = 1000.0  # what the transformers call the highest noise level

@@ -11,8 +11,9 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
+from ..base import ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..memory.estimates import texts_at_once
+from ..pipeline import Pipeline
 from .t5 import EMBEDS, by_text, held_encoder, in_batches, shortened
 
 EMBEDS_2 = "prompt_embeds_2"

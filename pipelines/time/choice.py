@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from ...compat.device.facts import free_bytes
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.memory.times import TimeForecast, Times, times_by_mode
-from ..base import Pipeline
 from ..memory.estimates import SPARE
 from ..memory.forecast import Forecast, Rooms
+from ..pipeline import Pipeline
 from .forecast import Run, time_forecast
 
 WORTH = 0.9  # of the time, below which another mode is worth it

@@ -21,10 +21,11 @@ from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted
 from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
+from ..base import Call, Forwards, PromptRequest, SampleSettings
 from ..loading.part import decode_as_published
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
-from ..sampling.guidance import Guidance
+from ..pipeline import Pipeline
+from ..sampling.schedules import Guidance
 from ..vae.plan import Attempt
 from ..vae.tiled import decoder_call, pieces_of
 
@@ -76,11 +77,11 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
-    call, form = _call(pipeline, size, rows), (pipeline.speed.forms if pipeline.speed else {}).get(TRANSFORMER, "")
-    epilogue = bool(pipeline.speed and pipeline.speed.epilogue)
+    call, form = _call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
+    epilogue = pipeline.plan.speed.epilogue
     precision = pipeline.precision
     dtype = precision.compute or precision.transformer
-    wide = precision.safe and pipeline.probes is not None and pipeline.probes[FP32_OUTPUT].status == OK
+    wide = precision.safe and pipeline.device.probes is not None and pipeline.device.probes[FP32_OUTPUT].status == OK
     key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
@@ -104,7 +105,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:
     """The work of a decode in the form of ``attempt``; whole without one."""
     config, attempt = pipeline.configs[VAE], attempt or Attempt(pipeline.precision.vae)
-    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+    form = pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(attempt.dtype), form)
     total = Work()
     modules: list[Any] = []
@@ -140,7 +141,7 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
 def image_work(pipeline: Pipeline, size: Size) -> Work:
     """The work of encoding one picture of ``size``: by the VAE, and by the image encoder where there is one."""
     config, dtype = pipeline.configs[VAE], pipeline.precision.vae
-    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+    form = pipeline.plan.speed.forms.get(VAE, "")
 
     def by_vae() -> Work:
         vae = _built(pipeline, VAE, config, dtype)
@@ -256,7 +257,7 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         return next((int(config[name]) for name in names if config.get(name)), 1)
 
     vision = None
-    if spec.sections or pipeline.task == "image":
+    if spec.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
         latents=empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),

@@ -33,9 +33,10 @@ from ...compat.output_check import (
     require_finite,
 )
 from ...compat.transforms.order import replace_attention
-from ..base import Pipeline, Progress, StageText, SubProgress
+from ..base import Progress, StageText, SubProgress
 from ..memory.estimates import SPARE
 from ..pictures import signed
+from ..pipeline import Pipeline
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
 from .shared import RegionTask, decoded_together, serve
 from .tiled import Work
@@ -112,7 +113,7 @@ class Passes:
             part = SubProgress(watch, index, count, "part") if count > 1 else watch
             return watched(self._vae.decoder, part, "decoding")
 
-        group = self.pipeline.group
+        group = self.pipeline.run.group
         together = None if group is None else partial(decoded_together, group)
         work = Work(
             latents=samples,
@@ -209,8 +210,8 @@ class Passes:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.attempt.library and self.pipeline.probes is not None:  # the next run begins so
-            self.pipeline.probes.remember(self.plan.learned, lambda: True)
+        if not self.plan.attempt.library and self.pipeline.device.probes is not None:  # the next run begins so
+            self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
     def _judged(self, judge: Judge) -> Judge:
@@ -340,9 +341,9 @@ def decoding(
 
 def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
     """On the others of a group: decode regions for the leader until it is done; how many that were."""
-    assert pipeline.group is not None
+    assert pipeline.run.group is not None
     with decoding(pipeline, shape, progress) as passes:
-        return serve(pipeline.group, passes.region)
+        return serve(pipeline.run.group, passes.region)
 
 
 def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:

@@ -20,8 +20,8 @@ from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
 from ...compat.precision import DTYPES
-from ..base import Pipeline
 from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
+from ..pipeline import Pipeline
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
@@ -250,7 +250,7 @@ class Plan:
         form, method, on_host = self.form, self.method, self.device.type == HOST.type
         if method == ON_CPU and not on_host:
             return [Attempt(torch.float32, on_host=True)]
-        probes = self.pipeline.probes
+        probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = Attempt(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts: tuple[int, ...] = (0, *self._chunks())

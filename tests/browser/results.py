@@ -15,11 +15,12 @@ from anygpu.paint.choices import demo_paint_models
 from anygpu.paint.demo import PAIRS, demonstration, painted_ring
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.drawing import drawn
 from anygpu.pipelines.demo.scenes import EXAMPLE, first_frame, scene_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from PIL import Image, ImageDraw, ImageFont
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "images" / "demo.webp"

@@ -18,7 +18,7 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.precision import FP32, precision_for
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Call, Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Call, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
@@ -27,10 +27,12 @@ from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import forecasts
 from anygpu.pipelines.memory.page import memory_plan
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.sampling.core_sampler import velocity
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest
 from safetensors.torch import load_file, save_file
 from simulated import accelerator
 
@@ -79,7 +81,7 @@ def test_it_is_known_by_its_registration_alone(folder):
     assert list(FAMILIES)[-1] == SPEC.id and family_named(SPEC.id) is SPEC
     assert SPEC.transformers == ("transformer", "transformer_2")
     pipeline = opened(folder)
-    assert (pipeline.spec, pipeline.family, pipeline.task) == (SPEC, "duet", "text")
+    assert (pipeline.spec, pipeline.family, pipeline.model.task) == (SPEC, "duet", "text")
     assert card_of(pipeline)["title"] == "Duet" and "Duet" in memory_plan(pipeline, Size(32, 32, 7))[0]
 
 
@@ -178,8 +180,8 @@ def test_step_caches_act_as_the_spec_says(folder, recorded):
 def test_kernels_are_put_into_both(folder, expected):
     pipeline = opened(folder, speed=SpeedRequest(kernels="reference"))
     latents = sampled(pipeline)
-    assert {part: fused.sites.total() for part, fused in pipeline.speed.fused.items()} == dict.fromkeys(
-        SPEC.transformers, pipeline.speed.fused["transformer"].sites.total()
+    assert {part: fused.sites.total() for part, fused in pipeline.plan.speed.fused.items()} == dict.fromkeys(
+        SPEC.transformers, pipeline.plan.speed.fused["transformer"].sites.total()
     )
     assert (latents.samples - expected[0].samples).abs().max() <= 1e-4 * expected[0].samples.abs().max()
 

@@ -58,7 +58,7 @@ def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder)
         Decision("offload", "group on cuda", "too large; really", "auto"),
         Decision("weights", "kernels: off", "", "chosen"),
     )
-    told = dataclasses.replace(pipeline, decisions=decisions)
+    told = dataclasses.replace(pipeline, plan=dataclasses.replace(pipeline.plan, decisions=decisions))
     assert [tuple(each.values()) for each in card_of(told)["decisions"]][:3] == [
         ("precision", "bf16: a verdict with a colon", "because"),
         ("offload", "group on cuda", "auto: too large; really"),

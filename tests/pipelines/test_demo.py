@@ -170,7 +170,7 @@ def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
 def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so():
     folder, said = next(iter(demo_models().values())), []
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu", stands_in_for="LTX-Video"))
-    assert any("in place of 'LTX-Video'" in str(decision) for decision in pipeline.decisions)
+    assert any("in place of 'LTX-Video'" in str(decision) for decision in pipeline.plan.decisions)
     given = {"width": 704, "height": 480, "frames": 97, "steps": 40, "cfg": 3, "fps": 25, "seed": 5, "shift": 0.0}
     own = {"width": 64, "height": 64, "frames": 9, "steps": 20, "cfg": 3.0, "fps": 8.0}
     assert own_inputs(pipeline, given, said.append) == {**given, **own}
@@ -183,9 +183,9 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3
     for inputs in (given, {"text": "a woman smiles", "negative": "blurry"}):
         one, other = [], []
-        chosen = own_inputs(replace(pipeline, stands_in_for=""), inputs, one.append)
+        chosen = own_inputs(replace(pipeline, model=replace(pipeline.model, stands_in_for="")), inputs, one.append)
         assert chosen == own_inputs(pipeline, inputs, other.append) and one == other, "one model, one behaviour"
-    published = replace(pipeline, source=Path("LTX-Video"))
+    published = replace(pipeline, model=replace(pipeline.model, source=Path("LTX-Video")))
     assert own_inputs(published, given, said.append) == given and len(said) == 3
 
 
@@ -202,7 +202,7 @@ def test_a_demo_model_is_one_however_its_folder_is_spelt_and_says_one_line_of_it
     folder = {"absolute": MODELS / name, "relative": Path("models") / name, "linked": tmp_path / "mine"}[spelt]
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
     assert pipeline.is_demo and card_of(pipeline)["model"] == "demo model"
-    lines = [str(each) for each in pipeline.decisions if each.subject in ("model", "recipe", "variant")]
+    lines = [str(each) for each in pipeline.plan.decisions if each.subject in ("model", "recipe", "variant")]
     frames = FRAMES.get(name, 9)
     assert lines == [f"model draws coloured shapes at 64x64, {frames} frames, 20 steps: {lines[0].partition(': ')[2]}"]
     assert status_of(pipeline).startswith(f"demo model, {pipeline.spec.title}: fp32, ")
@@ -262,7 +262,10 @@ def test_latents_to_start_from_are_cut_to_what_it_draws():
     assert mask.shape[-3:] == cut.samples.shape[-3:]
     whole = {"latents": cut, "noise_mask": None}
     assert own_latents(pipeline, whole, said.append) == whole
-    assert own_latents(replace(pipeline, source=Path("LTX-Video")), start, said.append) == start
+    assert (
+        own_latents(replace(pipeline, model=replace(pipeline.model, source=Path("LTX-Video"))), start, said.append)
+        == start
+    )
 
 
 TEMPLATES = {  # by demo model: what the shipped templates of its family ask, as a job

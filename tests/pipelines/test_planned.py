@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.pipelines import jobs, stages, tiny
-from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, Prompt, PromptRequest, SampleSettings
+from anygpu.pipelines.base import FramePackSettings, ImageCondition, Prompt, PromptRequest, SampleSettings
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
@@ -18,6 +18,7 @@ from anygpu.pipelines.job_format import Content, Job, Picture
 from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.pipeline import Pipeline
 from PIL import Image
 
 SHAPES = ((64, 64), (200, 90), (90, 300))
@@ -68,7 +69,9 @@ def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[Job, P
     for width, height in ((0, 0), (96, 160)):
         settings = SampleSettings(width, height, 0 if framepack else 17, 3)
         job = Job(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
-        takes = hasattr(pipeline.spec.code, "encode_image") and (pipeline.task == "image" or pipeline.family == "ltx")
+        takes = hasattr(pipeline.spec.code, "encode_image") and (
+            pipeline.model.task == "image" or pipeline.family == "ltx"
+        )
         if not (takes and pipeline.spec.image_required):
             yield job, Places()
         for fit in FITS if takes else ():

@@ -16,7 +16,8 @@ from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.speed import SpeedRequest, form_for, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest, form_for
 
 CHECKPOINTS = {
     "ltx": ("ltx",),
@@ -39,7 +40,7 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
 
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
-    pictured = pipeline.task == "image"
+    pictured = pipeline.model.task == "image"
     looks = "image" in pipeline.spec.effective
     with torch.no_grad():
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
@@ -144,7 +145,7 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     plain = sampled(with_step_cache(loaded_for("ltx", tiny_folder), "custom", asked), recorded())
     compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
     assert torch.equal(sampled(with_step_cache(compiled, "custom", asked), recorded()), plain)
-    assert compiled.speed.compiled["transformer"].graphs == 1
+    assert compiled.plan.speed.compiled["transformer"].graphs == 1
 
 
 @pytest.mark.parametrize(
@@ -177,14 +178,14 @@ def test_the_line_says_what_runs(tiny_folder, recorded):
     torch._dynamo.reset()
     asked = SpeedRequest("reference", CompileSettings(backend="eager"))
     pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
-    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.decisions))
+    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.plan.decisions))
     sampled(pipeline, progress)
     lines = [line for line in progress.said if "sites" in line]
     assert len(lines) == 1 and lines[0].startswith(
         "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
     )
     plain = loaded_for("ltx", tiny_folder)
-    verdicts = {decision.subject: decision.verdict for decision in plain.decisions}
+    verdicts = {decision.subject: decision.verdict for decision in plain.plan.decisions}
     assert verdicts["kernels"] == verdicts["compile"] == "off"
 
 
@@ -203,7 +204,7 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
     pipeline = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
-    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.decisions)
+    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.plan.decisions)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)
 

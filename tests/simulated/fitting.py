@@ -13,10 +13,10 @@ import torch
 from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import tiny
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import forecast
+from anygpu.pipelines.pipeline import Pipeline
 from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered
@@ -81,7 +81,7 @@ class LeafByLeaf(StandaloneOffloader):
 def by_hand(family: str, folder: Path, device: torch.device) -> Pipeline:
     """The heavy pipeline of a family, held leaf by leaf by accelerate, without a plan or a forecast of ours."""
     pipeline = heavy(family, folder, device, "none")
-    return replace(pipeline, offloader=LeafByLeaf(pipeline.parts, device, "by hand"))
+    return replace(pipeline, plan=replace(pipeline.plan, offloader=LeafByLeaf(pipeline.parts, device, "by hand")))
 
 
 def peak(pipeline: Pipeline) -> int:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 
 from simulated import accelerator
 

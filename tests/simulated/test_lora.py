@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import save_file
 
 from simulated import accelerator, profiles

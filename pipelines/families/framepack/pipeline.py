@@ -17,7 +17,6 @@ from ...base import (
     FramePackSettings,
     ImageCondition,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -26,11 +25,11 @@ from ...base import (
 )
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
+from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.guidance import Guidance
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
-from ...sampling.schedules import Levels, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
 from ...text.llama import POOLED, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
@@ -258,7 +257,7 @@ def _section(
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
-        return guidance.predict(index, pipeline.group, *branches)
+        return guidance.predict(index, pipeline.run.group, *branches)
 
     return to_host(denoise(noise, schedule, predict, progress=progress, safeguards=safeguards))
 

@@ -18,22 +18,12 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
-from ...base import (
-    Call,
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...memory.estimates import beside_transformer
+from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.guidance import Guidance
 from ...sampling.loop import (
     NoiseMask,
     denoise,
@@ -44,7 +34,7 @@ from ...sampling.loop import (
     sampled_latents,
     start_from,
 )
-from ...sampling.schedules import even_levels, schedule_for
+from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
@@ -113,7 +103,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
         raise CheckpointError(
             f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for "
-            f"{pipeline.task}",
+            f"{pipeline.model.task}",
             expected="Llama for text to video, Llava for image to video",
             fix="Choose the pipeline folder of the same task as base.",
         )
@@ -236,7 +226,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
         )
     if "image_processor" not in pipeline.tools.readers:
         raise CheckpointError(
-            f"no image_processor for {str(pipeline.source)!r}",
+            f"no image_processor for {str(pipeline.model.source)!r}",
             expected="the folder image_processor of image to video",
             fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
         )
@@ -296,7 +286,7 @@ def _predictor(
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         cond = partial(branch, "cond", positive, latents, time)
-        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", negative, latents, time))
+        return cfg.predict(index, pipeline.run.group, cond, partial(branch, "uncond", negative, latents, time))
 
     return predict
 

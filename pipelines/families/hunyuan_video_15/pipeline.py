@@ -18,7 +18,6 @@ from ...base import (
     ImageCondition,
     ImageRequest,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -28,7 +27,7 @@ from ...base import (
 from ...family import Defaults, Recipe
 from ...memory.estimates import beside_transformer
 from ...pictures import checked_vision
-from ...sampling.guidance import Guidance
+from ...pipeline import Pipeline
 from ...sampling.loop import (
     denoise,
     latent_shape,
@@ -38,7 +37,7 @@ from ...sampling.loop import (
     sampled_latents,
     start_from,
 )
-from ...sampling.schedules import Schedule, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_forwards, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched
@@ -136,7 +135,7 @@ def sample(
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
-            return guidance.predict(index, pipeline.group, *branches)
+            return guidance.predict(index, pipeline.run.group, *branches)
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -255,7 +254,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
 
     if "image_encoder" not in pipeline.configs:
         raise InputError(
-            f"no image_encoder for {str(pipeline.source)!r}",
+            f"no image_encoder for {str(pipeline.model.source)!r}",
             expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )

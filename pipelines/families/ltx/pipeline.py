@@ -29,22 +29,12 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import (
-    Call,
-    Forwards,
-    ImageCondition,
-    Latents,
-    Pipeline,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    StageText,
-)
+from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
 from ...loading.part import SPATIAL_PADDING
 from ...memory.estimates import beside_transformer
+from ...pipeline import Pipeline
 from ...sampling.loop import (
     Predict,
     denoise,
@@ -211,7 +201,7 @@ def sample(
         checked_leaves(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
-        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.group)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
         tokens = denoise(
             stepper.initial(),
             schedule,

@@ -103,7 +103,7 @@ def test_a_pipeline_is_loaded_and_forecast_the_same(added, tiny_folder, tmp_path
             build("ltx", tiny_folder), device=facts, state=tmp_path, attention="native_flash", quiet=True
         )
         pipeline = load(request)
-        return pipeline.decisions, plan_line(pipeline), memory_plan(pipeline, Size(64, 64, 9))[0]
+        return pipeline.plan.decisions, plan_line(pipeline), memory_plan(pipeline, Size(64, 64, 9))[0]
 
     before, after = told(facts_of("another vendor's")), told(added("another vendor's"))
     assert before == after

@@ -12,8 +12,9 @@ import comfy.model_management as management
 import torch
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from heavy import GREATER, build_heavy

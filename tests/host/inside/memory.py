@@ -417,7 +417,7 @@ def handle(name: str) -> dict[str, Any]:
         "seen": seen,
         "dynamic": pipeline.is_dynamic(),
         "models": sorted(type(patcher.model).__name__ for patcher in pipeline.get_models()),
-        "one": model is pipeline.patcher and vae.patcher in pipeline.get_models(),
+        "one": model is pipeline.offloader.patcher and vae.patcher in pipeline.get_models(),
         "text": repr(pipeline),
     }
 

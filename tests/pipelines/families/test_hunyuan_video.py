@@ -14,9 +14,10 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.pipeline import Tools
 from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import llama
 from PIL import Image
@@ -230,7 +231,7 @@ def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_finite(run: Any, name: str) -> None:
     made = run(name)
-    pipeline = _loaded(made.pipeline.source, precision="bf16")
+    pipeline = _loaded(made.pipeline.model.source, precision="bf16")
     request = PromptRequest(PROMPT, NEGATIVE, image=None if name == TEXT else FRAME)
     prompt = stages.encode_prompt(pipeline, request, Silent())
     assert prompt.embeds["prompt_embeds"].dtype == torch.bfloat16
@@ -341,7 +342,7 @@ def test_a_lone_transformer_finds_a_pipeline_of_its_own_task(run: Any, recorded:
     for name in NAMES:
         shutil.copytree(run(name).pipeline.source / "transformer", tmp_path / f"lone_{name}")
         pipeline = _loaded(tmp_path / f"lone_{name}")
-        assert pipeline.task == ("text" if name == TEXT else "image")
+        assert pipeline.model.task == ("text" if name == TEXT else "image")
         assert (
             hunyuan_video.image_condition(pipeline.configs["transformer"])
             == {TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"}[name]

@@ -13,22 +13,13 @@ from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import (
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-    Tools,
-)
+from anygpu.pipelines.base import ImageCondition, ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline, Tools
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
@@ -373,7 +364,7 @@ def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
 @pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
 def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, text: torch.dtype) -> None:
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))
-    pipeline = replace(pipeline, precision=replace(pipeline.precision, text=text))
+    pipeline = replace(pipeline, device=replace(pipeline.device, precision=replace(pipeline.precision, text=text)))
     prompt = plain.prompt if text is torch.float32 else stages.encode_prompt(pipeline, PromptRequest(*TEXTS), Silent())
     image = encoded(pipeline, PLACES["first and last frame"])
     latents = stages.sample(pipeline, prompt, image, SETTINGS, Silent())
@@ -437,7 +428,7 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     folder.symlink_to(tiny.build("ltx_condition", tiny_folder))
     progress = recorded()
     pipeline = load(LoadRequest(folder, device="cpu"), progress)
-    decision = next(decision for decision in pipeline.decisions if decision.subject == "variant")
+    decision = next(decision for decision in pipeline.plan.decisions if decision.subject == "variant")
     assert (pipeline.variant, decision.verdict, decision.source) == (variant, variant, "auto")
     assert said in decision.why and decision.brief == f"variant {variant}: {decision.why}"
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows

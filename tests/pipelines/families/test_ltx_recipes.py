@@ -10,13 +10,14 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
+from anygpu.pipelines.base import Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import without_attention
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
@@ -85,7 +86,7 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
 
     def of(variant: str, blocks: int) -> Recipe:
         configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "num_layers": blocks}}
-        return ltx.recipe_for(replace(pipeline, configs=configs, variant=variant))
+        return ltx.recipe_for(replace(pipeline, model=replace(pipeline.model, configs=configs, variant=variant)))
 
     assert of("dev", 28) == RECIPES["dev"] and of("dev", 48).guidance[3].blocks == (28,)
     assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
@@ -95,14 +96,14 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
 
 def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], recorded: Any) -> None:
     pipeline = models["linear-quadratic"]
-    (said,) = [decision for decision in pipeline.decisions if decision.subject == "recipe"]
+    (said,) = [decision for decision in pipeline.plan.decisions if decision.subject == "recipe"]
     assert said.verdict.startswith("2B dev: 40 steps; cfg 3") and "ltxv-2b" in said.why and said.source == "auto"
     for variant, steps, size in (("dev", 40, (704, 512)), ("distilled", 7, (1216, 704)), ("distilled_0.9.6", 8, None)):
-        found = of_checkpoint(replace(pipeline, variant=variant)).defaults
+        found = of_checkpoint(replace(pipeline, model=replace(pipeline.model, variant=variant))).defaults
         assert found.steps == steps and (size is None or (found.width, found.height) == size)
         progress = recorded()
         run = replace(SETTINGS, frames=9, steps=0)
-        stages.sample(replace(pipeline, variant=variant), prompt(), None, run, progress)
+        stages.sample(replace(pipeline, model=replace(pipeline.model, variant=variant)), prompt(), None, run, progress)
         assert progress.steps[-1][:2] == (steps, steps)
 
 

@@ -11,9 +11,9 @@ from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.memory.shortage import Shortage, explain_shortage, lowered, shortage_in
+from anygpu.pipelines.pipeline import RunOptions
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.speed import running
-from anygpu.pipelines.stages import DECODING, SAMPLING
+from anygpu.pipelines.stages import DECODING, SAMPLING, running
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. "
@@ -30,7 +30,15 @@ def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     facts = SimpleNamespace(name="RTX")
     parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(
-        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None, parts=parts
+        spec=FAMILIES["ltx"],
+        family="ltx",
+        variant="dev",
+        offloader=offloader,
+        facts=facts,
+        parts=parts,
+        plan=SimpleNamespace(speed=SimpleNamespace(profile=None, compiled={})),
+        run=RunOptions(),
+        model=None,
     )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from anygpu.pipelines import stages, tiny
-from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.shortage import shortage_in
+from anygpu.pipelines.pipeline import Pipeline
 
 ERRORS = (
     RuntimeError("Invalid buffer size: 24.00 GiB"),

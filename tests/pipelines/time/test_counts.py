@@ -71,7 +71,7 @@ def test_a_prompt_is_counted_within_two_percent(tiny_folder, name, text):
 def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
     pipeline = loaded_for(CASES["hunyuan_video"], tiny_folder, "cpu")
     config = {**pipeline.configs["transformer"], "num_layers": 5, "num_single_layers": 7}
-    pipeline = replace(pipeline, configs={**pipeline.configs, "transformer": config})
+    pipeline = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, "transformer": config}))
     size = Size(64, 64, 5, text=6)
     call = counts._call(pipeline, size, 1)
     module = counts._built(pipeline, "transformer", config, torch.float32).to_empty(device="cpu")

@@ -14,9 +14,10 @@ from anygpu.compat.errors import CheckpointError
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_vae import fuse_vae
-from anygpu.pipelines.base import Latents, Pipeline, Silent
+from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
 from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import load_file, save_file
