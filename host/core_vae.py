@@ -122,7 +122,7 @@ class CoreVAE(comfy.sd.VAE):
         """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
         frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
         progress = NodeProgress(None, self.pipeline.family)
-        if hasattr(self.pipeline.spec.code, "encode_video"):
+        if self.pipeline.spec.code.encode_video is not None:
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
         else:  # a family that starts from pictures alone
             frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]

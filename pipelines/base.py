@@ -6,7 +6,7 @@ N tokens, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -258,6 +258,10 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
+
+    def ended_by(self, pictures: Iterable[tuple[int, float]]) -> bool:
+        """Whether one of ``pictures``, by pixel frame and strength, is an end image that counts."""
+        return self.end_strength > 0 and any(frame == -1 and strength > 0 for frame, strength in pictures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ..compat.memory.parts import denoises
 from ..compat.precision import PLAIN, ModelPrecision
 from ..compat.ranks import SplitPlan
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
+from .hooks import code_of
 from .loading.keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
@@ -443,14 +444,8 @@ class FamilySpec:
 
     @property
     def code(self) -> ModuleType:
-        """Its ``pipeline.py``.
-
-        Always there: ``encode_prompt``, ``prompt_from_core``, ``sample``, ``decode``, ``call_transformer``. Where they
-        apply: ``encode_image``, ``nearest_size``, ``encode_video``, ``upscale``, ``defaults_for``, ``guess_variant``,
-        ``recipe_for``, ``settings_in``, ``vae_settings_in``, ``task_of``, ``encoder_task``, ``frames_for``,
-        ``batches``.
-        """
-        return import_module(".pipeline", self.package)
+        """Its ``pipeline.py``, which has the functions of ``hooks.HOOKS``; checked when it is first asked for."""
+        return code_of(self.package)
 
     @property
     def folder(self) -> Path:

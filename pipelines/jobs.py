@@ -316,7 +316,11 @@ def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, 
         frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or usual.fps)
     guided = (settings.cfg or usual.cfg) > 1.0
     size = page.planned_size(pipeline, width, height, frames, guided)
-    return size if job.framepack is None else replace(size, window=job.framepack.window), settings
+    if job.framepack is None:
+        return size, settings
+    ended = job.framepack.ended_by((picture.frame, picture.strength) for picture in job.pictures)
+    sections, frames = pipeline.spec.code.sections_for(job.framepack, size.frames, ended)
+    return replace(size, frames=frames, sections=sections, window=job.framepack.window), settings
 
 
 def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:

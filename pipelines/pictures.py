@@ -85,7 +85,7 @@ def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: i
         frames: (F, H, W, 3), of which only the shape counts.
     """
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
-    if fit == "nearest bucket" and not (width and height) and hasattr(module, "nearest_size") and not own:
+    if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
         wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
         return int(wide), int(tall)
     return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)

@@ -19,8 +19,7 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
-from .profiling import Profile
-from .speed import SpeedRequest
+from .speed import Profile, SpeedRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
     """
     code = pipeline.spec.code
     known = pipeline.spec.recipes.values()
-    recipe: Recipe | None = code.recipe_for(pipeline) if hasattr(code, "recipe_for") else next(iter(known), None)
+    recipe: Recipe | None = code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None)
     if recipe is None or settings is None or settings.latents is None:
         return recipe
     return recipe.second if _refines(settings) and recipe.second is not None else recipe
@@ -68,7 +68,7 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         recipe: the one to take; None for that of its first pass.
     """
     family, code = pipeline.spec, pipeline.spec.code
-    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
+    defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.defaults
     recipe = recipe or recipe_of(pipeline)
     if recipe is not None:
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)

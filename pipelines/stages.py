@@ -157,7 +157,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
     """
     family = pipeline.spec
-    if not hasattr(family.code, "encode_image"):
+    if family.code.encode_image is None:
         raise UnsupportedError(
             f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
         )
@@ -191,7 +191,7 @@ def encode_video(
     A frame count off the grid is cut to the largest that fits, and said.
     """
     family = pipeline.spec
-    if not hasattr(family.code, "encode_video"):
+    if family.code.encode_video is None:
         raise UnsupportedError(
             f"a video for {family.title}",
             expected="a start image",
@@ -276,7 +276,11 @@ def sample_framepack(
     rate = settings.fps or of_checkpoint(pipeline).defaults.fps
     settings = replace(settings, frames=family.code.frames_for(framepack, rate))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
-    size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
+    pictures = () if image is None else image.anchors
+    ended = framepack.ended_by((frame, strength) for _, frame, strength in pictures)
+    sections, frames = family.code.sections_for(framepack, settings.frames, ended)
+    size = replace(size_of(settings, prompt, framepack.window), frames=frames, sections=sections)
+    remembered = InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(
             pipeline, steps, progress, "the section", settings.seed, prompt, image, settings, framepack
@@ -316,7 +320,8 @@ def decode(
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
-    size = Size(latents.width, latents.height, latents.frames, window=window)
+    sections = len(latents.extra.get("section_lengths", ()))
+    size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:
         return replace(planned_run(pipeline, size), form=chosen)
@@ -338,7 +343,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     """
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
-    if not hasattr(family.code, "upscale"):
+    if family.code.upscale is None:
         raise UnsupportedError(
             f"upscaled latents for {family.title}",
             expected="a model with a latent upscaler, such as LTX-Video",

@@ -360,7 +360,7 @@ def _part_files(
 def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
     """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
     settings = dict(family.vae_settings)
-    if hasattr(family.code, "vae_settings_in"):
+    if family.code.vae_settings_in is not None:
         settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
     known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
     return replace(vae, config=known, settings=settings)

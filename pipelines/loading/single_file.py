@@ -147,13 +147,13 @@ def transformer_file(folder: Path) -> Path | None:
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
     """The task of a transformer without a pipeline around it, by its configuration."""
-    task_of = getattr(family.code, "task_of", None)
+    task_of = family.code.task_of
     return task_of(config) if task_of is not None else family.lone_task
 
 
 def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> str:
     """The task of the pipelines whose text encoder goes with a transformer for ``task``: mostly the same."""
-    of_encoder = getattr(family.code, "encoder_task", None)
+    of_encoder = family.code.encoder_task
     return of_encoder(config) if of_encoder is not None else task
 
 
@@ -289,7 +289,7 @@ def _tools(
     for part in ("vae", "transformer"):
         for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
             settings[name] = {**settings.get(name, {}), **changed}
-    if hasattr(family.code, "settings_in"):
+    if family.code.settings_in is not None:
         main = chosen["transformer"][0].path
         for name, changed in family.code.settings_in(evidence_of(main, chosen["transformer"][1].config)).items():
             settings[name] = {**settings.get(name, {}), **changed}

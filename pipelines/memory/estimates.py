@@ -36,7 +36,8 @@ SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 class Size:
     """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
 
-    ``text`` counts the tokens of the prompt; 0 where it is not known yet.
+    ``text`` counts the tokens of the prompt, ``sections`` those of a video that is sampled in several; 0 where the
+    count is not known yet.
     """
 
     width: int
@@ -45,6 +46,7 @@ class Size:
     guided: bool = False
     window: int = 9
     text: int = 0
+    sections: int = 0
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:

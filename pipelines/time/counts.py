@@ -51,7 +51,7 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
 def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
     """The batch of each call of the transformer, over all steps."""
     code = pipeline.spec.code
-    if hasattr(code, "batches"):
+    if code.batches is not None:
         yield from code.batches(pipeline, settings)
         return
     guidance = Guidance(settings, settings.steps)
@@ -62,8 +62,8 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
     """How many sections a video is sampled in."""
-    if not pipeline.spec.sections:
-        return 1
+    if size.sections or not pipeline.spec.sections:
+        return size.sections or 1
     covered = (size.window - 1) * pipeline.spec.stride + 1
     return max(1, -(-size.frames // covered))
 
@@ -197,7 +197,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
     """
     spec, code = pipeline.spec, pipeline.spec.code
     usual: Forwards = dict.fromkeys(spec.text_parts, ((spec.memory.reference_tokens,) * 2,))
-    found: Forwards = code.text_forwards(pipeline, request) if hasattr(code, "text_forwards") else usual
+    found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
     return {part: forwards for part, forwards in found.items() if forwards and part in pipeline.configs}
 
 

@@ -56,7 +56,7 @@ def sampled_size(pipeline: Pipeline, job: Job, machine: Machine, monkeypatch: py
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "encode_prompt", lambda *_: Prompt(pipeline.family, text, text))
-        patch.setattr(pipeline.spec.code, "encode_image", encode_image, raising=False)
+        patch.setattr(pipeline.spec.code, "encode_image", encode_image)
         patch.setattr(stages, "_sample", reached)
         with pytest.raises(Reached) as end:
             jobs.sample(job, machine, Quiet(), pipeline)
@@ -69,9 +69,8 @@ def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[Job, P
     for width, height in ((0, 0), (96, 160)):
         settings = SampleSettings(width, height, 0 if framepack else 17, 3)
         job = Job(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
-        takes = hasattr(pipeline.spec.code, "encode_image") and (
-            pipeline.model.task == "image" or pipeline.family == "ltx"
-        )
+        pictured = pipeline.model.task == "image" or pipeline.family == "ltx"
+        takes = pipeline.spec.code.encode_image is not None and pictured
         if not (takes and pipeline.spec.image_required):
             yield job, Places()
         for fit in FITS if takes else ():

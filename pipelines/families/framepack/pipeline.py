@@ -103,6 +103,16 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
     return snap_frames(SPEC, max(1, math.ceil(asked - 1e-6)))
 
 
+def sections_for(framepack: FramePackSettings, frames: int, ended: bool) -> tuple[int, int]:
+    """Sections that cover ``frames`` pixel frames, and how many frames come back of them.
+
+    Args:
+        ended: whether there is an end image.
+    """
+    plan = plan_for(I2V, framepack, frames, ended=False)
+    return plan.count, plan.counting(frames, ended)
+
+
 def sample(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -216,10 +226,10 @@ def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progr
     """Pixel frames of the finished video that count, and what to say of this plan."""
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
-    if not ended or plan.frames <= settings.frames:
-        return settings.frames
-    progress.notify(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image is")
-    return plan.frames
+    frames = plan.counting(settings.frames, ended)
+    if frames > settings.frames:
+        progress.notify(f"frames {settings.frames} -> {frames}, the end of the last section, where the end image is")
+    return frames
 
 
 def _texts(

@@ -39,9 +39,17 @@ from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llam
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
-from .spec import CHANNELS, SKYREELS, SPEC, TEMPORAL_RATIO
+from .spec import (
+    CHANNELS,
+    LATENT_CONCAT,
+    PICTURE_CONCAT,
+    SKYREELS,
+    SPEC,
+    TEMPORAL_RATIO,
+    TOKEN_REPLACE,
+    image_condition,
+)
 
-TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
@@ -78,14 +86,6 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 def task_of(config: Mapping[str, Any]) -> str:
     """``text`` or ``image``, from a transformer's ``config.json``."""
     return "text" if image_condition(config) is None else "image"
-
-
-def image_condition(config: Mapping[str, Any]) -> str | None:
-    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
-    named = config.get("image_condition_type")
-    out = config.get("out_channels", CHANNELS)
-    beside = config.get("in_channels", CHANNELS) - out
-    return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
 
 
 def encoder_task(config: Mapping[str, Any]) -> str:

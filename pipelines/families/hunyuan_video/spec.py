@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ....compat.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ...family import (
@@ -24,6 +27,7 @@ from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
+TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 TENCENT, SKYREELS = "hunyuan_video", "skyreels"
 BESIDE = {"text_encoder_2": 246_144_152, "vae": 985_943_868}
 DOWNLOAD = Download(
@@ -44,6 +48,15 @@ FILES = {
 }
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
+
+
+def image_condition(config: Mapping[str, Any]) -> str | None:
+    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
+    named = config.get("image_condition_type")
+    out = config.get("out_channels", CHANNELS)
+    beside = config.get("in_channels", CHANNELS) - out
+    return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
+
 
 SPEC = FamilySpec(
     id=TENCENT,

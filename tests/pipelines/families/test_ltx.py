@@ -15,7 +15,7 @@ from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import ImageCondition, ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
+from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -446,7 +446,7 @@ def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, conditio
 @pytest.mark.parametrize("steps", [4, 7, 11])
 def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, conditioned: bool, steps: int) -> None:
     settings, config = replace(SETTINGS, steps=steps), plain.pipeline.tools["scheduler"]
-    schedule = ltx_schedule(config, settings, conditioned, DISTILLED, torch.device("cpu"))
+    schedule = _schedule(config, settings, conditioned, DISTILLED, torch.device("cpu"))
     times, trained = schedule.timesteps.tolist(), [1000 * level for level in DISTILLED.timesteps]
     assert len(times) == steps and (times[0], times[-1]) == (trained[0], pytest.approx(trained[-1]))
     assert schedule.levels[-1] == 0.0
@@ -457,7 +457,7 @@ def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, con
 @pytest.mark.parametrize("recipe", [RECIPES["dev"], DISTILLED], ids=lambda recipe: recipe.name)
 def test_the_transformer_sees_a_shift_too(condition: Model, recipe: Recipe) -> None:
     settings, config = replace(SETTINGS, steps=8, shift=5.0), condition.pipeline.tools["scheduler"]
-    schedule = ltx_schedule(config, settings, True, recipe, torch.device("cpu"))
+    schedule = _schedule(config, settings, True, recipe, torch.device("cpu"))
     assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
-    usual = ltx_schedule(config, replace(settings, shift=0.0), True, recipe, torch.device("cpu"))
+    usual = _schedule(config, replace(settings, shift=0.0), True, recipe, torch.device("cpu"))
     assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))

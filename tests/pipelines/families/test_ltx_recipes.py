@@ -12,13 +12,16 @@ from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.pipeline import without_attention
+from anygpu.pipelines.families.ltx.pipeline import _without_attention
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
+from anygpu.pipelines.time.counts import batches_of
+from anygpu.pipelines.time.forecast import planned_run
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
 
@@ -107,6 +110,23 @@ def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], record
         assert progress.steps[-1][:2] == (steps, steps)
 
 
+@pytest.mark.parametrize("changes", [{"cfg": 3.0, "stg": 1.0}, {"stg": 1.0}, {"cfg": 3.0, "stg": 0.0, "cfg_end": 0.5}])
+def test_each_call_of_the_transformer_is_counted(models: dict[str, Pipeline], monkeypatch, changes: Any) -> None:
+    rows = GuidanceStep(0.9, 1.0, 0.0), GuidanceStep(0.0, 2.0, 1.0, blocks=(1,))
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: Recipe("", "", 4, rows))
+    pipeline, ran, sizes = models["shifted"], list[int](), list[SampleSettings]()
+    monkeypatch.setattr(ltx, "LtxGuidance", lambda *a, real=ltx.LtxGuidance: sizes.append(a[0]) or real(*a))
+    hook = pipeline.parts["transformer"].register_forward_pre_hook(
+        lambda _module, _given, named: ran.append(len(named["hidden_states"])), with_kwargs=True
+    )
+    stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, steps=4, **changes), Silent())
+    hook.remove()
+    assert list(batches_of(pipeline, sizes[0])) == ran and len(ran) > 4 - ("cfg_end" in changes)
+    asked = replace(SETTINGS, frames=9, steps=4, **changes)
+    run = planned_run(pipeline, Size(asked.width, asked.height, asked.frames), asked)
+    assert list(batches_of(pipeline, run.settings)) == ran
+
+
 def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[GuidanceStep, ...]] = []
     real = ltx.LtxGuidance
@@ -192,7 +212,7 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
 def test_attention_comes_back(models: dict[str, Pipeline]) -> None:
     transformer = models["shifted"].parts.read("transformer", Silent())
     before = [vars(block.attn1).get("forward") for block in transformer.transformer_blocks]
-    with pytest.raises(ZeroDivisionError), without_attention(transformer, (0, 1)):
+    with pytest.raises(ZeroDivisionError), _without_attention(transformer, (0, 1)):
         assert all("forward" in vars(block.attn1) for block in transformer.transformer_blocks)
         1 / 0  # noqa: B018
     assert [vars(block.attn1).get("forward") for block in transformer.transformer_blocks] == before
