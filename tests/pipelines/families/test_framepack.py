@@ -234,6 +234,11 @@ def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
     assert _sampled(made, 2, image=made.end).frames == 17 > _sampled(made, 2).frames == 9
     _sampled(made, 2, watched, image=made.end)
     assert "frames 9 -> 17, the end of the last section, where the end image is" in watched.said
+    for image in (made.start, made.end):  # a forecast counts what a run draws
+        latents, settings = _sampled(made, 2, image=image), FramePackSettings(_frames(2) / 30, WINDOW)
+        ended = settings.ended_by((frame, strength) for _, frame, strength in image.anchors)
+        sections, frames = made.pipeline.spec.code.sections_for(settings, _frames(2), ended)
+        assert (sections, frames) == (len(latents.extra["section_lengths"]), latents.frames)
 
 
 def test_images_join_in_either_order(run: Any) -> None:
