@@ -136,9 +136,9 @@ def _kernels(arguments: argparse.Namespace) -> int:
     facts = facts_for(arguments.device)
     print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in FAMILIES.values():
-        sites = fused.published_sites(family.published_blocks)
+        sites = fused.published_sites(family.rewrites.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), family.published_vae_sites
+        total, decoder = sum(sites.values()), family.rewrites.published_vae_sites
         print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
     for one in fused.self_tests(facts.device):
@@ -342,7 +342,9 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
-        framepack=FramePackSettings(arguments.seconds, arguments.window) if family and family.sections else None,
+        framepack=FramePackSettings(arguments.seconds, arguments.window)
+        if family and family.recipes.sections
+        else None,
         decode=Form(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )

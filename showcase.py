@@ -177,7 +177,9 @@ def _drawn(choice: str, model: Path, folder: Path, lines: list[str]) -> dict[str
     some = clips[: drawing.SHEET_ROWS]
     drawing.save_sheet(some, [scene.caption for scene in asked[: len(some)]], folder / f"{model.name}_drawn.png")
     write_mp4(
-        drawing.side_by_side(some), stages.of_checkpoint(pipeline).defaults.fps, folder / f"{model.name}_drawn.mp4"
+        drawing.side_by_side(some),
+        stages.of_checkpoint(pipeline).sizes.defaults.fps,
+        folder / f"{model.name}_drawn.mp4",
     )
     scores = drawing.scores(clips, asked)
     checks = {

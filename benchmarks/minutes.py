@@ -97,7 +97,7 @@ def sampled(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
     """Size, forecast and CPU seconds of a call of the transformer."""
     module = filled(counts._built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
     for width, height in SIZES:
-        size = Size(width, height, pipeline.spec.stride + 1, window=3, text=TOKENS)
+        size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
         empty = counts._call(pipeline, size, 1)
         tensors = {name: getattr(empty, name) for name in empty.__slots__}
         ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -113,7 +113,7 @@ def decoded(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
     counts.decode_as_published(vae)
     times = LARGER.get(pipeline.family, 1)
     for width, height in ((times * width, times * height) for width, height in PICTURES):
-        size = Size(width, height, pipeline.spec.stride + 1)
+        size = Size(width, height, pipeline.spec.sizes.stride + 1)
         latents = torch.ones(1, int(config.get("latent_channels", 16)), *latent_shape(pipeline, size))
         moment = torch.ones(1) if config.get("timestep_conditioning") else None
         spent = seconds(partial(decoder_call, vae, latents, moment))

@@ -48,7 +48,7 @@ class CoreVAE(comfy.sd.VAE):
 
     def __init__(self, pipeline: Pipeline, reload: Callable[[Mapping[str, Any]], Pipeline] | None = None) -> None:
         self.pipeline, self.reload = pipeline, reload
-        self.spatial, self.temporal = pipeline.spec.ratios
+        self.spatial, self.temporal = pipeline.spec.sizes.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
         self.downscale_ratio = (lambda frames: math.ceil(frames / self.temporal), self.spatial, self.spatial)

@@ -126,7 +126,7 @@ class CoreModel(PartHolder):
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
-        spatial, temporal = self.pipeline.spec.ratios
+        spatial, temporal = self.pipeline.spec.sizes.ratios
         rows, _, frames, height, width = input_shape
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
         return float(rows * beside_transformer(self.pipeline, size, window=frames))

@@ -59,7 +59,7 @@ def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
 
     By the tables alone: nothing is asked or tried. ComfyUI's own memory manager is taken to be there.
     """
-    models = [family.precision for family in FAMILIES.values()]
+    models = [family.rewrites.precision for family in FAMILIES.values()]
     reasons = {
         "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},
         "offload": {choice: offloader.reason_against(choice, facts.device) for choice in offloader.CHOICES},

@@ -255,7 +255,7 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     """The latents of a job, saved before anything else can fail, and their id there."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
-    asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
+    asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
     video = pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
@@ -264,7 +264,7 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     unfinished = machine.unfinished or store
     steps: StepStore = KeptSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderSteps(group, steps)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
         kept = recovery.keep(store, latents, progress.notify) if group is None or group.leads else ""
@@ -288,7 +288,7 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
 
 def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
-    sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
+    sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.recipes.sections else None)
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
     given = {item.name: getattr(part, item.name) for part in asked for item in fields(part)}
     own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)
@@ -304,7 +304,7 @@ def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, 
     """
     progress = Silent()
     job = as_run(job, pipeline, progress.notify)
-    settings, usual = job.settings, of_checkpoint(pipeline).defaults
+    settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
     width, height, frames = settings.width, settings.height, settings.frames
     if job.pictures:
         picture = _picture(job, job.pictures[0], machine, progress, pipeline)

@@ -69,8 +69,8 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
     if fit != "nearest bucket":
         return size.width, size.height
     ratio = frames.shape[2] / frames.shape[1]
-    if family.buckets and not (width and height):
-        tall, wide = min(family.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
+    if family.sizes.buckets and not (width and height):
+        tall, wide = min(family.sizes.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
         return wide, tall
     area = size.width * size.height
     wide = snap(family, _clamped(math.sqrt(area * ratio)), size.height, 1).width
@@ -93,7 +93,7 @@ def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: i
 
 def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int, int]:
     """Width and height in pixels, and the count of frames, that a video (F, H, W, 3) is encoded at."""
-    stride = pipeline.spec.stride
+    stride = pipeline.spec.sizes.stride
     wide, tall = fitted_size(pipeline.spec, frames, width or frames.shape[2], height or frames.shape[1], fit)
     return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 

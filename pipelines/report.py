@@ -40,7 +40,7 @@ def title_of(pipeline: Any) -> str:
 
 def precisions() -> dict[str, ModelPrecision]:
     """Title of each family to where its dtypes differ from the common rows."""
-    videos = {family.title: family.precision for family in FAMILIES.values()}
+    videos = {family.title: family.rewrites.precision for family in FAMILIES.values()}
     return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT) | {FITTED: PLAIN}
 
 

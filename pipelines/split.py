@@ -40,7 +40,7 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
             fix="Leave compile off for these jobs.",
         )
     prepare: Any = parts.prepare
-    parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.split, pipeline.spec.title)])
+    parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title)])
     require_exact(pipeline, group)
     return replace(pipeline, run=replace(pipeline.run, group=group))
 
@@ -61,7 +61,7 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
     with torch.no_grad():
         replace_attention(twin, Attention())
         whole = velocity(beside, twin, call)
-        split_step(group, pipeline.spec.split, pipeline.spec.title).apply(TRANSFORMER, twin)
+        split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title).apply(TRANSFORMER, twin)
         try:
             differences = [_difference(beside, twin, call, whole)]
             if group.half is not None:
@@ -81,7 +81,7 @@ def _difference(pipeline: Pipeline, twin: Any, call: Call, whole: torch.Tensor) 
 
 def _twin(pipeline: Pipeline, size: int) -> Any:
     """A tiny transformer of the class of the pipeline's, with its switches, and heads that ``size`` does not divide."""
-    name = pipeline.spec.parts[TRANSFORMER][1]
+    name = pipeline.spec.files.parts[TRANSFORMER][1]
     make = next(part.make for recipe in TINY.values() for part in recipe.parts.values() if part.cls == name)
     with torch.random.fork_rng(devices=[]):
         small, own = make(), pipeline.configs[TRANSFORMER]
@@ -107,7 +107,7 @@ def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> C
     frames, rows, columns = PATCHES[0], PATCHES[1] * patch, PATCHES[2] * patch
     channels, mask = int(config["in_channels"]), torch.ones(2, TEXT, device=device)
     mask[0, VALID:] = 0
-    plan = pipeline.spec.split
+    plan = pipeline.spec.rewrites.split
     time = torch.tensor([0.7 * TIME, 0.4 * TIME], device=device)
     if plan is not None and plan.rows:
         time = time[:, None] * torch.linspace(0.5, 1.0, PATCHES[0] * PATCHES[1] * PATCHES[2], device=device)

@@ -94,7 +94,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """
     family = pipeline.spec
     _require_text_encoder(pipeline, family)
-    limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
+    limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
         raise InputError(
@@ -107,7 +107,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
-    usual = family.defaults
+    usual = family.sizes.defaults
 
     def run() -> Run:
         size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
@@ -116,7 +116,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
-            for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, family.files.text_parts, TEXT.again)):
                 with attempt:
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
@@ -136,7 +136,7 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs["transformer"].get(family.text_width)
+        width = pipeline.configs["transformer"].get(family.files.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
@@ -175,7 +175,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    run = partial(planned_run, pipeline, Size(width, height, family.defaults.frames))
+    run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
@@ -200,7 +200,7 @@ def encode_video(
     pictures = checked_frames(frames, "the video")
     width, height, count = video_size(pipeline, pictures, width, height, fit)
     if count != pictures.shape[0]:
-        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {family.stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {family.sizes.stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
@@ -211,7 +211,7 @@ def encode_video(
         frames=count,
         height=height,
         width=width,
-        fps=family.defaults.fps,
+        fps=family.sizes.defaults.fps,
         seed=seed,
     )
 
@@ -230,7 +230,7 @@ def sample(
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
     """
     family = pipeline.spec
-    if family.sections:
+    if family.recipes.sections:
         raise UnsupportedError(
             f"a {family.title} pipeline in the Sample node",
             expected="the Sample FramePack node",
@@ -267,13 +267,13 @@ def sample_framepack(
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
-    if not family.sections:
+    if not family.recipes.sections:
         raise UnsupportedError(
             f"a {family.title} pipeline in the Sample FramePack node",
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    rate = settings.fps or of_checkpoint(pipeline).defaults.fps
+    rate = settings.fps or of_checkpoint(pipeline).sizes.defaults.fps
     settings = replace(settings, frames=family.code.frames_for(framepack, rate))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
     pictures = () if image is None else image.anchors
@@ -413,7 +413,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
 
 
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
-    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
+    missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(
             f"no {missing[0]} for {str(pipeline.model.source)!r}",
@@ -423,13 +423,13 @@ def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
-    if pipeline.model.task == "image" and image is None and family.image_required:
+    if pipeline.model.task == "image" and image is None and family.files.image_required:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
             fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
         )
-    if pipeline.model.task == "text" and image is not None and family.image_required:
+    if pipeline.model.task == "text" and image is not None and family.files.image_required:
         raise InputError(
             f"an image for the text-to-video checkpoint {pipeline.model.source.name!r}",
             expected="no image",

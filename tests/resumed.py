@@ -61,13 +61,13 @@ def sampled(
     """
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
     image = None
-    if pipeline.spec.sections or pipeline.family == "ltx":
+    if pipeline.spec.recipes.sections or pipeline.family == "ltx":
         image = stages.encode_image(pipeline, ImageRequest(START, SIZE, SIZE), "stretch", Silent())
-    frames = pipeline.spec.stride + 1
+    frames = pipeline.spec.sizes.stride + 1
     settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
     settings = replace(settings, **changes)
     steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=share)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         return stages.sample(pipeline, prompt, image, settings, progress, steps)
     sections = None if kept is None else KeptSections(kept, progress.notify)
     framepack = FramePackSettings(0.6, window=2)

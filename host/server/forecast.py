@@ -239,11 +239,11 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
 def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
     family = of_checkpoint(pipeline)
     frames, window, clip = int(plain.get("frames", 0)), int(plain.get("window", 9)), None
-    if "clip_seconds" in plain and family.sections:
+    if "clip_seconds" in plain and family.recipes.sections:
         clip = FramePackSettings(plain["clip_seconds"], window, single_frame=bool(plain.get("single_frame")))
-        frames = family.code.frames_for(clip, plain.get("fps", family.defaults.fps))
+        frames = family.code.frames_for(clip, plain.get("fps", family.sizes.defaults.fps))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
-    guided, sections, frames = plain.get("cfg", family.defaults.cfg) > 1.0, 0, size.frames
+    guided, sections, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, 0, size.frames
     if clip is not None:
         sections, frames = family.code.sections_for(clip, frames, "ended" in plain)
     asked = Size(width=size.width, height=size.height, frames=frames, guided=guided, window=window, sections=sections)

@@ -34,7 +34,7 @@ def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = No
     with torch.no_grad():
         encoded = stages.encode_prompt(pipeline, PromptRequest(prompt), progress)
         chosen = SampleSettings(**{"width": 0, "height": 0, "frames": 0, "seed": seed, **settings})
-        if pipeline.spec.sections:
+        if pipeline.spec.recipes.sections:
             picture = first_frame(scene_in(prompt) or EXAMPLE)
             image = stages.encode_image(pipeline, ImageRequest(picture, *picture.shape[2:0:-1]), FIT, progress)
             framepack = FramePackSettings(*one_section(pipeline))

@@ -81,9 +81,9 @@ def load(
     with reading(request.model):
         single, family, folders, tools, told = _sources(request, progress)
     facts, probes = _machine(request)
-    precision = precision_for(family.precision, facts, request.precision, probes)
+    precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    files = storage.with_storage(files, request, family.files.text_parts, precision, facts, probes)
     progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
@@ -203,10 +203,10 @@ def family_of_folder(folder: Path) -> FamilySpec | None:
     with reading(folder):
         if (folder / INDEX).is_file():
             name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+            return next((family for family in FAMILIES.values() if name in family.files.pipelines), None)
         if (folder / "config.json").is_file():
             name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
+            return next((family for family in FAMILIES.values() if name in family.files.transformer_classes), None)
     return None
 
 
@@ -233,10 +233,12 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
         raise _unknown(model)
     whole = (model / INDEX).is_file()
     folders = _folders_in(model) if whole else {"transformer": model}
-    wanted = [*family.parts, *family.tools]
+    wanted = [*family.files.parts, *family.files.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
         missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if missing and (given is not None or (not whole and any(part not in family.optional for part in missing))):
+        if missing and (
+            given is not None or (not whole and any(part not in family.files.optional for part in missing))
+        ):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _folders_in(source)
@@ -245,18 +247,18 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
             folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
-    for tool in family.tools:
+    for tool in family.files.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             raise CheckpointError(
                 f"no files in {str(folders[tool])!r}",
                 expected=f"the {tool} of this model",
                 fix="Download the missing folder, and keep its published name.",
             )
-    absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
+    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
     if absent:
         raise CheckpointError(
             f"no {absent[0]} for {str(model)!r}",
-            expected=f"the parts {', '.join(family.parts)}",
+            expected=f"the parts {', '.join(family.files.parts)}",
             fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
         )
     return family, {part: folder for part, folder in folders.items() if part in wanted}
@@ -278,7 +280,7 @@ def _composed(request: LoadRequest, files: Files, progress: Progress) -> Compose
     wanted = family_in(files.parts["transformer"])
     providers = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
     offered = {name: folder for provider in providers for name, folder in provider.items()}
-    provided = {name: folder for name, folder in offered.items() if name in (*wanted.parts, *wanted.tools)}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
@@ -305,8 +307,11 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        provider, task = family.base or family.id, "text" if family.base else _encoder_task(family, own)
-        for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
+        provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
+        for spared in (
+            (),
+            family.files.text_parts,
+        ):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
                 if (
@@ -319,7 +324,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                 if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
-                provided = [part for part in family.parts if part not in own_parts]
+                provided = [part for part in family.files.parts if part not in own_parts]
                 if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
@@ -332,7 +337,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     raise CheckpointError(
         f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
         expected=f"a folder with the missing parts of {family.title}",
-        fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
+        fix=f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}.",
     )
 
 
@@ -341,7 +346,7 @@ def _part_files(
 ) -> dict[str, PartFiles]:
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
-    for name, (library, *classes) in family.parts.items():
+    for name, (library, *classes) in family.files.parts.items():
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
@@ -359,7 +364,7 @@ def _part_files(
 
 def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
     """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
-    settings = dict(family.vae_settings)
+    settings = dict(family.rewrites.vae_settings)
     if family.code.vae_settings_in is not None:
         settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
     known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
@@ -368,7 +373,13 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
     """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
-    kind = f"{family.id}{TRANSFORMER}" if denoises(name) else family.files[name].kind if name in family.files else ""
+    kind = (
+        f"{family.id}{TRANSFORMER}"
+        if denoises(name)
+        else family.files.kinds[name].kind
+        if name in family.files.kinds
+        else ""
+    )
     path = folder / "config.json"
     if library == "diffusers" and kind and path.is_file():
         require_plausible(
@@ -400,7 +411,7 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     index = _index_beside(transformer)
     if not index:
         return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
-    return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
+    return family.files.pipelines.get(str(index.get("_class_name")), family.files.lone_task)
 
 
 def _encoder_task(family: FamilySpec, transformer: Path) -> str:
@@ -412,7 +423,7 @@ def _encoder_task(family: FamilySpec, transformer: Path) -> str:
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
-    libraries = {name: library for name, library in family.tools.items() if name in folders}
+    libraries = {name: library for name, library in family.files.tools.items() if name in folders}
     readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
 

@@ -157,7 +157,7 @@ def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
-        _, *classes = pipeline.spec.parts[part]
+        _, *classes = pipeline.spec.files.parts[part]
         named = str(config.get("_class_name"))
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
         with construction(part, pipeline.model.source, MOST_TENSORS, lambda: None), empty_weights():

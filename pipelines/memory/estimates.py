@@ -51,7 +51,7 @@ class Size:
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     """Latent frames, rows and columns of a run."""
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
@@ -85,7 +85,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
         seen, frames = size.window + clean, size.window + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and pipeline.spec.batched_cfg else 1
+    batch = 2 if size.guided and pipeline.spec.recipes.batched_cfg else 1
     tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
     item = pipeline.precision.residual.itemsize
@@ -154,7 +154,7 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     terms = pipeline.spec.memory
     pixel_frames = min(size.frames, terms.decode_window or sys.maxsize)
     if frames:
-        pixel_frames = min(pixel_frames, frames * pipeline.spec.stride)
+        pixel_frames = min(pixel_frames, frames * pipeline.spec.sizes.stride)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
     plain = pixel_frames * rows * columns * pipeline.precision.vae.itemsize
     return widest(pipeline.configs[VAE]) * plain, plain
@@ -205,5 +205,5 @@ def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
 
 def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
-    defaults = family.defaults
+    defaults = family.sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)

@@ -182,7 +182,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
 def release_text(pipeline: Pipeline, comes: str) -> None:
     """Make the text encoders leave the device on which ``comes`` computes next; on the host their memory is freed."""
     offloader = pipeline.offloader
-    for part in pipeline.spec.text_parts:
+    for part in pipeline.spec.files.text_parts:
         if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
             offloader.release(part)
 

@@ -35,7 +35,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
-    usual = of_checkpoint(pipeline).defaults
+    usual = of_checkpoint(pipeline).sizes.defaults
     size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
     return Size(size.width, size.height, size.frames, guided)
 

@@ -71,7 +71,13 @@ def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.
 
 def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
     """(1, C, T, H, W) of the latents of a video."""
-    return 1, channels, (size.frames - 1) // spec.stride + 1, size.height // spec.ratio, size.width // spec.ratio
+    return (
+        1,
+        channels,
+        (size.frames - 1) // spec.sizes.stride + 1,
+        size.height // spec.sizes.ratio,
+        size.width // spec.sizes.ratio,
+    )
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
@@ -303,7 +309,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
             )
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)
-            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg)
             counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
         yield
     for part, count in counts.items():

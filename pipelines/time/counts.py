@@ -56,15 +56,15 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
         return
     guidance = Guidance(settings, settings.steps)
     for index in range(settings.steps):
-        pair = (2,) if pipeline.spec.batched_cfg else (1, 1)
+        pair = (2,) if pipeline.spec.recipes.batched_cfg else (1, 1)
         yield from pair if guidance.acts(index) else (1,)
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
     """How many sections a video is sampled in."""
-    if size.sections or not pipeline.spec.sections:
+    if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
-    covered = (size.window - 1) * pipeline.spec.stride + 1
+    covered = (size.window - 1) * pipeline.spec.sizes.stride + 1
     return max(1, -(-size.frames // covered))
 
 
@@ -113,7 +113,7 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
     def vae() -> Any:
         if not modules:
             modules.append(_built(pipeline, VAE, config, attempt.dtype))
-            for name, value in pipeline.spec.vae_settings.items():
+            for name, value in pipeline.spec.rewrites.vae_settings.items():
                 setattr(modules[0], name, value)
             decode_as_published(modules[0])
             if form:
@@ -130,7 +130,7 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
         return work
 
     def cut(cells: Cells) -> Any:
-        return pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
+        return pieces_of(vae(), latents(cells), attempt, pipeline.spec.sizes.ratio)
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
         for piece, count in counted_once((*key, cells, attempt), partial(cut, cells)).items():
@@ -163,7 +163,7 @@ def _vision_work(pipeline: Pipeline) -> Work:
     """The work of the image encoder, whose pictures have one size."""
     import transformers
 
-    made: Any = getattr(transformers, pipeline.spec.parts[IMAGE_ENCODER][1])
+    made: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
     config = made.config_class.from_dict(dict(pipeline.configs[IMAGE_ENCODER]))
     with META:
         encoder = made(config).to(pipeline.precision.text).eval()
@@ -196,7 +196,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
         request: the texts; None for a prompt and its negative of a usual length.
     """
     spec, code = pipeline.spec, pipeline.spec.code
-    usual: Forwards = dict.fromkeys(spec.text_parts, ((spec.memory.reference_tokens,) * 2,))
+    usual: Forwards = dict.fromkeys(spec.files.text_parts, ((spec.memory.reference_tokens,) * 2,))
     found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
     return {part: forwards for part, forwards in found.items() if forwards and part in pipeline.configs}
 
@@ -237,7 +237,7 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
     One of the sections also has the frame that the video starts from.
     """
     frames, rows, columns = latent_shape(pipeline, size)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         return [(frames, rows, columns)]
     later = sections_of(pipeline, size) - 1
     return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * later]
@@ -251,16 +251,18 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         int(config.get("in_channels", 16)),
         size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
     )
-    embeds = empty(rows, text, int(config.get(spec.text_width) or config.get("caption_channels") or 1), dtype=dtype)
+    embeds = empty(
+        rows, text, int(config.get(spec.files.text_width) or config.get("caption_channels") or 1), dtype=dtype
+    )
 
     def wide(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 1)
 
     vision = None
-    if spec.sections or pipeline.model.task == "image":
+    if spec.recipes.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
-        latents=empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),
+        latents=empty(rows, channels, size.window if spec.recipes.sections else frames, *plane, dtype=dtype),
         time=empty(rows),
         embeds=embeds,
         mask=empty(rows, text),
@@ -285,7 +287,7 @@ def _built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torc
     """The module of ``part`` without data."""
     import diffusers
 
-    names = pipeline.spec.parts[part][1:]
+    names = pipeline.spec.files.parts[part][1:]
     named = config.get("_class_name")
     with META:
         module: Any = getattr(diffusers, named if named in names else names[0]).from_config(dict(config))

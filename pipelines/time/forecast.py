@@ -89,7 +89,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
 def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
     """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
     recipe = recipe_of(pipeline, asked)
-    usual = of_checkpoint(pipeline, recipe).defaults
+    usual = of_checkpoint(pipeline, recipe).sizes.defaults
     settings = asked or SampleSettings(size.width, size.height, size.frames)
     cfg = settings.cfg or (usual.cfg if size.guided or asked is not None else 1.0)
     settings = replace(

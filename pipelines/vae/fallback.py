@@ -328,8 +328,8 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    form = checked_form(form or Form(), pipeline.spec.ratio)
-    if form.method == CHUNKED and not pipeline.spec.causal_decoder:
+    form = checked_form(form or Form(), pipeline.spec.sizes.ratio)
+    if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",

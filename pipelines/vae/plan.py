@@ -200,9 +200,9 @@ class Plan:
         self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
-        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.ratios
+        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.sizes.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
-        self.causal = self.decodes and pipeline.spec.causal_decoder
+        self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
         start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
         self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
@@ -340,7 +340,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, 
         coder="decoder",
         size=decoder_size(pipeline, cells),
         form=Form(),
-        advised=spec.tile_for(cells),
+        advised=spec.sizes.tile_for(cells),
         room=room,
     )
     return plan.attempt, plan.needed_bytes(plan.attempt)
@@ -348,7 +348,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, 
 
 def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
     """Pixel frames, rows and columns that a decoder makes of ``cells``."""
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     return (cells[0] - 1) * temporal + 1, cells[1] * spatial, cells[2] * spatial
 
 

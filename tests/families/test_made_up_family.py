@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.errors import InputError
 from anygpu.compat.precision import FP32, precision_for
-from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Call, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
@@ -132,9 +132,9 @@ def test_the_forecast_counts_both(folder):
 
 def test_its_precision_row_is_used_and_reported(folder):
     facts = facts_for("cpu")
-    chosen = precision_for(SPEC.precision, replace(facts, arch_class="cuda-sm80+"))
+    chosen = precision_for(SPEC.rewrites.precision, replace(facts, arch_class="cuda-sm80+"))
     assert chosen.vae is FP32 and chosen.why == WHY
-    assert precisions()["Duet"] is SPEC.precision
+    assert precisions()["Duet"] is SPEC.rewrites.precision
 
 
 def test_weights_are_kept_smaller_on_both(folder):
@@ -166,10 +166,8 @@ def test_a_lora_in_its_own_names_is_on_both_and_leaves_no_trace(folder, expected
     assert torch.equal(sampled(pipeline).samples, expected[0].samples)
 
 
-def test_step_caches_act_as_the_spec_says(folder, recorded):
+def test_step_caches_act_on_both(folder, recorded):
     pipeline, progress = opened(folder), recorded()
-    with pytest.raises(UnsupportedError, match="step cache kind 'taylor' for Duet; expected one of auto, first_block"):
-        with_step_cache(pipeline, "fast", StepCacheSettings(kind=TAYLOR))
     cached = with_step_cache(pipeline, "custom", StepCacheSettings(kind=FIRST_BLOCK, threshold=1.0))
     sampled(cached, progress)
     said = [line for line in progress.said if line.startswith("step cache")]

@@ -99,8 +99,8 @@ def test_lights_say_what_to_do_about_red():
 
 def test_offers_are_of_families_and_pages_that_exist():
     for family in FAMILIES.values():
-        pages = set(family.pages) | set(FAMILIES["hunyuan_video"].pages)
-        for offer in (family.offer, *family.more_offers.values()):
+        pages = set(family.published.pages) | set(FAMILIES["hunyuan_video"].published.pages)
+        for offer in (family.published.offer, *family.published.more_offers.values()):
             assert all(download.page in pages for download in offer.downloads), family
     first = ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
     assert list(offers()) == first and list(every_offer())[: len(first)] == first, "choices grow at the end"

@@ -73,7 +73,7 @@ FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 @pytest.mark.parametrize("name", ["ltx", *LATER])
 def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(name):
     pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     assert (defaults.width, defaults.height, defaults.frames) == (64, 64, FRAMES.get(name, 9))
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
         assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
@@ -158,13 +158,13 @@ def test_less_guidance_follows_the_prompt_less():
 
 def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
     pipeline = load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
-    expected = of_checkpoint(pipeline).defaults
+    expected = of_checkpoint(pipeline).sizes.defaults
     monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, {"width": "wide", "height": 64, "nothing": 3})
-    changed = of_checkpoint(pipeline).defaults
+    changed = of_checkpoint(pipeline).sizes.defaults
     assert changed.height == 64 and changed.width != "wide" and changed.frames != expected.frames
     unmeant = {"width": -64, "frames": True, "steps": 2.5, "fps": float("nan"), "cfg": float("inf"), "height": 64}
     monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, unmeant)
-    assert of_checkpoint(pipeline).defaults == replace(changed, height=64), "numbers that no run can have"
+    assert of_checkpoint(pipeline).sizes.defaults == replace(changed, height=64), "numbers that no run can have"
 
 
 def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so():
@@ -251,8 +251,8 @@ def test_a_video_to_start_from_is_brought_to_its_own_length():
 
 def test_latents_to_start_from_are_cut_to_what_it_draws():
     pipeline, said = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu")), []
-    own = of_checkpoint(pipeline).defaults
-    spatial, temporal = pipeline.spec.ratios
+    own = of_checkpoint(pipeline).sizes.defaults
+    spatial, temporal = pipeline.spec.sizes.ratios
     channels = pipeline.configs["vae"]["latent_channels"]
     samples = torch.rand(1, channels, 4, 3 * own.height // spatial, 2 * own.width // spatial)
     start = start_of(pipeline, {"samples": samples, "noise_mask": samples[:, :1]}, said.append)

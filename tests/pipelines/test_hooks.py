@@ -17,7 +17,7 @@ def test_every_family_has_the_required_hooks_and_no_undeclared_one(family):
 
 
 PLANTED = {  # source of a function -> what is said
-    "def encode_imgae(pipeline, request, progress): ...": r"a function encode_imgae\(\) in .*expected one of encode_prompt",
+    "def encode_imgae(pipeline, request, progress): ...": r"a function encode_imgae\(\) in .*expected one of encode_",
     "from anygpu.compat.errors import remember as upscael": r"a function upscael\(\)",
     "def upscale(pipeline, latents): ...": r"upscale\(pipeline, latents\) .*expected upscale\(pipeline, latents, path",
     "del decode": r"no decode\(\) in .*Correct its name",

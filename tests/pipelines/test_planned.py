@@ -66,13 +66,13 @@ def sampled_size(pipeline: Pipeline, job: Job, machine: Machine, monkeypatch: py
 
 def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[Job, Places]]:
     """Jobs without and with a picture of each shape, in each fit, at the sizes of the model's own and at asked ones."""
-    framepack = FramePackSettings(1.13, 5) if pipeline.spec.sections else None
+    framepack = FramePackSettings(1.13, 5) if pipeline.spec.recipes.sections else None
     for width, height in ((0, 0), (96, 160)):
         settings = SampleSettings(width, height, 0 if framepack else 17, 3)
         job = Job(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
         pictured = pipeline.model.task == "image" or pipeline.family == "ltx"
         takes = pipeline.spec.code.encode_image is not None and pictured
-        if not (takes and pipeline.spec.image_required):
+        if not (takes and pipeline.spec.files.image_required):
             yield job, Places()
         for fit in FITS if takes else ():
             for content, path in pictures.values():
@@ -97,7 +97,7 @@ def test_planned_and_sampled_sizes_are_equal(model, pictures, tiny_folder, tmp_p
         ran = sampled_size(pipeline, job, machine, monkeypatch)
         assert planned == replace(ran, text=planned.text), (job.fit, job.settings, job.pictures)
         seen.add((ran.width, ran.height, ran.frames))
-    own = {(64, 64, 7 if demo == "mochi" else 9)} | ({(64, 64, 13)} if pipeline.spec.sections else set())
+    own = {(64, 64, 7 if demo == "mochi" else 9)} | ({(64, 64, 13)} if pipeline.spec.recipes.sections else set())
     assert seen == own if demo != model else len(seen) > 1
 
 

@@ -41,7 +41,7 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
     pictured = pipeline.model.task == "image"
-    looks = "image" in pipeline.spec.effective
+    looks = "image" in pipeline.spec.recipes.effective
     with torch.no_grad():
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
         request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
@@ -152,7 +152,7 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     ("preset", "asked", "error", "said"),
     [
         ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
-        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for LTX-Video"),
+        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag'; expected one of auto"),
         ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
         ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
         ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5"),
@@ -161,13 +161,13 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
 )
 def test_what_is_refused(preset, asked, error, said):
     with pytest.raises(error, match=said):
-        settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+        settings_for(preset, asked)
 
 
 def test_off_and_presets():
     def chosen(preset):
         asked = StepCacheSettings(threshold=0.01)
-        return settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+        return settings_for(preset, asked)
 
     assert chosen("off") is None
     assert chosen("fast").threshold == step_cache.PRESETS["fast"][0]

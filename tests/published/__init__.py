@@ -198,7 +198,7 @@ def composed(model: str, folder: Path, texts: bool = True, transformer: Path | N
     tokenizers = folder / "tokenizers"
     tokenizers.mkdir(exist_ok=True)
     (tokenizers / "tokenizer.json").write_text("{}")
-    files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].tokenizers.values(), tokenizers))
+    files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].files.tokenizers.values(), tokenizers))
     return loading.load(loading.LoadRequest(transformer, device=CARD, files=files))
 
 

@@ -191,7 +191,7 @@ def told_apart(place: Path) -> str:
 
 def size_of(pipeline: Pipeline) -> Size:
     """The size that a run has where nothing is chosen."""
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
 
 

@@ -67,7 +67,7 @@ def loaded_on(
 
 
 def latents_for(pipeline: Pipeline, side: int = 64, frames: int = 2) -> Latents:
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     channels = int(pipeline.configs["vae"].get("latent_channels", 16))
     shape = (1, channels, frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))

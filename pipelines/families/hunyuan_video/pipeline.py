@@ -63,7 +63,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1. SkyReels gets 1 and
     the length it was trained on.
     """
-    defaults = SPEC.defaults
+    defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
         defaults = replace(defaults, guidance=1.0, frames=97)
     takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
@@ -72,7 +72,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe of the variant."""
-    return SPEC.recipes[pipeline.variant]
+    return SPEC.recipes.known[pipeline.variant]
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
@@ -205,7 +205,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     In Tencent's tiles where the whole does not fit.
     """
-    tile = SPEC.tile_for(latents.samples.shape[2:])
+    tile = SPEC.sizes.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
 
 

@@ -54,13 +54,13 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     width, height = nearest_size(pipeline, 16, 9)
     guider = pipeline.tools["guider"]
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
-    scale = float(guider.get("guidance_scale", SPEC.defaults.cfg)) + bool(guider.get("use_original_formulation"))
-    return replace(SPEC.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+    scale = float(guider.get("guidance_scale", SPEC.sizes.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(SPEC.sizes.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe: few steps for the transformer that takes the next time too, as only that training does."""
-    return SPEC.recipes[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
+    return SPEC.recipes.known[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -174,7 +174,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    tile = pipeline.spec.tile_for(latents.samples.shape[2:])
+    tile = pipeline.spec.sizes.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)
 
 
@@ -278,4 +278,4 @@ def _video_latents(
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.tile_for(cells))
+    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.sizes.tile_for(cells))

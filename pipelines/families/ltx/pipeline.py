@@ -77,7 +77,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     """
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
-    recipe = SPEC.recipes.get(name, SPEC.recipes[pipeline.variant])
+    recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
     return _within(recipe, count)
 
 
@@ -130,8 +130,8 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults with the text length of the checkpoint's own pipeline."""
-    tokens = SPEC.defaults.max_tokens if _is_condition(pipeline) else PLAIN_TOKENS
-    return replace(SPEC.defaults, max_tokens=tokens)
+    tokens = SPEC.sizes.defaults.max_tokens if _is_condition(pipeline) else PLAIN_TOKENS
+    return replace(SPEC.sizes.defaults, max_tokens=tokens)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -419,7 +419,7 @@ def _predictor(
 def _is_condition(pipeline: Pipeline) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
     name = pipeline.tools["index"].get("_class_name")
-    if name in SPEC.pipelines:
+    if name in SPEC.files.pipelines:
         return bool(name == CONDITION)
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 

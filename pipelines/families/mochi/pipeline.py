@@ -41,7 +41,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of T5."""
-    return t5_forwards(request, SPEC.defaults.max_tokens, _zeroed(pipeline))
+    return t5_forwards(request, SPEC.sizes.defaults.max_tokens, _zeroed(pipeline))
 
 
 def _zeroed(pipeline: Pipeline) -> bool:

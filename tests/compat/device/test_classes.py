@@ -59,7 +59,7 @@ def answer(ask, *given):
 def answers(facts) -> dict[str, object]:
     """All that the tables say of a device."""
     models = (
-        *(family.precision for family in FAMILIES.values()),
+        *(family.rewrites.precision for family in FAMILIES.values()),
         precisions.PAINT,
         precisions.HALF_TEXT,
         precisions.PLAIN,

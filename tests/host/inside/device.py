@@ -97,7 +97,7 @@ def encoded(pipeline: Pipeline, name: str, progress: Any = None, device: Any = "
     progress, image, picture = progress or Silent(), None, PICTURE.to(device)
     if CASES[name][2]:
         image = stages.encode_image(pipeline, ImageRequest(picture, SIDE, SIDE), "stretch", progress)
-    looks = "image" in pipeline.spec.effective
+    looks = "image" in pipeline.spec.recipes.effective
     request = PromptRequest("a red fox", "blurry", image=picture if CASES[name][2] and looks else None)
     return stages.encode_prompt(pipeline, request, progress), image
 

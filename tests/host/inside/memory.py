@@ -82,7 +82,7 @@ def deep(name: str, **chosen: Any) -> Any:
     config = dict(pipeline.configs["transformer"])
     deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
-    kind: Any = attribute("diffusers", pipeline.spec.transformer_classes[0])
+    kind: Any = attribute("diffusers", pipeline.spec.files.transformer_classes[0])
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]):

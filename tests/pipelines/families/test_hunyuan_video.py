@@ -242,7 +242,7 @@ def test_bf16_is_finite(run: Any, name: str) -> None:
 
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     """6 as in upstream's examples; the 33-channel transformer takes none, and it is said."""
-    guidances = {name: of_checkpoint(run(name).pipeline).defaults.guidance for name in NAMES}
+    guidances = {name: of_checkpoint(run(name).pipeline).sizes.defaults.guidance for name in NAMES}
     assert guidances == {TEXT: 6.0, REPLACE: 6.0, CONCAT: 0.0}
     watched = recorded()
     found = _sampled(run(CONCAT), watched, guidance=4.0)

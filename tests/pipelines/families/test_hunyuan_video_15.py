@@ -313,7 +313,7 @@ def test_defaults_are_the_checkpoints(
     configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "target_size": target}}
     defaults = of_checkpoint(
         _with_guider(replace(pipeline, model=replace(pipeline.model, configs=configs)), guider)
-    ).defaults
+    ).sizes.defaults
     assert (defaults.width, defaults.height, defaults.cfg) == expected
     assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
 

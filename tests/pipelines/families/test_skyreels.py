@@ -65,7 +65,7 @@ def test_the_latents_are_those_of_diffusers(skyreels: SimpleNamespace) -> None:
 
 
 def test_its_recipe_is_its_publishers(skyreels: SimpleNamespace, recorded: Any) -> None:
-    defaults, pipeline, watched = of_checkpoint(skyreels.pipeline).defaults, skyreels.pipeline, recorded()
+    defaults, pipeline, watched = of_checkpoint(skyreels.pipeline).sizes.defaults, skyreels.pipeline, recorded()
     assert (pipeline.variant, pipeline.model.task) == ("skyreels", "image")
     size = (defaults.width, defaults.height, defaults.frames, defaults.fps)
     assert (*size, defaults.steps, defaults.cfg, defaults.guidance) == (960, 544, 97, 24.0, 30, 6.0, 1.0)

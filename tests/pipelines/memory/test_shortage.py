@@ -59,19 +59,19 @@ def test_the_message_is_read(text, found):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.id)
 def test_what_is_proposed_is_smaller_and_on_the_grid(family):
-    own = family.defaults
+    own = family.sizes.defaults
     size = SampleSettings(own.width, own.height, own.frames)
     short = Shortage(4 * 2**30, 2**30)
     words = " ".join(lowered(pipeline(), family, size, short))
     assert "ffload to group" in words
     width, height = (int(edge) for edge in words.rsplit(" to ", 1)[1].split("x"))
-    assert width % family.multiple == 0 and height % family.multiple == 0
+    assert width % family.sizes.multiple == 0 and height % family.sizes.multiple == 0
     assert width * height <= short.share * own.width * own.height
     if family.id == "framepack":
         assert "frames" not in words
     else:
         fewer = int(words.split("lower frames from")[1].split(" to ")[1].split(",")[0].split(" ")[0])
-        assert (fewer - 1) % family.stride == 0 and fewer <= max(1, short.share * own.frames)
+        assert (fewer - 1) % family.sizes.stride == 0 and fewer <= max(1, short.share * own.frames)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ UNPICTURED = [cell for cell in FAMILIES if not str(cell.values[0]).endswith("ima
 
 def rows_of(pipeline) -> dict[str, Precision]:
     """Every row that a card may give this model, and each choice; those of the same dtypes once."""
-    rows = (*PRECISION.values(), *pipeline.spec.precision.rows.values(), *precisions._EXPLICIT.values())
+    rows = (*PRECISION.values(), *pipeline.spec.rewrites.precision.rows.values(), *precisions._EXPLICIT.values())
     return {f"{row}, {row.residual}": row for row in rows}
 
 

@@ -132,7 +132,7 @@ def test_windows_of_16_are_named(opened, monkeypatch, recorded, form):
 
 def test_hunyuan_video_is_decoded_in_tencents_tiles_where_the_whole_is_larger_than_one(opened):
     spec = opened("hunyuan_video")[0].spec
-    assert spec.tile_for((17, 32, 32)) == 0 and spec.tile_for((33, 90, 160)) == 256
+    assert spec.sizes.tile_for((17, 32, 32)) == 0 and spec.sizes.tile_for((33, 90, 160)) == 256
 
 
 @pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, TILED], ids=str)
