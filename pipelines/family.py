@@ -281,12 +281,6 @@ class Offer:
     quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of the weights that are downloaded, as they are stored there; 0 where some of that is not known."""
-        each = [download.stored_bytes for download in self.downloads]
-        return sum(each) if all(each) else 0
-
-    @property
     def total_bytes(self) -> int:
         """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
@@ -294,7 +288,8 @@ class Offer:
     @property
     def size(self) -> str:
         """What there is to download, in words: some parts are stored wider than bf16."""
-        stored = f"{self.stored_bytes / 1e9:.0f} GB" if self.stored_bytes else "an unknown size"
+        each = [download.stored_bytes for download in self.downloads]
+        stored = f"{sum(each) / 1e9:.0f} GB" if all(each) else "an unknown size"
         return f"{stored} to download, {self.total_bytes / 1e9:.0f} GB of weights in bf16"
 
     @property
@@ -467,7 +462,7 @@ class Published:
     cautions: tuple[Caution, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class FamilySpec:
     """One family of models.
 
@@ -489,9 +484,6 @@ class FamilySpec:
     memory: MemoryTerms
     rewrites: Rewrites
     published: Published = Published()
-
-    def __repr__(self) -> str:
-        return f"<family {self.id}>"
 
     @property
     def transformers(self) -> tuple[str, ...]:

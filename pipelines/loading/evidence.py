@@ -90,9 +90,9 @@ def names_around(path: Path) -> tuple[str, ...]:
 
 def variant_choices() -> list[str]:
     """Every variant of every family, ``auto`` first: one list on every machine."""
-    each = [family.recipes.known for family in FAMILIES.values()]
-    first = [v for recipes in each for v in recipes.variants[: len(recipes.variants) - recipes.newer_variants]]
-    return [AUTO, *dict.fromkeys([*first, *(v for recipes in each for v in recipes.variants)])]
+    each = [(family.recipes.variants, family.recipes.newer_variants) for family in FAMILIES.values()]
+    first = [variant for variants, newer in each for variant in variants[: len(variants) - newer]]
+    return [AUTO, *dict.fromkeys([*first, *(variant for variants, _ in each for variant in variants)])]
 
 
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
