@@ -128,9 +128,9 @@ def _kernels(arguments: argparse.Namespace) -> int:
     facts = facts_for(arguments.device)
     print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in FAMILIES.values():
-        sites = fused.published_sites(family.published_blocks)
+        sites = fused.published_sites(family.rewrites.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), family.published_vae_sites
+        total, decoder = sum(sites.values()), family.rewrites.published_vae_sites
         print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
     wrong = 0
     for one in fused.self_tests(facts.device):
@@ -239,8 +239,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
     request = jobs.request_of(job, machine)
     with torch.no_grad(), request.speed.traced():
         pipeline = jobs.load_pipeline(job, machine, progress, request)
-        pipeline = replace(pipeline, doctor=_watch(arguments, request.model, progress))
-        for decision in pipeline.decisions:
+        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_watch(arguments, request.model, progress)))
+        for decision in pipeline.plan.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
             made = jobs.run(job, machine, progress, pipeline)
@@ -254,9 +254,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
 def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
-    from .pipelines.base import DEMOS
     from .pipelines.jobs import replay as again
     from .pipelines.movie import write_mp4
+    from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
     from .pipelines.records.receipts import decoded_receipt, tags_for
 
@@ -275,7 +275,7 @@ def replay(arguments: argparse.Namespace) -> int:
 def _machine(arguments: argparse.Namespace) -> Any:
     """The machine that runs the job of ``arguments``."""
     from .compat.device.facts import accelerators, default_device, rooms_on
-    from .pipelines.base import DEMOS
+    from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
 
     beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
@@ -331,7 +331,9 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
-        framepack=FramePackSettings(arguments.seconds, arguments.window) if family and family.sections else None,
+        framepack=FramePackSettings(arguments.seconds, arguments.window)
+        if family and family.recipes.sections
+        else None,
         decode=Form(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )

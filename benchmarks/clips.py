@@ -68,7 +68,7 @@ def rows(model: Path, arguments: argparse.Namespace):
     made, says, warm = {}, {}, {}
     for name, one, pipeline in clips(model, arguments):
         warm[name] = seconds(one)
-        made[name], says[name] = one, pipeline.speed.line(pipeline.family)
+        made[name], says[name] = one, pipeline.plan.speed.line(pipeline.family)
     spent = {name: [] for name in made}
     for _ in range(arguments.rounds):
         for name in random.sample(list(made), len(made)):

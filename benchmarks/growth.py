@@ -41,7 +41,7 @@ PANEL, MARGIN = 260, 44  # pixels
 def rows(family: str, folder: Path) -> Iterator[dict[str, Any]]:
     """FLOPs of one call of the transformer and of one decode, along frames and along pixels."""
     pipeline = published(opened(family, folder), whole=True)
-    stride = pipeline.spec.stride
+    stride = pipeline.spec.sizes.stride
     for axis in ("frames", "pixels"):
         along: dict[str, list[int]] = {"sampling": [], "decoding": []}
         for factor in FACTORS:

@@ -145,7 +145,7 @@ def forms(family: str, folder: Path) -> list[dict[str, Any]]:
 
 def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
     """Random latents of a square video."""
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)

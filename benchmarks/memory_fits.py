@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.pipelines import sizes, stages  # noqa: E402
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent  # noqa: E402
+from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
 from anygpu.pipelines.vae.plan import Form  # noqa: E402
@@ -65,7 +66,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     progress, image = Silent(), None
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest(words, "blurry"), progress)
-        if pipeline.spec.sections:
+        if pipeline.spec.recipes.sections:
             picture = torch.rand(1, size.height, size.width, 3, generator=torch.Generator().manual_seed(0))
             image = stages.encode_image(pipeline, ImageRequest(picture, size.width, size.height), "stretch", progress)
             framepack = FramePackSettings(size.frames / 30, window=size.window)
@@ -73,7 +74,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
         else:
             latents = stages.sample(pipeline, prompt, image, settings, progress)
         for form in FORMS if pipeline.family not in SAME_VAE else ():
-            if form.method != "chunked" or pipeline.spec.causal_decoder:
+            if form.method != "chunked" or pipeline.spec.rewrites.causal_decoder:
                 stages.decode(pipeline, latents, progress, form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
     size = replace(size, text=stages.tokens_in(prompt))

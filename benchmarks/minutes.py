@@ -29,10 +29,10 @@ from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
@@ -67,7 +67,11 @@ def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
     short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
     configs["transformer"] = {**configs["transformer"], **short}
     single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
-    return replace(pipeline, configs=configs, precision=replace(pipeline.precision, **single))
+    return replace(
+        pipeline,
+        model=replace(pipeline.model, configs=configs),
+        device=replace(pipeline.device, precision=replace(pipeline.precision, **single)),
+    )
 
 
 def filled(module: Any) -> Any:
@@ -93,7 +97,7 @@ def sampled(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
     """Size, forecast and CPU seconds of a call of the transformer."""
     module = filled(counts._built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
     for width, height in SIZES:
-        size = Size(width, height, pipeline.spec.stride + 1, window=3, text=TOKENS)
+        size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
         empty = counts._call(pipeline, size, 1)
         tensors = {name: getattr(empty, name) for name in empty.__slots__}
         ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
@@ -109,7 +113,7 @@ def decoded(pipeline: Pipeline, pace: Pace) -> Iterator[tuple[str, float, float]
     counts.decode_as_published(vae)
     times = LARGER.get(pipeline.family, 1)
     for width, height in ((times * width, times * height) for width, height in PICTURES):
-        size = Size(width, height, pipeline.spec.stride + 1)
+        size = Size(width, height, pipeline.spec.sizes.stride + 1)
         latents = torch.ones(1, int(config.get("latent_channels", 16)), *latent_shape(pipeline, size))
         moment = torch.ones(1) if config.get("timestep_conditioning") else None
         spent = seconds(partial(decoder_call, vae, latents, moment))

@@ -60,7 +60,7 @@ def recorded(family: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     settings = SampleSettings(SIDE, SIDE, FRAMES.get(family, 5), 2, cfg=1.0)
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
-        if pipeline.spec.sections:
+        if pipeline.spec.recipes.sections:
             picture = torch.rand(1, SIDE, SIDE, 3, generator=torch.Generator().manual_seed(0))
             image = stages.encode_image(pipeline, ImageRequest(picture, SIDE, SIDE), "stretch", Silent())
             stages.sample_framepack(pipeline, prompt, image, settings, FramePackSettings(13 / 30, 2), Silent())

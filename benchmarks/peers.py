@@ -157,7 +157,7 @@ def decoding(family: str, case: Case, folder: Path) -> dict[str, Callable[[], An
     dtype = DTYPES[case.decoder]
     pipeline, pipe = ours(family, folder, case.decoder), bare(family, folder, dtype)
     width, height = case.decode
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     count = (case.frames - 1) // temporal + 1
     shape = (1, int(pipe.vae.config.get("latent_channels", 16)), count, height // spatial, width // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(SEED))

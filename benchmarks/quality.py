@@ -32,7 +32,7 @@ from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.speed import with_step_cache
+from anygpu.pipelines.settings import with_step_cache
 from lossy import int8_attention, products
 from scene_scores import chosen_scenes, scores
 from steps import psnr, ssim

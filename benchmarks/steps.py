@@ -88,7 +88,7 @@ def clip(pipeline, width: int, height: int, frames: int) -> tuple[torch.Tensor, 
 def rows(family: str, pipeline, width: int, height: int, frames: int):
     """A row for each kind and preset."""
     from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
-    from anygpu.pipelines.speed import with_step_cache
+    from anygpu.pipelines.settings import with_step_cache
 
     clip(pipeline, width, height, frames)  # reads the weights
     expected, whole, _ = clip(pipeline, width, height, frames)

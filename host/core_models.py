@@ -19,10 +19,11 @@ from comfy_execution.graph_utils import ExecutionBlocker
 from comfy_execution.utils import get_executing_context
 
 from ..compat.errors import InputError
-from ..pipelines.base import ImageCondition, Pipeline
+from ..pipelines.base import ImageCondition
 from ..pipelines.demo.stand_in import corner
 from ..pipelines.loading import lora as loras
 from ..pipelines.loading.lora_kinds import BIAS
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.settings import of_checkpoint
 from .core_patches import unread_patches
 from .core_vae import CoreVAE
@@ -60,7 +61,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     made = row.model(config)
     made.set_pipeline(pipeline)
     patcher = offloader.patcher_of(TRANSFORMER, made)
-    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.defaults.fps)
+    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.sizes.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
     if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
@@ -74,20 +75,20 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
 
     Where core cuts the clip into windows of its own length, the clip keeps its length.
     """
-    own, guider = of_checkpoint(pipeline).defaults, executor.class_obj
+    own, guider = of_checkpoint(pipeline).sizes.defaults, executor.class_obj
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     shape, said = given["latent_image"].shape, []
     if len(given["latent_shapes"] or [0]) == 1:
-        windows, usual = guider.model_options.get("context_handler"), (own.frames - 1) // pipeline.spec.stride + 1
+        windows, usual = guider.model_options.get("context_handler"), (own.frames - 1) // pipeline.spec.sizes.stride + 1
         frames = shape[-3] if windows is not None and windows.context_length <= usual else 0
         for name in ("noise", "latent_image", "denoise_mask"):
             given[name] = None if given[name] is None else corner(pipeline, given[name], frames)
         drawn = given["latent_image"].shape
         given["latent_shapes"] = [drawn]
         if drawn != shape:
-            (spatial, temporal), (count, rows, columns) = pipeline.spec.ratios, drawn[-3:]
+            (spatial, temporal), (count, rows, columns) = pipeline.spec.sizes.ratios, drawn[-3:]
             size = f"{columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"
             said.append(f"draws at its own size: {size}")
     if type(guider) is CFGGuider and guider.cfg != own.cfg:

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..compat.device.execution import placed, to_host
 from ..pipelines import stages
-from ..pipelines.base import Pipeline
 from ..pipelines.latents import convert as latent_format
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.vae.fallback import encoded
 from .memory_manager import PartPatcher
 from .progress import NodeProgress
@@ -48,7 +48,7 @@ class CoreVAE(comfy.sd.VAE):
 
     def __init__(self, pipeline: Pipeline, reload: Callable[[Mapping[str, Any]], Pipeline] | None = None) -> None:
         self.pipeline, self.reload = pipeline, reload
-        self.spatial, self.temporal = pipeline.spec.ratios
+        self.spatial, self.temporal = pipeline.spec.sizes.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
         self.latent_dim, self.output_channels, self.pad_channel_value = 3, 3, None
         self.downscale_ratio = (lambda frames: math.ceil(frames / self.temporal), self.spatial, self.spatial)
@@ -122,7 +122,7 @@ class CoreVAE(comfy.sd.VAE):
         """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
         frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
         progress = NodeProgress(None, self.pipeline.family)
-        if hasattr(self.pipeline.spec.code, "encode_video"):
+        if self.pipeline.spec.code.encode_video is not None:
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
         else:  # a family that starts from pictures alone
             frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]

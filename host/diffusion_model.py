@@ -13,7 +13,8 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrapper
 from torch import nn
 
 from ..compat.errors import UnsupportedError
-from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
+from ..pipelines.base import Call, ImageCondition, SampleSettings
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.sampling.core_sampler import TIME, velocity
 from ..pipelines.sizes import beside_transformer
 from .core_patches import block_patches, unread
@@ -104,7 +105,7 @@ class CoreModel(PartHolder):
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
         """Put the transformer in the network's place, and this checkpoint's own numbers into core's tables."""
-        pipeline = replace(pipeline, offloader=None)  # which has the patcher that has this
+        pipeline = replace(pipeline, plan=replace(pipeline.plan, offloader=None))  # which has the patcher that has this
         self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
         self.diffusion_model = DiffusionModel(pipeline, self.time_scale)
         if self.scaled and pipeline.configs["vae"].get("scaling_factor") is not None:
@@ -125,7 +126,7 @@ class CoreModel(PartHolder):
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
-        spatial, temporal = self.pipeline.spec.ratios
+        spatial, temporal = self.pipeline.spec.sizes.ratios
         rows, _, frames, height, width = input_shape
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
         return float(rows * beside_transformer(self.pipeline, size, window=frames))

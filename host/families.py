@@ -15,7 +15,8 @@ import comfy.supported_models
 import torch
 
 from ..compat.device.execution import placed
-from ..pipelines.base import ImageCondition, Pipeline
+from ..pipelines.base import ImageCondition
+from ..pipelines.pipeline import Pipeline
 from ..pipelines.sampling.core_sampler import TIME
 from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 

@@ -91,7 +91,7 @@ def stand_in_for(name: str) -> str:
     Where some models of a family want a picture and others none, it stands in for the first one of the family alone.
     """
     family = None if models() else published_family(name)
-    if family is not None and family.image_required and Path(name).name != Path(family.pages[0]).name:
+    if family is not None and family.files.image_required and Path(name).name != Path(family.published.pages[0]).name:
         return ""
     if family is None:
         return ""

@@ -66,7 +66,7 @@ class Doctor(io.ComfyNode):
             return made
 
         outputs = (
-            core.missing("pipeline") if pipeline is None else replace(pipeline, doctor=doctor(str(pipeline.source))),
+            core.missing("pipeline") if pipeline is None else replace(pipeline, run=replace(pipeline.run, doctor=doctor(str(pipeline.model.source)))),
             core.missing("model") if model is None else core.watched_model(model, doctor(core.name_of(model)), node_id),
             core.missing("vae") if vae is None else core.watched_vae(vae, doctor(core.name_of(vae.patcher))),
         )

@@ -220,10 +220,10 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     if problem := package_problem():
         progress.notify(problem)
     pipeline = load_placed(request, progress, *here)
-    progress.chosen(status_of(pipeline), pipeline.decisions)
+    progress.chosen(status_of(pipeline), pipeline.plan.decisions)
 
     def reload(devices: Mapping[str, Any]) -> Any:
-        same = pipeline.request
+        same = pipeline.model.request
         return load(replace(same, devices={**same.devices, **devices}), None, *here)
 
     return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
@@ -291,5 +291,5 @@ class LoRA(io.ComfyNode):
             progress.finish("no LoRA chosen")
             return io.NodeOutput(pipeline, core_models.adapted(pipeline))
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
-        progress.finish(str(changed.decisions[-1]) if changed is not pipeline else "no effect")
+        progress.finish(str(changed.plan.decisions[-1]) if changed is not pipeline else "no effect")
         return io.NodeOutput(changed, core_models.adapted(changed))

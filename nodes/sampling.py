@@ -21,7 +21,7 @@ from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents.steps import KeptSteps
 from ..pipelines.registry import FAMILIES
-from ..pipelines.speed import with_step_cache
+from ..pipelines.settings import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
 
 
@@ -37,7 +37,7 @@ class Sample(io.ComfyNode):
                         "have no effect on the loaded model are named under the node.",
             search_aliases=[
                 "ksampler", "video sampler", "text to video", "image to video", "t2v", "i2v", "v2v", "length", "num_frames",
-                *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.sections),
+                *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.recipes.sections),
             ],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),

@@ -1,4 +1,4 @@
-"""The types that every family and every caller share.
+"""The values that every family and every caller share.
 
 Shape alphabet, for the whole pack: B batch, C channels, T latent frames, F pixel frames, H W rows and columns,
 N tokens, D features.
@@ -6,26 +6,19 @@ N tokens, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ..compat.decision import Decision
-from ..compat.device.facts import value_or
-from ..compat.memory.offloader import Offloader
-from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
 from ..compat.memory.parts import StageText as StageText
-from ..compat.ranks import Group, Value
-from .family import FamilySpec, GuidanceStep
+from .family import GuidanceStep
 
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 ENCODING = StageText("encoding", "prompt")
-DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that ship with the pack
 
 
 class Progress(Protocol):
@@ -67,77 +60,6 @@ class SubProgress:
     def notify(self, text: str) -> None:
         """One line that the user should read."""
         self.whole.notify(text)
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline(KnownToHost):
-    """A pipeline that is ready to run: what it is, its parts, and what was decided for this device.
-
-    ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
-    ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
-    ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
-    bytes of each part, for forecasts. ``probes`` keeps what is learned of the device.
-    ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
-    watches its samplings, if one was asked for. ``stands_in_for`` is the published model in whose place a demo
-    model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded
-    by. ``group`` are the processes that render one video together; None for this one alone.
-    """
-
-    spec: FamilySpec
-    task: str
-    parts: Parts
-    facts: Any
-    precision: Any
-    offloader: Offloader
-    tools: Tools
-    configs: Mapping[str, Mapping[str, Any]]
-    variant: str
-    source: Path
-    decisions: tuple[Decision, ...] = ()
-    speed: Any = None
-    step_cache: Any = None
-    weights: Mapping[str, Any] = field(default_factory=dict)
-    probes: Any = None
-    storage: Mapping[str, str] = field(default_factory=dict)
-    doctor: Any = None
-    resuming: Any = None
-    stands_in_for: str = ""
-    request: Any = None
-    group: Group | None = None
-
-    def __repr__(self) -> str:
-        return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
-
-    @property
-    def family(self) -> str:
-        """The frozen id of its family, as files have it."""
-        return self.spec.id
-
-    @property
-    def is_demo(self) -> bool:
-        """Whether its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
-        return DEMOS in value_or(self.source.resolve, self.source).parents
-
-    def on_leader(self, call: Callable[[], Value]) -> Value:
-        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
-        return call() if self.group is None else self.group.on_leader(call)
-
-    @property
-    def patcher(self) -> Any:
-        """The host's own handle of the transformer, where it manages the memory; else None."""
-        return self.offloader.patcher
-
-
-class Tools(dict[str, Any]):
-    """Tokenizers, scheduler and processors by name, each read on first use."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
-        super().__init__()
-        self.readers = dict(readers)
-
-    def __missing__(self, name: str) -> Any:
-        self[name] = self.readers[name]()
-        return self[name]
 
 
 Forwards = Mapping[str, tuple[tuple[int, ...], ...]]  # by text encoder: tokens of each text in each forward
@@ -336,6 +258,10 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
+
+    def ended_by(self, pictures: Iterable[tuple[int, float]]) -> bool:
+        """Whether one of ``pictures``, by pixel frame and strength, is an end image that counts."""
+        return self.end_strength > 0 and any(frame == -1 and strength > 0 for frame, strength in pictures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ..compat.memory import offloader
 from ..compat.report import conv3d_decision
 from ..compat.transforms import attention
 from ..compat.transforms.attention_kernels import reason_against
-from .base import Pipeline
+from .pipeline import Pipeline
 from .registry import FAMILIES
 from .report import title_of
 
@@ -25,14 +25,15 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
         pipeline: of any family, those that paint too.
         probes: what the device answered so far; None relies on the tables.
     """
-    decisions, video = list(pipeline.decisions), isinstance(pipeline, Pipeline)
+    video = isinstance(pipeline, Pipeline)
+    decisions = [*(pipeline.plan if video else pipeline).decisions]
     if video:
         decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
     return {
         "family": pipeline.family,
         "title": title_of(pipeline),
-        "model": "demo model" if pipeline.is_demo else pipeline.source.name,
-        "does": ", ".join((*_variant(pipeline), *((f"{pipeline.task} to video",) if video else ()))),
+        "model": "demo model" if pipeline.is_demo else _model(pipeline).source.name,
+        "does": ", ".join((*_variant(pipeline), *((f"{pipeline.model.task} to video",) if video else ()))),
         "decisions": [decision.as_json() for decision in decisions],
     }
 
@@ -41,7 +42,7 @@ def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
     if pipeline.is_demo:
-        name = pipeline.stands_in_for
+        name = _model(pipeline).stands_in_for
         what = f"demo model in place of {name!r}" if name else f"demo model, {title_of(pipeline)}"
     return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
@@ -58,7 +59,7 @@ def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
 
     By the tables alone: nothing is asked or tried. ComfyUI's own memory manager is taken to be there.
     """
-    models = [family.precision for family in FAMILIES.values()]
+    models = [family.rewrites.precision for family in FAMILIES.values()]
     reasons = {
         "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},
         "offload": {choice: offloader.reason_against(choice, facts.device) for choice in offloader.CHOICES},
@@ -78,6 +79,11 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
         together.setdefault(why, []).append(choice)
     named = "; ".join(f"{', '.join(choices)} ({why})" for why, choices in together.items())
     return f" Not on this machine ({facts.name}): {named}."
+
+
+def _model(pipeline: Any) -> Any:
+    """The holder of ``source`` and ``stands_in_for``: a pipeline that paints has them itself."""
+    return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ..compat.device.facts import GIBIBYTE
 from ..compat.device.precision import PLAIN, ModelPrecision
 from ..compat.memory.parts import denoises
 from ..compat.ranks import SplitPlan
-from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
+from .hooks import code_of
 from .loading.keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
@@ -281,12 +281,6 @@ class Offer:
     quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of the weights that are downloaded, as they are stored there; 0 where some of that is not known."""
-        each = [download.stored_bytes for download in self.downloads]
-        return sum(each) if all(each) else 0
-
-    @property
     def total_bytes(self) -> int:
         """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
@@ -294,7 +288,8 @@ class Offer:
     @property
     def size(self) -> str:
         """What there is to download, in words: some parts are stored wider than bf16."""
-        stored = f"{self.stored_bytes / 1e9:.0f} GB" if self.stored_bytes else "an unknown size"
+        each = [download.stored_bytes for download in self.downloads]
+        stored = f"{sum(each) / 1e9:.0f} GB" if all(each) else "an unknown size"
         return f"{stored} to download, {self.total_bytes / 1e9:.0f} GB of weights in bf16"
 
     @property
@@ -328,134 +323,68 @@ class MusubiCache:
     mask_dtype: torch.dtype = torch.int64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FamilySpec:
-    """One family of models.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """The files of a family's models, and the classes that are built of them.
 
     Args:
-        id: frozen family id.
-        title: name for people.
-        package: its folder's dotted name, ``__package__`` of its ``spec.py``.
-        order: its place in lists that people see.
         pipelines: ``model_index.json`` class name to task, ``text`` or ``image``.
         transformer_classes: class names that a lone transformer's ``config.json`` may carry.
         parts: part name to (library, class name, ...): the only classes that are ever built.
         tools: name to library; ``transformers`` or ``diffusers``.
         text_parts: the parts that only encode text.
-        multiple: width and height are multiples of it, in pixels.
-        ratio: pixels per latent row and column.
-        stride: pixel frames per latent frame; frame counts are ``stride * n + 1``.
-        defaults: what upstream's own pipeline uses.
-        effective: the optional settings that act on this family.
-        memory: what the memory forecast counts.
-        variants: what files cannot tell.
-        newer_variants: how many of the last of them stand behind those of all families in the list of choices, which
-            grows at its end.
-        buckets: (height, width) the model was trained on; empty when any multiple is as good.
-        min_steps: fewest steps that upstream's schedule allows.
-        schedulers: those that its sampling can use.
-        pages: where its files are published.
+        optional: parts and tools that some of its pipelines lack.
         base: the family whose pipeline provides the other parts of a lone transformer; empty for its own.
         lone_task: the task of a transformer without a pipeline around it.
-        optional: parts and tools that some of its pipelines lack.
         text_width: the key of the transformer's configuration that names the width of its text embeddings.
+        text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
         image_required: whether its image-to-video checkpoints need an image and its text checkpoints refuse one.
-        precision: where its dtypes differ from the common rows.
-        causal_decoder: whether its decoder never looks ahead, so that a video can be decoded in chunks.
-        batched_cfg: whether classifier-free guidance is a batch of two; else it is a second forward per step.
-        sections: whether a video is sampled section by section, by the node for that.
-        step_caches: kinds of step cache that were seen to act.
         layouts: names of its tensors in single files.
         lora_layouts: names of layers in its LoRA files; empty for those of its transformer's ``layouts``.
-        files: part to what it is in single files.
+        kinds: part to the kind of model that it is in single files.
         tokenizers: tool to the tokenizer it is, as the host names them.
-        text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
-        offer: what to download first; None offers nothing.
-        more_offers: title to what else, such as image to video.
-        musubi: its caches of Musubi Tuner; None where that trainer has no such model.
-        vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
-        published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
-        published_vae_sites: sites that are fused in the decoder of its published VAE.
-        others: models that are taken for it, and that it does not run.
-        cautions: published files that gave others trouble.
-        vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
-        recipes: how its variants are run, by names of its own.
-        split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
-        most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
     """
 
-    id: str
-    title: str
-    package: str
-    order: int
     pipelines: Mapping[str, str]
     transformer_classes: tuple[str, ...]
     parts: Mapping[str, tuple[str, ...]]
     tools: Mapping[str, str]
     text_parts: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    base: str = ""
+    lone_task: str = "text"
+    text_width: str = ""
+    text_vision: str = ""
+    image_required: bool = False
+    layouts: tuple[Layout, ...] = ()
+    lora_layouts: tuple[Layout, ...] = ()
+    kinds: Mapping[str, FileKind] = field(default_factory=dict)
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes that a family makes.
+
+    Args:
+        multiple: width and height are multiples of it, in pixels.
+        ratio: pixels per latent row and column.
+        stride: pixel frames per latent frame; frame counts are ``stride * n + 1``.
+        defaults: values of upstream's own pipeline.
+        buckets: (height, width) the model was trained on; empty when any multiple is as good.
+        min_steps: fewest steps that upstream's schedule allows.
+        vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
+        most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
+    """
+
     multiple: int
     ratio: int
     stride: int
     defaults: Defaults
-    effective: frozenset[str]
-    memory: MemoryTerms
-    variants: tuple[str, ...] = ()
-    newer_variants: int = 0
     buckets: tuple[tuple[int, int], ...] = ()
     min_steps: int = 1
-    schedulers: tuple[str, ...] = SCHEDULERS
-    pages: tuple[str, ...] = ()
-    base: str = ""
-    lone_task: str = "text"
-    optional: tuple[str, ...] = ()
-    text_width: str = ""
-    image_required: bool = False
-    precision: ModelPrecision = PLAIN
-    causal_decoder: bool = False
-    batched_cfg: bool = False
-    sections: bool = False
-    step_caches: tuple[str, ...] = (FIRST_BLOCK, TAYLOR, PYRAMID)
-    layouts: tuple[Layout, ...] = ()
-    lora_layouts: tuple[Layout, ...] = ()
-    files: Mapping[str, FileKind] = field(default_factory=dict)
-    tokenizers: Mapping[str, str] = field(default_factory=dict)
-    text_vision: str = ""
-    offer: Offer | None = None
-    more_offers: Mapping[str, Offer] = field(default_factory=dict)
-    musubi: MusubiCache | None = None
-    vae_settings: Mapping[str, int] = field(default_factory=dict)
-    published_blocks: tuple[tuple[str, int, bool], ...] = ()
-    published_vae_sites: int = 0
-    recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    others: tuple[OtherModel, ...] = ()
-    cautions: tuple[Caution, ...] = ()
     vae_tile: int = 0
     most_whole_cells: int = 0
-    split: SplitPlan | None = None
-
-    def __repr__(self) -> str:
-        return f"<family {self.id}>"
-
-    @property
-    def transformers(self) -> tuple[str, ...]:
-        """The parts that denoise: ``transformer``, and ``transformer_2`` and so on where there are more."""
-        return tuple(part for part in self.parts if denoises(part))
-
-    @property
-    def code(self) -> ModuleType:
-        """Its ``pipeline.py``.
-
-        Always there: ``encode_prompt``, ``prompt_from_core``, ``sample``, ``decode``, ``call_transformer``. Where they
-        apply: ``encode_image``, ``nearest_size``, ``encode_video``, ``upscale``, ``defaults_for``, ``guess_variant``,
-        ``recipe_for``, ``settings_in``, ``vae_settings_in``, ``task_of``, ``encoder_task``, ``frames_for``,
-        ``batches``.
-        """
-        return import_module(".pipeline", self.package)
-
-    @property
-    def folder(self) -> Path:
-        """Where its published configurations lie."""
-        return Path(str(import_module(".spec", self.package).__file__)).parent
 
     def tile_for(self, cells: tuple[int, ...]) -> int:
         """Pixels per tile that are advised for a video of these latent frames, rows and columns; 0 for whole."""
@@ -465,3 +394,108 @@ class FamilySpec:
     def ratios(self) -> tuple[int, int]:
         """Pixels per latent row and column, and pixel frames per latent frame."""
         return self.ratio, self.stride
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipes:
+    """The ways in which a family's models are run.
+
+    Args:
+        effective: the optional settings that act on this family.
+        known: how its variants are run, by names of its own.
+        variants: trainings that files cannot tell apart.
+        newer_variants: how many of the last of them come after those of all families in the list of choices, which
+            grows at its end.
+        batched_cfg: whether classifier-free guidance is a batch of two; else it is a second forward per step.
+        sections: whether a video is sampled section by section, by the node for that.
+    """
+
+    effective: frozenset[str]
+    known: Mapping[str, Recipe] = field(default_factory=dict)
+    variants: tuple[str, ...] = ()
+    newer_variants: int = 0
+    batched_cfg: bool = False
+    sections: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrites:
+    """The differences of a family's modules that a rewrite of them has to know.
+
+    Args:
+        precision: where its dtypes differ from the common rows.
+        causal_decoder: whether its decoder never looks ahead, so that a video can be decoded in chunks.
+        vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
+        published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
+        published_vae_sites: sites that are fused in the decoder of its published VAE.
+        split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
+        returns_alone: whether its blocks return their tokens without the text.
+    """
+
+    precision: ModelPrecision = PLAIN
+    causal_decoder: bool = False
+    vae_settings: Mapping[str, int] = field(default_factory=dict)
+    published_blocks: tuple[tuple[str, int, bool], ...] = ()
+    published_vae_sites: int = 0
+    split: SplitPlan | None = None
+    returns_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """The published models of a family, and files that are taken for them.
+
+    Args:
+        pages: where its files are published.
+        offer: the download to begin with; None offers nothing.
+        more_offers: title to another download, such as image to video.
+        musubi: its caches of Musubi Tuner; None where that trainer has no such model.
+        others: models that are taken for it, and that it does not run.
+        cautions: published files that gave others trouble.
+    """
+
+    pages: tuple[str, ...] = ()
+    offer: Offer | None = None
+    more_offers: Mapping[str, Offer] = field(default_factory=dict)
+    musubi: MusubiCache | None = None
+    others: tuple[OtherModel, ...] = ()
+    cautions: tuple[Caution, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
+class FamilySpec:
+    """One family of models.
+
+    Args:
+        id: frozen family id.
+        title: name for people.
+        package: its folder's dotted name, ``__package__`` of its ``spec.py``.
+        order: its place in lists that people see.
+        memory: the terms of the memory forecast.
+    """
+
+    id: str
+    title: str
+    package: str
+    order: int
+    files: Files
+    sizes: Sizes
+    recipes: Recipes
+    memory: MemoryTerms
+    rewrites: Rewrites
+    published: Published = Published()
+
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """The parts that denoise: ``transformer``, and ``transformer_2`` and so on where there are more."""
+        return tuple(part for part in self.files.parts if denoises(part))
+
+    @property
+    def code(self) -> ModuleType:
+        """Its ``pipeline.py``, which has the functions of ``hooks.HOOKS``; checked when it is first asked for."""
+        return code_of(self.package)
+
+    @property
+    def folder(self) -> Path:
+        """Where its published configurations lie."""
+        return Path(str(import_module(".spec", self.package).__file__)).parent

@@ -12,7 +12,7 @@ import torch
 
 from ..compat.errors import InputError
 from . import stages
-from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
+from .base import FramePackSettings, ImageRequest, Latents, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
 from .forecast import page
 from .latents import recovery
@@ -23,6 +23,7 @@ from .loading.folder import LoadRequest
 from .loading.placed import load_placed
 from .loading.single_file import Files
 from .movie import write_mp4
+from .pipeline import DEMOS, Pipeline
 from .records.job import Picture, Result, VideoJob
 from .records.places import Machine
 from .records.receipts import (
@@ -37,9 +38,8 @@ from .records.receipts import (
 )
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
-from .settings import of_checkpoint
+from .settings import of_checkpoint, with_step_cache
 from .sizes import Size
-from .speed import with_step_cache
 from .vae.fallback import serve_decoding
 from .vae.plan import Form
 from .vae.tiled import dismiss
@@ -118,7 +118,7 @@ def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence
 
 def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
-    group = pipeline.group
+    group = pipeline.run.group
     if group is None:
         return stages.decode(pipeline, latents, progress, form=form)
     if not group.leads:
@@ -132,9 +132,9 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
-    group, job = pipeline.group, as_run(job, pipeline, progress.notify)
+    group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
-    asked = replace(job.prompt, image=start if "image" in pipeline.spec.effective else None)
+    asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
     video = pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
@@ -143,7 +143,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     unfinished = machine.unfinished or store
     steps: StepStore = KeptSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderSteps(group, steps)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
         kept = recovery.keep(store, latents, progress.notify) if group is None or group.leads else ""
@@ -167,7 +167,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
-    sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
+    sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.recipes.sections else None)
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
     given = {item.name: getattr(part, item.name) for part in asked for item in fields(part)}
     own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)
@@ -183,7 +183,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     """
     progress = Silent()
     job = as_run(job, pipeline, progress.notify)
-    settings, usual = job.settings, of_checkpoint(pipeline).defaults
+    settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
     width, height, frames = settings.width, settings.height, settings.frames
     if job.pictures:
         picture = _picture(job, job.pictures[0], machine, progress, pipeline)
@@ -195,7 +195,11 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
         frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or usual.fps)
     guided = (settings.cfg or usual.cfg) > 1.0
     size = page.planned_size(pipeline, width, height, frames, guided)
-    return size if job.framepack is None else replace(size, window=job.framepack.window), settings
+    if job.framepack is None:
+        return size, settings
+    ended = job.framepack.ended_by((picture.frame, picture.strength) for picture in job.pictures)
+    sections, frames = pipeline.spec.code.sections_for(job.framepack, size.frames, ended)
+    return replace(size, frames=frames, sections=sections, window=job.framepack.window), settings
 
 
 def _picture(job: VideoJob, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:

@@ -10,7 +10,8 @@ from torch.nn import functional
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from .family import FITS, FamilySpec
-from .settings import snap
+from .pipeline import Pipeline
+from .settings import SIDES, of_checkpoint, own_defaults, snap
 
 
 def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
@@ -68,13 +69,33 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
     if fit != "nearest bucket":
         return size.width, size.height
     ratio = frames.shape[2] / frames.shape[1]
-    if family.buckets and not (width and height):
-        tall, wide = min(family.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
+    if family.sizes.buckets and not (width and height):
+        tall, wide = min(family.sizes.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
         return wide, tall
     area = size.width * size.height
     wide = snap(family, _clamped(math.sqrt(area * ratio)), size.height, 1).width
     tall = snap(family, size.width, _clamped(math.sqrt(area / ratio)), 1).height
     return wide, tall
+
+
+def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
+    """Width and height in pixels that pictures are encoded at: what is asked, or a size of the model's for their shape.
+
+    Args:
+        frames: (F, H, W, 3), of which only the shape counts.
+    """
+    module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
+    if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
+        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
+        return int(wide), int(tall)
+    return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
+
+
+def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int, int]:
+    """Width and height in pixels, and the count of frames, that a video (F, H, W, 3) is encoded at."""
+    stride = pipeline.spec.sizes.stride
+    wide, tall = fitted_size(pipeline.spec, frames, width or frames.shape[2], height or frames.shape[1], fit)
+    return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 
 
 def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Tensor:

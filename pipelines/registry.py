@@ -18,8 +18,9 @@ def register(spec: FamilySpec) -> None:
     Raises:
         ValueError: another family has this pipeline class or transformer class; files would be taken for either.
     """
+    own = {*spec.files.pipelines, *spec.files.transformer_classes}
     for other in (family for family in FAMILIES.values() if family.id != spec.id):
-        shared = {*spec.pipelines, *spec.transformer_classes} & {*other.pipelines, *other.transformer_classes}
+        shared = own & {*other.files.pipelines, *other.files.transformer_classes}
         if shared:
             raise ValueError(f"family {spec.id!r} and {other.id!r} both name {', '.join(sorted(shared))}")
     known = sorted([*FAMILIES.values(), spec], key=lambda family: family.order)

@@ -17,7 +17,8 @@ from ..compat.device.work import pace_of
 from ..compat.memory.statistics import kept_stages
 from ..compat.probe_results import probe_results_of
 from ..compat.report import DEVICE, Report, dtypes_in_use, report_on
-from .base import Pipeline, Progress
+from .base import Progress
+from .pipeline import Pipeline
 from .registry import FAMILIES
 
 PAINT_TITLES = {"paint": "Hunyuan3D paint", "paint_pbr": "Hunyuan3D paint PBR", "delight": "Hunyuan3D delight"}
@@ -35,7 +36,7 @@ def title_of(pipeline: Any) -> str:
 
 def precisions() -> dict[str, ModelPrecision]:
     """Title of each family to where its dtypes differ from the common rows."""
-    videos = {family.title: family.precision for family in FAMILIES.values()}
+    videos = {family.title: family.rewrites.precision for family in FAMILIES.values()}
     return videos | dict.fromkeys(PAINT_TITLES.values(), PAINT) | {FITTED: PLAIN}
 
 

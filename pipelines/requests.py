@@ -6,18 +6,85 @@ is one row of :data:`LOAD_INPUTS` beside its widget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from ..compat.decision import AUTO
 from ..compat.device import precision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
-from .loading.folder import AUTO, LoadRequest
-from .profiling import Profile
-from .speed import SpeedRequest
+from .speed import Profile, SpeedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a pipeline is composed of.
+
+    Args:
+        parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
+        offered: every file of the model folders with the kinds of models in it.
+        task: ``text``, ``image``, or ``auto`` where the files decide.
+        tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
+        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
+    """
+
+    parts: Mapping[str, Path]
+    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
+    task: str = AUTO
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    provided: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What the user asks of loading.
+
+    Args:
+        model: folder of a diffusers pipeline, or of a transformer alone.
+        base: folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches.
+        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
+        variant, precision, offload: choices; ``auto`` decides.
+        device: None for the default device; facts that were gathered before stand for the device they are of.
+        search: folders in which ``auto`` looks for other models.
+        attention: which kernel the transformer's attention runs, for this pipeline alone.
+        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
+        quiet: goes by what is kept there, so that the device is neither asked nor timed.
+        files: single files to compose the pipeline of; ``model`` is then the transformer's.
+        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
+        speed: fused kernels, compile, profile.
+        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
+            ``device``.
+        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
+        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
+        cards: the accelerators, ``device`` among them, that the parts may be shared out to, with the
+            bytes that a run may take there, None where unknown; empty for ``device`` alone.
+    """
+
+    model: Path
+    base: Path | None = None
+    image_encoder: Path | None = None
+    variant: str = AUTO
+    precision: str = AUTO
+    offload: str = AUTO
+    device: Any = None
+    search: Sequence[Path] = ()
+    attention: str = AUTO
+    state: Path | None = None
+    files: Files | None = None
+    weights: str = AUTO
+    text_weights: str = AUTO
+    speed: SpeedRequest = field(default_factory=SpeedRequest)
+    devices: Mapping[str, Any] = field(default_factory=dict)
+    keep_free_gb: float = 0.0
+    quiet: bool = False
+    stands_in_for: str = ""
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 class LoadInput(NamedTuple):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ..compat.device.facts import empty_cache
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
-from .base import Pipeline, Progress
+from .base import Progress
+from .pipeline import Pipeline
 
 GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 
@@ -32,7 +33,7 @@ def make_room_and_retry(
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        alone = pipeline.group is None  # else the others wait inside the step for what this rank sends
+        alone = pipeline.run.group is None  # else the others wait inside the step for what this rank sends
         if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:

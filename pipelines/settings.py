@@ -7,15 +7,18 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..compat.decision import AUTO, Decision
+from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.errors import InputError
 from ..compat.output_check import fault_in_latents, require_finite
-from .base import ImageCondition, Pipeline, Progress, Prompt, SampleSettings
-from .family import Defaults, FamilySpec, GuidanceStep, Recipe
+from ..compat.transforms.step_cache import StepCacheSettings, settings_for
+from .base import ImageCondition, Progress, Prompt, SampleSettings
+from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
+from .pipeline import Pipeline
 
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 MOST_SHIFT = 100.0
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+STEP_CACHE = "step cache"
 FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 SIDES = frozenset(("width", "height"))  # of these: a checkpoint that names them takes no size of its family's
@@ -31,8 +34,8 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
         settings: of the run; upscaled latents that are denoised as published take the recipe's second pass.
     """
     code = pipeline.spec.code
-    known = pipeline.spec.recipes.values()
-    recipe: Recipe | None = code.recipe_for(pipeline) if hasattr(code, "recipe_for") else next(iter(known), None)
+    known = pipeline.spec.recipes.known.values()
+    recipe: Recipe | None = code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None)
     if recipe is None or settings is None or settings.latents is None:
         return recipe
     return recipe.second if _refines(settings) and recipe.second is not None else recipe
@@ -65,14 +68,15 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         recipe: the one to take; None for that of its first pass.
     """
     family, code = pipeline.spec, pipeline.spec.code
-    defaults = code.defaults_for(pipeline) if hasattr(code, "defaults_for") else family.defaults
+    defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.sizes.defaults
     recipe = recipe or recipe_of(pipeline)
     if recipe is not None:
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
     own = own_defaults(pipeline)
-    return replace(family, defaults=replace(defaults, **own), buckets=() if own.keys() & SIDES else family.buckets)
+    buckets = () if own.keys() & SIDES else family.sizes.buckets
+    return replace(family, sizes=replace(family.sizes, defaults=replace(defaults, **own), buckets=buckets))
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
 
     It is of a file, so anything: a number counts that is positive and of the type of the family's default.
     """
-    given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.defaults
+    given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.sizes.defaults
     return {
         name: value
         for name, value in (given.items() if isinstance(given, dict) else ())
@@ -117,12 +121,25 @@ def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple
 
 
 def _demo_decision(pipeline: Pipeline) -> Decision:
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
     why = "ships with the pack; AnyGPU Download Model fetches published models"
-    if pipeline.stands_in_for:
-        why = f"in place of {pipeline.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
+    if pipeline.model.stands_in_for:
+        why = f"in place of {pipeline.model.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
     return Decision("model", f"draws coloured shapes at {size}", why, AUTO)
+
+
+def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
+    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
+
+    Raises:
+        InputError: a choice or number out of range. UnsupportedError: an unknown kind.
+    """
+    settings = settings_for(preset, asked)
+    decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
+    if settings is not None:
+        decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
+    return replace(pipeline, plan=replace(pipeline.plan, step_cache=settings, decisions=tuple(decisions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,28 +162,28 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     Raises:
         InputError: a side or the frame count is out of range, with the nearest valid values.
     """
-    width, height = width or family.defaults.width, height or family.defaults.height
-    frames = frames or family.defaults.frames
-    smallest = _up(SMALLEST_SIDE, family.multiple)
+    width, height = width or family.sizes.defaults.width, height or family.sizes.defaults.height
+    frames = frames or family.sizes.defaults.frames
+    smallest = _up(SMALLEST_SIDE, family.sizes.multiple)
     for name, side in (("width", width), ("height", height)):
-        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.multiple)
+        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.sizes.multiple)
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
-    across, down = (max(smallest, _nearest(side, family.multiple)) for side in (width, height))
+    across, down = (max(smallest, _nearest(side, family.sizes.multiple)) for side in (width, height))
     snapped = across, down, snap_frames(family, frames)
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
         if asked != got
     ]
-    rules = [f"multiples of {family.multiple} pixels"] if snapped[:2] != (width, height) else []
-    rules += [f"{family.stride}n+1 frames"] if snapped[2] != frames else []
+    rules = [f"multiples of {family.sizes.multiple} pixels"] if snapped[:2] != (width, height) else []
+    rules += [f"{family.sizes.stride}n+1 frames"] if snapped[2] != frames else []
     return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 
 def snap_frames(family: FamilySpec, frames: int) -> int:
     """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
-    return _up(frames - 1, family.stride) + 1
+    return _up(frames - 1, family.sizes.stride) + 1
 
 
 def check_steps(family: FamilySpec, steps: int) -> int:
@@ -175,8 +192,8 @@ def check_steps(family: FamilySpec, steps: int) -> int:
     Raises:
         InputError: fewer than the family allows, or more than 1000.
     """
-    steps = steps or family.defaults.steps
-    require_range("steps", steps, family.min_steps, MOST_STEPS, f"steps for {family.title}")
+    steps = steps or family.sizes.defaults.steps
+    require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     return steps
 
 
@@ -211,7 +228,7 @@ def complete(
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
         progress.notify(size.said)
-    defaults = family.defaults
+    defaults = family.sizes.defaults
     settings = replace(
         settings,
         width=size.width,
@@ -221,7 +238,7 @@ def complete(
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
         guidance=settings.guidance or defaults.guidance,
         cfg=settings.cfg or defaults.cfg,
-        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.effective else 0.0,
+        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
         require_range(name, getattr(settings, name), 0, most)
@@ -241,10 +258,10 @@ def complete(
             expected="a negative prompt, which may be an empty text",
             fix="Connect the negative conditioning, or set cfg to 1.",
         )
-    if settings.scheduler not in family.schedulers:
+    if settings.scheduler not in SCHEDULERS:
         raise InputError(
             f"scheduler {settings.scheduler!r} for {family.title}",
-            expected=f"one of {', '.join(family.schedulers)}",
+            expected=f"one of {', '.join(SCHEDULERS)}",
             fix="Choose auto.",
         )
     if image is not None:
@@ -262,7 +279,7 @@ def complete(
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
     latents = settings.latents
-    if latents is None or "latents" not in family.effective:
+    if latents is None or "latents" not in family.recipes.effective:
         if settings.denoise < 1.0:
             progress.notify("denoise has no effect without latents")
         return replace(settings, latents=None, denoise=1.0)
@@ -288,7 +305,7 @@ def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], prog
         value = getattr(request, name)
         plain = isinstance(value, (int, float, str, tuple))
         unset = value is usual[name] or (plain and value == usual[name]) or (name == "cfg" and value == 1.0)
-        if name not in family.effective and not unset:
+        if name not in family.recipes.effective and not unset:
             progress.notify(f"{name} has no effect on {family.title}")
 
 

@@ -20,8 +20,9 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import free_bytes
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises
-from .base import Pipeline, SampleSettings
+from .base import SampleSettings
 from .family import FamilySpec
+from .pipeline import Pipeline
 
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
@@ -34,7 +35,8 @@ SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 class Size:
     """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
 
-    ``text`` counts the tokens of the prompt; 0 where it is not known yet.
+    ``text`` counts the tokens of the prompt, ``sections`` those of a video that is sampled in several; 0 where the
+    count is not known yet.
     """
 
     width: int
@@ -43,11 +45,12 @@ class Size:
     guided: bool = False
     window: int = 9
     text: int = 0
+    sections: int = 0
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
     """Latent frames, rows and columns of a run."""
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
@@ -65,8 +68,8 @@ def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
-    if pipeline.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
-        tokens //= pipeline.group.fewest
+    if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
+        tokens //= pipeline.run.group.fewest
     return int(fit.tokens * tokens + fit.latents * latents) + dense
 
 
@@ -81,7 +84,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
         seen, frames = size.window + clean, size.window + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and pipeline.spec.batched_cfg else 1
+    batch = 2 if size.guided and pipeline.spec.recipes.batched_cfg else 1
     tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
     item = pipeline.precision.residual.itemsize
@@ -150,7 +153,7 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     terms = pipeline.spec.memory
     pixel_frames = min(size.frames, terms.decode_window or sys.maxsize)
     if frames:
-        pixel_frames = min(pixel_frames, frames * pipeline.spec.stride)
+        pixel_frames = min(pixel_frames, frames * pipeline.spec.sizes.stride)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))
     plain = pixel_frames * rows * columns * pipeline.precision.vae.itemsize
     return widest(pipeline.configs[VAE]) * plain, plain
@@ -192,5 +195,5 @@ def widest(config: Mapping[str, Any]) -> float:
 
 def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
-    defaults = family.defaults
+    defaults = family.sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)

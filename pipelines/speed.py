@@ -3,62 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..compat.decision import AUTO, CHOSEN, Decision
+from ..compat.device.execution import COMPILED
 from ..compat.device.facts import DeviceFacts
-from ..compat.device.failures import is_shortage
 from ..compat.device.precision import NAMES
 from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.device.quirks import abilities_of
-from ..compat.errors import InputError, PackError, UnsupportedError, first_line
+from ..compat.errors import InputError, UnsupportedError
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
-from ..compat.memory.statistics import stage_cost
 from ..compat.probe_results import GELU, TRITON
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import Compilation, CompileSettings
-from ..compat.transforms.fp16 import fp16_sums, require_fp16_sums
+from ..compat.transforms.fp16 import require_fp16_sums
 from ..compat.transforms.fused import FusedSites
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.products import multiply_as_stored, require_products
-from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
-from .base import Latents, Pipeline, Progress, SampleSettings
-from .forecast.seconds import Run, expected, work_key
-from .forecast.shortage import EXPLAINED, explain_shortage
-from .profiling import Profile
 
+RANGE = "anygpu"  # begins the name of every range of ours
 HostOffloader = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"
-STEP_CACHE = "step cache"
-UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
-    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(AssertionError, RuntimeError, ImportError),
-)
-MISFITS = ("shape", "size of tensor", "size mismatch", "channels", "config")  # in an error: not of its configuration
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+class Profile:
+    """Where traces go, and the ranges in them.
 
-    range: str
-    cost: str
-    title: str
-    part: str  # whose device it computes on
+    Args:
+        path: the trace file. A stage that runs by itself writes one of its own beside it.
+    """
 
-    @property
-    def again(self) -> str:
-        """What is said before it is run again, with a place for what was done."""
-        return f"{self.title} ran out of memory: again {{}}"
+    def __init__(self, path: Path) -> None:
+        self.path, self.running = path, False
+        self.written: list[Path] = []
+        self._open: list[tuple[nn.Module, Any]] = []  # modules that run now, and their ranges
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """One trace of everything in the block, in ``path``."""
+        with self._traced(self.path):
+            yield
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A range for a stage, and a trace of its own where no other runs."""
+        from torch.profiler import record_function
+
+        if self.running:
+            with record_function(f"{RANGE} stage: {name}"):
+                yield
+            return
+        with self._traced(self._free(name.replace(" ", "-"))), record_function(f"{RANGE} stage: {name}"):
+            yield
+
+    def step(self) -> Step:
+        """The step that gives the modules of a part that was just read their ranges; after all other changes."""
+        return Step(Order.COMPILE, "profile ranges", self._ranged)
+
+    def _free(self, stage: str) -> Path:
+        """The next numbered file of a stage; a person compares runs, so none is written over."""
+        number = 1
+        while (path := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
+            number += 1
+        return path
+
+    @contextmanager
+    def _traced(self, target: Path) -> Iterator[None]:
+        """A trace of the block in ``target``.
+
+        Ranges end before their trace does, also those that a cancel left open: torch writes the end of a range into
+        the trace that began it, and where that one is gone already, the process dies at a later trace's end.
+        """
+        from torch.profiler import profile, supported_activities
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with profile(activities=supported_activities()) as trace:
+            self.running = True
+            try:
+                yield
+            finally:
+                self.running = False
+                self._close_down_to(0)
+        trace.export_chrome_trace(str(target))
+        self.written.append(target)
+
+    def _ranged(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        """Give the blocks of ``module`` and their children ranges; returns what takes them off, None without blocks.
+
+        Blocks are the members of its lists. A compiled block is one range: its inside is one graph.
+        """
+        handles: list[Any] = []
+        for name, owner in module.named_modules():
+            if not isinstance(owner, nn.ModuleList):
+                continue
+            for index, block in enumerate(owner):
+                handles += self._range(f"{RANGE} block: {part}.{name}.{index}", block)
+                if not hasattr(block, COMPILED):
+                    for child_name, child in block.named_children():
+                        if not isinstance(child, nn.ModuleList):
+                            handles += self._range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child)
+        if not handles:
+            return None
+
+        def removed() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return removed
+
+    def _range(self, text: str, module: nn.Module) -> tuple[Any, Any]:
+        """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
+        before = module.register_forward_pre_hook(partial(self._enter, text), prepend=True)
+        return before, module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:
+        from torch.profiler import record_function
+
+        if self.running:
+            self._open.append((module, record_function(text)))
+            self._open[-1][1].__enter__()
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """End the range of ``module`` and those inside it that an exception left open."""
+        depth = max((place for place, (owner, _) in enumerate(self._open) if owner is module), default=len(self._open))
+        self._close_down_to(depth)
+
+    def _close_down_to(self, depth: int) -> None:
+        """End the open ranges above the first ``depth``, innermost first."""
+        while len(self._open) > depth:
+            self._open.pop()[1].__exit__(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +250,17 @@ class Speed:
             lossy += f", {self.multiplied} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
-    def notify(self, title: str, progress: Progress) -> None:
+    def notify(self, title: str, notify: Callable[[str], None]) -> None:
         """Say :meth:`line` where something is on."""
         if self.formats and not self.multiplied:
-            progress.notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
+            notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
-            progress.notify(self.line(title))
+            notify(self.line(title))
 
-    def notify_decoded(self, progress: Progress) -> None:
+    def notify_decoded(self, notify: Callable[[str], None]) -> None:
         """Say what was fused in the VAE, where something was."""
         if VAE in self.fused:
-            progress.notify(f"VAE kernels: {self.fused[VAE]}")
+            notify(f"VAE kernels: {self.fused[VAE]}")
 
     def _multiply(self, part: str, module: Any) -> Undo | None:
         if not denoises(part):
@@ -277,105 +361,3 @@ def _unusable(
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)
     return "" if launches.usable else launches.why
-
-
-def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
-    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
-
-    Raises:
-        InputError: a choice or number out of range. UnsupportedError: a kind that does not act on this family.
-    """
-    settings = settings_for(pipeline.spec.title, pipeline.spec.step_caches, preset, asked)
-    decisions = [decision for decision in pipeline.decisions if decision.subject != STEP_CACHE]
-    if settings is not None:
-        decisions.append(Decision(STEP_CACHE, str(settings), "", CHOSEN))
-    return replace(pipeline, step_cache=settings, decisions=tuple(decisions))
-
-
-@contextmanager
-def running(
-    stage: Stage,
-    pipeline: Pipeline,
-    progress: Progress,
-    size: Latents | SampleSettings | None = None,
-    hint: str = "",
-    run: Callable[[], Run] | None = None,
-) -> Iterator[None]:
-    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
-
-    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
-
-    Args:
-        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
-        hint: a way out that only this stage has.
-        run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
-    """
-    kept = pipeline.offloader.options.state is not None
-    asked = run() if run is not None and kept else None
-    time = None if asked is None else expected(pipeline, stage.cost, asked)
-    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
-    device = pipeline.offloader.device_of(stage.part)
-    profile = getattr(pipeline.speed, "profile", None)
-    with (
-        nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
-    ):
-        try:
-            yield
-            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
-                cost.work = work_key(pipeline, stage.cost, asked)
-            if pipeline.resuming is not None and pipeline.resuming.skipped:  # a part of it: no measure of the whole
-                cost.modelled_seconds = cost.forecast_seconds = 0.0
-        except PackError:
-            raise
-        except Exception as error:
-            if hasattr(error, EXPLAINED):
-                raise
-            if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
-            if isinstance(error, UNEXPECTED):
-                raise _unexpected(error, stage, pipeline.source, device) from error
-            raise
-
-
-def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:
-    """The error for the unforeseen: a configuration that does not go with its weights, or a bug."""
-    text = str(error).lower()
-    misfit = isinstance(error, LookupError) or any(word in text for word in MISFITS)
-    where, report = f"{stage.title} with {source.name!r}, {stage.part} on {device}", "please report this with the log"
-    return UnsupportedError(
-        f"{type(error).__name__} while {where}: {first_line(error)}",
-        expected="a model whose settings belong together" if misfit else "no error that AnyGPU does not know",
-        fix=f"Compare its JSON files with the published ones; if they are the same, {report}."
-        if misfit
-        else f"This is a bug of AnyGPU, or of this device's driver: {report}.",
-    )
-
-
-@contextmanager
-def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
-    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
-
-    Raises:
-        UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
-    """
-    cache, speed = pipeline.step_cache, pipeline.speed
-    with ExitStack() as stack:
-        if speed is not None and speed.request.fp16_sums:
-            stack.enter_context(fp16_sums())
-        counts: dict[str, Any] = {}
-        if cache is not None and pipeline.group is not None:
-            raise UnsupportedError(
-                f"step cache {cache.kind!r} on {pipeline.group.world.size} devices",
-                expected="no step cache, since each device would decide by its own tokens what to skip",
-                fix="Set the step cache to off for these jobs.",
-            )
-        for part in () if cache is None else pipeline.spec.transformers:
-            transformer = pipeline.parts.read(part, progress)
-            require_usable(cache, transformer, settings.cfg, pipeline.spec.batched_cfg)
-            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
-        yield
-    for part, count in counts.items():
-        progress.notify(f"{STEP_CACHE} {cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")
-    if speed is not None:
-        speed.notify(pipeline.spec.title, progress)

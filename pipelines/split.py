@@ -15,7 +15,8 @@ from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.context_parallel import split_step
 from ..compat.transforms.order import replace_attention
-from .base import Call, Pipeline
+from .base import Call
+from .pipeline import Pipeline
 from .sampling.core_sampler import TIME, velocity
 
 TRANSFORMER = "transformer"
@@ -40,16 +41,16 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
         UnsupportedError: a family that was never split, compiled blocks, or a split that is not exact.
     """
     parts, size = pipeline.parts, group.world.size
-    if getattr(pipeline.speed, "compiled", False):
+    if pipeline.plan.speed.compiled:
         raise UnsupportedError(
             f"compile on {size} devices",
             expected="compile off, since exchanges between devices would be part of the graphs",
             fix="Leave compile off for these jobs.",
         )
     prepare: Any = parts.prepare
-    parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.split, pipeline.spec.title)])
+    parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title)])
     require_exact(pipeline, group)
-    return replace(pipeline, group=group)
+    return replace(pipeline, run=replace(pipeline.run, group=group))
 
 
 def require_exact(pipeline: Pipeline, group: Group) -> None:
@@ -63,12 +64,12 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
     """
     device = pipeline.offloader.device_of(TRANSFORMER)
     twin = _twin(pipeline, group.world.size).to(device)
-    beside = replace(pipeline, configs={**pipeline.configs, TRANSFORMER: twin.config})
+    beside = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config}))
     call = _call(pipeline, dict(twin.config), device)
     with torch.no_grad():
         replace_attention(twin, Attention())
         whole = velocity(beside, twin, call)
-        split_step(group, pipeline.spec.split, pipeline.spec.title).apply(TRANSFORMER, twin)
+        split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title).apply(TRANSFORMER, twin)
         try:
             differences = [_difference(beside, twin, call, whole)]
             if group.half is not None:
@@ -93,7 +94,7 @@ def _twin(pipeline: Pipeline, size: int) -> Any:
     """
     import diffusers
 
-    cls = getattr(diffusers, pipeline.spec.parts[TRANSFORMER][1])
+    cls = getattr(diffusers, pipeline.spec.files.parts[TRANSFORMER][1])
     heads = {"num_attention_heads": size + 1, "cross_attention_dim": (size + 1) * SMALL["attention_head_dim"]}
     config = {**pipeline.configs[TRANSFORMER], **SMALL, **heads}
     generator = torch.Generator().manual_seed(0)
@@ -119,7 +120,7 @@ def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> C
     frames, rows, columns = PATCHES[0], PATCHES[1] * patch, PATCHES[2] * patch
     channels, mask = int(config["in_channels"]), torch.ones(2, TEXT, device=device)
     mask[0, VALID:] = 0
-    plan = pipeline.spec.split
+    plan = pipeline.spec.rewrites.split
     time = torch.tensor([0.7 * TIME, 0.4 * TIME], device=device)
     if plan is not None and plan.rows:
         time = time[:, None] * torch.linspace(0.5, 1.0, PATCHES[0] * PATCHES[1] * PATCHES[2], device=device)

@@ -3,22 +3,24 @@ runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..compat.errors import CheckpointError, InputError, UnsupportedError
+from ..compat.device.failures import is_shortage
+from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line
+from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -26,33 +28,55 @@ from .base import (
 )
 from .family import FamilySpec
 from .forecast.fit import fit_offload, release_text
-from .forecast.seconds import Run, planned_run
-from .pictures import checked_frames, fitted, fitted_size, resized
+from .forecast.seconds import Run, expected, planned_run, work_key
+from .forecast.shortage import EXPLAINED, explain_shortage
+from .pictures import checked_frames, fitted, resized
+from .pictures import picture_size as picture_size
+from .pictures import video_size as video_size
+from .pipeline import Pipeline
 from .records.receipts import sources_of
 from .retry import make_room_and_retry
-from .sampling.loop import fall_back_to_fp32, retries
+from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
     FINAL,
-    SIDES,
     complete,
     final_size,
     guidance_steps,
     of_checkpoint,
-    own_defaults,
     recipe_of,
     report_unused,
     require_family,
     require_range,
 )
 from .sizes import TRANSFORMER, VAE, Size
-from .speed import Stage, running, sampling_speed
 from .text.t5 import described, texts_of
 from .vae.plan import Form
 
 MOST_TOKENS = 1024
 MOST_STG = 20.0
+UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
+    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
+    *(AssertionError, RuntimeError, ImportError),
+)
+MISFITS = ("shape", "size of tensor", "size mismatch", "channels", "config")  # in an error: not of its configuration
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+
+    range: str
+    cost: str
+    title: str
+    part: str  # whose device it computes on
+
+    @property
+    def again(self) -> str:
+        """What is said before it is run again, with a place for what was done."""
+        return f"{self.title} ran out of memory: again {{}}"
+
 
 TEXT = Stage("encode prompt", "text", "encoding the prompt", "text_encoder")
 IMAGE = Stage("encode image", "image", "encoding the image", VAE)
@@ -70,7 +94,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """
     family = pipeline.spec
     _require_text_encoder(pipeline, family)
-    limit = request.max_tokens or of_checkpoint(pipeline).defaults.max_tokens
+    limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
         raise InputError(
@@ -83,7 +107,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
-    usual = family.defaults
+    usual = family.sizes.defaults
 
     def run() -> Run:
         size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
@@ -92,7 +116,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
-            for attempt in retries(make_room_and_retry(pipeline, progress, family.text_parts, TEXT.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, family.files.text_parts, TEXT.again)):
                 with attempt:
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
@@ -112,7 +136,7 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
         if not conditioning:
             raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
         embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs["transformer"].get(family.text_width)
+        width = pipeline.configs["transformer"].get(family.files.text_width)
         if embeds is None or (width is not None and embeds.shape[-1] != width):
             raise InputError(
                 f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
@@ -133,7 +157,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
     """
     family = pipeline.spec
-    if not hasattr(family.code, "encode_image"):
+    if family.code.encode_image is None:
         raise UnsupportedError(
             f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
         )
@@ -151,7 +175,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
     completed = replace(request, frames=pictures, width=width, height=height)
-    run = partial(planned_run, pipeline, Size(width, height, family.defaults.frames))
+    run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
@@ -167,7 +191,7 @@ def encode_video(
     A frame count off the grid is cut to the largest that fits, and said.
     """
     family = pipeline.spec
-    if not hasattr(family.code, "encode_video"):
+    if family.code.encode_video is None:
         raise UnsupportedError(
             f"a video for {family.title}",
             expected="a start image",
@@ -176,7 +200,7 @@ def encode_video(
     pictures = checked_frames(frames, "the video")
     width, height, count = video_size(pipeline, pictures, width, height, fit)
     if count != pictures.shape[0]:
-        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {family.stride}n+1 frames)")
+        progress.notify(f"frames {pictures.shape[0]} -> {count} ({family.title} needs {family.sizes.stride}n+1 frames)")
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
@@ -187,7 +211,7 @@ def encode_video(
         frames=count,
         height=height,
         width=width,
-        fps=family.defaults.fps,
+        fps=family.sizes.defaults.fps,
         seed=seed,
     )
 
@@ -206,7 +230,7 @@ def sample(
         InputError: a prompt, image or latents of another family or size, or a setting out of range.
     """
     family = pipeline.spec
-    if family.sections:
+    if family.recipes.sections:
         raise UnsupportedError(
             f"a {family.title} pipeline in the Sample node",
             expected="the Sample FramePack node",
@@ -243,16 +267,20 @@ def sample_framepack(
 ) -> Latents:
     """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
-    if not family.sections:
+    if not family.recipes.sections:
         raise UnsupportedError(
             f"a {family.title} pipeline in the Sample FramePack node",
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    rate = settings.fps or of_checkpoint(pipeline).defaults.fps
+    rate = settings.fps or of_checkpoint(pipeline).sizes.defaults.fps
     settings = replace(settings, frames=family.code.frames_for(framepack, rate))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
-    size, remembered = size_of(settings, prompt, framepack.window), InMemorySections(keeper)
+    pictures = () if image is None else image.anchors
+    ended = framepack.ended_by((frame, strength) for _, frame, strength in pictures)
+    sections, frames = family.code.sections_for(framepack, settings.frames, ended)
+    size = replace(size_of(settings, prompt, framepack.window), frames=frames, sections=sections)
+    remembered = InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(
             pipeline, steps, progress, "the section", settings.seed, prompt, image, settings, framepack
@@ -292,7 +320,8 @@ def decode(
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
-    size = Size(latents.width, latents.height, latents.frames, window=window)
+    sections = len(latents.extra.get("section_lengths", ()))
+    size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:
         return replace(planned_run(pipeline, size), form=chosen)
@@ -302,8 +331,7 @@ def decode(
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
-    if pipeline.speed is not None:
-        pipeline.speed.notify_decoded(progress)
+    pipeline.plan.speed.notify_decoded(progress.notify)
     return frames
 
 
@@ -315,7 +343,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     """
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
-    if not hasattr(family.code, "upscale"):
+    if family.code.upscale is None:
         raise UnsupportedError(
             f"upscaled latents for {family.title}",
             expected="a model with a latent upscaler, such as LTX-Video",
@@ -384,46 +412,87 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     return latents
 
 
-def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that pictures are encoded at: what is asked, or a size of the model's for their shape.
-
-    Args:
-        frames: (F, H, W, 3), of which only the shape counts.
-    """
-    module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
-    if fit == "nearest bucket" and not (width and height) and hasattr(module, "nearest_size") and not own:
-        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
-        return int(wide), int(tall)
-    return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
-
-
-def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int, int]:
-    """Width and height in pixels, and the count of frames, that a video (F, H, W, 3) is encoded at."""
-    stride = pipeline.spec.stride
-    wide, tall = fitted_size(pipeline.spec, frames, width or frames.shape[2], height or frames.shape[1], fit)
-    return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
-
-
 def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
-    missing = [part for part in family.text_parts if part not in pipeline.parts.readers]
+    missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
     if missing:
         raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.source)!r}",
+            f"no {missing[0]} for {str(pipeline.model.source)!r}",
             expected=f"the text encoders of {family.title}",
             fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
         )
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
-    if pipeline.task == "image" and image is None and family.image_required:
+    if pipeline.model.task == "image" and image is None and family.files.image_required:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",
             fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
         )
-    if pipeline.task == "text" and image is not None and family.image_required:
+    if pipeline.model.task == "text" and image is not None and family.files.image_required:
         raise InputError(
-            f"an image for the text-to-video checkpoint {pipeline.source.name!r}",
+            f"an image for the text-to-video checkpoint {pipeline.model.source.name!r}",
             expected="no image",
             fix="Load the image-to-video checkpoint of this family, or remove the image.",
         )
+
+
+@contextmanager
+def running(
+    stage: Stage,
+    pipeline: Pipeline,
+    progress: Progress,
+    size: Latents | SampleSettings | None = None,
+    hint: str = "",
+    run: Callable[[], Run] | None = None,
+) -> Iterator[None]:
+    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
+
+    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
+
+    Args:
+        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        hint: a way out that only this stage has.
+        run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
+    """
+    kept = pipeline.offloader.options.state is not None
+    asked = run() if run is not None and kept else None
+    time = None if asked is None else expected(pipeline, stage.cost, asked)
+    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    device = pipeline.offloader.device_of(stage.part)
+    profile = pipeline.plan.speed.profile
+    with (
+        nullcontext() if profile is None else profile.stage(stage.range),
+        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
+    ):
+        try:
+            yield
+            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
+                cost.work = work_key(pipeline, stage.cost, asked)
+            resuming = pipeline.run.resuming
+            if resuming is not None and resuming.skipped:  # a part of it: no measure of the whole
+                cost.modelled_seconds = cost.forecast_seconds = 0.0
+        except PackError:
+            raise
+        except Exception as error:
+            if hasattr(error, EXPLAINED):
+                raise
+            if is_shortage(error):
+                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
+            if isinstance(error, UNEXPECTED):
+                raise _unexpected(error, stage, pipeline.model.source, device) from error
+            raise
+
+
+def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:
+    """The error for the unforeseen: a configuration that does not go with its weights, or a bug."""
+    text = str(error).lower()
+    misfit = isinstance(error, LookupError) or any(word in text for word in MISFITS)
+    where, report = f"{stage.title} with {source.name!r}, {stage.part} on {device}", "please report this with the log"
+    return UnsupportedError(
+        f"{type(error).__name__} while {where}: {first_line(error)}",
+        expected="a model whose settings belong together" if misfit else "no error that AnyGPU does not know",
+        fix=f"Compare its JSON files with the published ones; if they are the same, {report}."
+        if misfit
+        else f"This is a bug of AnyGPU, or of this device's driver: {report}.",
+    )

@@ -12,18 +12,11 @@ from typing import Any
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import (
-    FramePackSettings,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents.recovery import KeptSections
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 
 SIZE, STEPS = 64, 4
 START = torch.rand(1, SIZE, SIZE, 3, generator=torch.Generator().manual_seed(0))
@@ -69,13 +62,13 @@ def sampled(
     """
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
     image = None
-    if pipeline.spec.sections or pipeline.family == "ltx":
+    if pipeline.spec.recipes.sections or pipeline.family == "ltx":
         image = stages.encode_image(pipeline, ImageRequest(START, SIZE, SIZE), "stretch", Silent())
-    frames = pipeline.spec.stride + 1
+    frames = pipeline.spec.sizes.stride + 1
     settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
     settings = replace(settings, **changes)
     steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=share)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         return stages.sample(pipeline, prompt, image, settings, progress, steps)
     sections = None if kept is None else KeptSections(kept, progress.notify)
     framepack = FramePackSettings(0.6, window=2)

@@ -19,18 +19,11 @@ from anygpu.compat.transforms.context_parallel import SplitAttention, TokenSplit
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.compat.transforms.order import Order, Step
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import (
-    FramePackSettings,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.jobs import decoded
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
 from anygpu.pipelines.vae.plan import Form
@@ -157,14 +150,18 @@ def _write_lora(folder: Path, transformer: Any) -> None:
 def sampled(pipeline: Pipeline, case: Case, progress: Any = None, steps: Any = None) -> Latents:
     """The latents of a case: two steps, an odd number of tokens, texts of unlike length."""
     progress, spec = progress or Silent(), pipeline.spec
-    side = 96 if spec.multiple == 32 else 80
+    side = 96 if spec.sizes.multiple == 32 else 80
     image = None
     if case.picture:
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, side, side), "stretch", Silent())
-    asked = PromptRequest("a red fox in the snow", "blurry", image=PICTURE if "image" in spec.effective else None)
+    asked = PromptRequest(
+        "a red fox in the snow", "blurry", image=PICTURE if "image" in spec.recipes.effective else None
+    )
     prompt = stages.encode_prompt(pipeline, asked, Silent())
-    settings = SampleSettings(side, side, 2 * spec.stride + 1, **{"steps": 2, "seed": 3, "cfg": 2.0, **case.settings})
-    if spec.sections:
+    settings = SampleSettings(
+        side, side, 2 * spec.sizes.stride + 1, **{"steps": 2, "seed": 3, "cfg": 2.0, **case.settings}
+    )
+    if spec.recipes.sections:
         framepack = FramePackSettings(0.6, window=2)
         return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, None, steps)
     return stages.sample(pipeline, prompt, image, settings, progress, steps)
@@ -254,10 +251,10 @@ def decodes(rank: int, size: int, built: Path, names: list[str]) -> dict[str, tu
         form, count = DECODES[name]
         model = name.partition(",")[0]
         alone, together = opened(Case(model), built), on_group(opened(Case(model), built), group_of(rank, size))
-        channels, ratio = int(alone.configs["vae"]["latent_channels"]), alone.spec.ratio
+        channels, ratio = int(alone.configs["vae"]["latent_channels"]), alone.spec.sizes.ratio
         cells = 4 if count > 9 else 320 // ratio if ratio == 32 else 128 // ratio
         samples = torch.randn(1, channels, count, cells, cells, generator=torch.Generator().manual_seed(1))
-        frames = (count - 1) * alone.spec.stride + 1
+        frames = (count - 1) * alone.spec.sizes.stride + 1
         latents = Latents(samples, alone.family, "text", frames, cells * ratio, cells * ratio, 24.0, 0)
         counts = [_calls_of(pipeline) for pipeline in (together, alone)]
         split, equal = decoded(together, latents, Silent(), form), True

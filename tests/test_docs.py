@@ -116,13 +116,13 @@ def test_help_says_which_family_uses_an_input(node_id):
         users = []
         for family in FAMILIES.values():
             if (node_id, name) == ("AnyGPUEncodeImage", "image"):
-                expected = hasattr(family.code, "encode_image")
+                expected = family.code.encode_image is not None
             elif (node_id, name) == ("AnyGPUEncodeVideo", "images"):
-                expected = hasattr(family.code, "encode_video")
+                expected = family.code.encode_video is not None
             elif name in ("variant", "image_encoder"):
-                expected = bool(family.variants) if name == "variant" else "image_encoder" in family.parts
+                expected = bool(family.recipes.variants) if name == "variant" else "image_encoder" in family.files.parts
             else:
-                expected = EFFECTIVE.get(name, name) in family.effective
+                expected = EFFECTIVE.get(name, name) in family.recipes.effective
             users += [family.title] if expected else []
         assert answer == ("all" if len(users) == len(FAMILIES) else ", ".join(users) or "none"), name
 
@@ -130,19 +130,19 @@ def test_help_says_which_family_uses_an_input(node_id):
 def test_models_page_has_the_values_of_every_family():
     rows = {row[0]: row[1:] for row in table_rows(page("docs/models.md"), "What they make")}
     for family in FAMILIES.values():
-        own = family.defaults
+        own = family.sizes.defaults
         expected = [
             f"{own.width}x{own.height}",
             f"{own.frames}",
             f"{own.fps:g}",
             f"{own.steps}",
-            f"{family.multiple}",
-            f"{family.stride}n+1",
+            f"{family.sizes.multiple}",
+            f"{family.sizes.stride}n+1",
         ]
         assert rows[family.title] == expected, family.title
 
 
-@pytest.mark.parametrize("link", sorted({link for family in FAMILIES.values() for link in family.pages}))
+@pytest.mark.parametrize("link", sorted({link for family in FAMILIES.values() for link in family.published.pages}))
 def test_models_page_names_every_download(link):
     assert f"({link})" in page("docs/models.md")
 

@@ -342,7 +342,7 @@ def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny
     }
     for model, count in (("FramePackI2V_HY", 37), ("LTX-Video", 9)):
         width, height = picture_size(families[model], torch.empty(1, 90, 300, 3), 0, 0, "nearest bucket")
-        usual = families[model].spec.defaults
+        usual = families[model].spec.sizes.defaults
         assert width > 2 * height and seen[model, "tall.png"] == f"{width}x{height}, {count}"
         assert seen[model, "gone.png"] == f"{usual.width}x{usual.height}, {count}"
     assert seen["demo: FramePack", "tall.png"] == seen["demo: FramePack", "gone.png"] == "64x64, 9"

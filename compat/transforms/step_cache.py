@@ -7,7 +7,7 @@ on a transformer for one sampling and taken off after it, and counts what really
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,17 +63,15 @@ class StepCacheSettings:
         return f"{self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
 
-def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset for a model; None for ``off``.
+def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
+    """The settings of a preset; None for ``off``.
 
     Args:
-        title: of the model.
-        acting: the kinds that act on it.
         preset: one of :data:`PRESET_CHOICES`.
         asked: what ``custom`` takes.
 
     Raises:
-        InputError: an unknown choice or a number out of range. UnsupportedError: a kind that does not act here.
+        InputError: an unknown choice or a number out of range. UnsupportedError: an unknown kind.
     """
     if preset not in PRESET_CHOICES:
         raise InputError(
@@ -82,11 +80,9 @@ def settings_for(title: str, acting: Sequence[str], preset: str, asked: StepCach
     if preset == OFF:
         return None
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
-    if kind not in acting:
+    if kind not in KINDS:
         raise UnsupportedError(
-            f"step cache kind {asked.kind!r} for {title}",
-            expected=f"one of {', '.join((AUTO, *acting))}" if acting else "a video family",
-            fix="Choose one of these. The others have no effect here, or fail.",
+            f"step cache kind {asked.kind!r}", expected=f"one of {', '.join(KINDS)}", fix="Choose one of these."
         )
     threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
     for name, value, low, high in (

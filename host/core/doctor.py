@@ -56,7 +56,7 @@ def name_of(model: Any) -> str:
     """What names a MODEL or the patcher of a VAE from one run to the next: its file, or its class and size."""
     inner = model.model
     if isinstance(inner, CoreModel):
-        return str(inner.pipeline.source)
+        return str(inner.pipeline.model.source)
     again = model.cached_patcher_init
     source = again[1][0] if again and again[1] else None
     return source if isinstance(source, str) else f"{type(inner).__name__}, {model.model_size()} bytes"

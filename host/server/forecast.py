@@ -17,7 +17,7 @@ from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
-from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
+from ...pipelines.base import FramePackSettings, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
@@ -25,6 +25,7 @@ from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run, times_of
 from ...pipelines.forecast.times import Times
 from ...pipelines.loading.placed import load_placed
+from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
@@ -153,6 +154,16 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     return {"width": width, "height": height}
 
 
+def _ended(prompt: Mapping[str, Any], node: str) -> dict[str, float]:
+    """``ended`` where one of the pictures of a node is an end image."""
+    encoder = _source(prompt, node, "image")
+    for _ in range(MOST_STEPS):
+        if prompt.get(encoder, {}).get("inputs", {}).get("frame") == -1:
+            return {"ended": 1.0}
+        encoder = _source(prompt, encoder, "previous")
+    return {}
+
+
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
     """What each stage will need beside what is free, for the size on a node and of the picture it starts from."""
     entry = prompt[node]
@@ -160,6 +171,7 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     try:
         if isinstance(pipeline, Pipeline):
             plain = own_inputs(pipeline, {**_pictured(prompt, node, pipeline), **plain}, lambda _: None)
+            plain |= _ended(prompt, node)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": said(error)}
@@ -225,18 +237,18 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
 
 def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
     family = of_checkpoint(pipeline)
-    frames = int(plain.get("frames", 0))
-    if "clip_seconds" in plain and family.sections:
-        clip = FramePackSettings(plain["clip_seconds"], single_frame=bool(plain.get("single_frame")))
-        frames = family.code.frames_for(clip, plain.get("fps", family.defaults.fps))
+    frames, window, clip = int(plain.get("frames", 0)), int(plain.get("window", 9)), None
+    if "clip_seconds" in plain and family.recipes.sections:
+        clip = FramePackSettings(plain["clip_seconds"], window, single_frame=bool(plain.get("single_frame")))
+        frames = family.code.frames_for(clip, plain.get("fps", family.sizes.defaults.fps))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
-    guided = plain.get("cfg", family.defaults.cfg) > 1.0
-    asked = Size(
-        width=size.width, height=size.height, frames=size.frames, guided=guided, window=int(plain.get("window", 9))
-    )
-    run = f"{size.width}x{size.height}, {size.frames} frames"
+    guided, sections, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, 0, size.frames
+    if clip is not None:
+        sections, frames = family.code.sections_for(clip, frames, "ended" in plain)
+    asked = Size(width=size.width, height=size.height, frames=frames, guided=guided, window=window, sections=sections)
+    run = f"{size.width}x{size.height}, {frames} frames"
     steps = int(plain.get("steps", 0))
-    settings = SampleSettings(size.width, size.height, size.frames, steps=steps, cfg=plain.get("cfg", 0.0))
+    settings = SampleSettings(size.width, size.height, frames, steps=steps, cfg=plain.get("cfg", 0.0))
     clips = int(plain.get("batch_size", 1))
     run += f", {clips} videos" if clips > 1 else ""
 

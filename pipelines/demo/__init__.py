@@ -10,8 +10,8 @@ import functools
 from contextlib import suppress
 from pathlib import Path
 
-from ..base import DEMOS as MODELS
 from ..loading.folder import family_of_folder, find_models
+from ..pipeline import DEMOS as MODELS
 
 __all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]
 

@@ -13,9 +13,10 @@ import torch
 from ...compat.device.execution import picture_of
 from ...compat.device.facts import facts_for
 from .. import stages
-from ..base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from ..base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from ..loading.folder import LoadRequest, load
 from ..movie import read_frames, write_mp4
+from ..pipeline import Pipeline
 from ..settings import of_checkpoint
 from ..vae.plan import Form
 from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of
@@ -61,7 +62,7 @@ def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
     clip, second, reseeded = (
         drawn(pipeline, scene.caption, seed) for scene, seed in ((asked, SEED), (other, SEED), (asked, SEED + 1))
     )
-    own = of_checkpoint(pipeline).defaults
+    own = of_checkpoint(pipeline).sizes.defaults
     enlarged = clip.repeat_interleave(MP4_ZOOM, 1).repeat_interleave(MP4_ZOOM, 2)
     frames, rate = read_frames(write_mp4(enlarged, own.fps, folder / f"{model.name}.mp4"))
     expected = (own.frames, MP4_ZOOM * own.height, MP4_ZOOM * own.width, own.fps)
@@ -72,7 +73,7 @@ def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
         "another seed gives another clip": (change > CHANGED, f"largest change {change:.3f}"),
         "file has the size, frames and rate": ((*frames.shape[:3], rate) == expected, f"{len(frames)} at {rate:g} fps"),
     }
-    return Exhibit(title, {f"{model.name}: {asked.caption}": clip}, tuple(map(str, pipeline.decisions)), checks)
+    return Exhibit(title, {f"{model.name}: {asked.caption}": clip}, tuple(map(str, pipeline.plan.decisions)), checks)
 
 
 def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
@@ -89,7 +90,7 @@ def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = No
     with torch.no_grad():
         encoded = stages.encode_prompt(pipeline, PromptRequest(prompt), progress)
         chosen = SampleSettings(**{"width": 0, "height": 0, "frames": 0, "seed": seed, **settings})
-        if pipeline.spec.sections:
+        if pipeline.spec.recipes.sections:
             picture = first_frame(scene_in(prompt) or EXAMPLE)
             image = stages.encode_image(pipeline, ImageRequest(picture, *picture.shape[2:0:-1]), FIT, progress)
             framepack = FramePackSettings(*one_section(pipeline))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..settings import of_checkpoint
 from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in, scene_in_picture, unknown_words
 
@@ -43,7 +43,7 @@ def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]
     samples, mask = corner(pipeline, latents.samples), start["noise_mask"]
     if samples.shape == latents.samples.shape:
         return dict(start)
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     count, rows, columns = samples.shape[-3:]
     frames, width, height = (count - 1) * temporal + 1, columns * spatial, rows * spatial
     notify(f"the demo model draws a corner of these latents at its own size: {width}x{height}, {frames} frames")
@@ -57,16 +57,16 @@ def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.
     Args:
         frames: latent frames to keep; 0 for its own number.
     """
-    own = of_checkpoint(pipeline).defaults
-    spatial, temporal = pipeline.spec.ratios
+    own = of_checkpoint(pipeline).sizes.defaults
+    spatial, temporal = pipeline.spec.sizes.ratios
     count = frames or (own.frames - 1) // temporal + 1
     return latents[..., :count, : own.height // spatial, : own.width // spatial].contiguous()
 
 
 def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
-    own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.sections else {}
+    own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.recipes.sections else {}
     own = {name: value for name, value in own.items() if name in inputs}
     changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in own.items() if inputs[name] not in (0, value)]
     if inputs.get("fit") == BUCKET:
@@ -75,7 +75,7 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
     if clip is not None and len(clip) not in (0, defaults.frames):
         own["images"] = clip[torch.arange(defaults.frames).clamp(max=len(clip) - 1)]
         changed.append(f"frames {len(clip)} -> {defaults.frames}")
-    if pipeline.spec.sections and inputs.get("sections"):
+    if pipeline.spec.recipes.sections and inputs.get("sections"):
         own["sections"] = ()
         changed.append(f"section prompts {len(inputs['sections'])} -> 0")
     return own, [f"draws at its own size: {', '.join(changed)}"] if changed else []
@@ -95,7 +95,12 @@ def _words(inputs: Inputs) -> Change:
 
 def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
     picture = inputs.get("image")
-    if picture is None or pipeline.task != "image" or "fit" not in inputs or scene_in_picture(picture) is not None:
+    if (
+        picture is None
+        or pipeline.model.task != "image"
+        or "fit" not in inputs
+        or scene_in_picture(picture) is not None
+    ):
         return {}, []
     shown = f"a {EXAMPLE.colour} {EXAMPLE.shape} on {EXAMPLE.ground}"
     return {"image": first_frame(EXAMPLE)}, [f"starts from {shown}, not from this picture"]
@@ -103,5 +108,5 @@ def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
 
 def one_section(pipeline: Pipeline) -> tuple[float, int]:
     """Seconds of a clip of the demo model's own length, and the latent frames of a single section that shows it."""
-    defaults = of_checkpoint(pipeline).defaults
-    return defaults.frames / defaults.fps, (defaults.frames - 1) // pipeline.spec.stride + 1
+    defaults = of_checkpoint(pipeline).sizes.defaults
+    return defaults.frames / defaults.fps, (defaults.frames - 1) // pipeline.spec.sizes.stride + 1

@@ -21,8 +21,9 @@ from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted
 from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
-from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
-from ..sampling.guidance import Guidance
+from ..base import Call, Forwards, PromptRequest, SampleSettings
+from ..pipeline import Pipeline
+from ..sampling.schedules import Guidance
 from ..sizes import TRANSFORMER, VAE, Size, latent_shape
 from ..vae.chunked import decode_as_published
 from ..vae.plan import DecodeMethod
@@ -50,20 +51,20 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
 def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
     """The batch of each call of the transformer, over all steps."""
     code = pipeline.spec.code
-    if hasattr(code, "batches"):
+    if code.batches is not None:
         yield from code.batches(pipeline, settings)
         return
     guidance = Guidance(settings, settings.steps)
     for index in range(settings.steps):
-        pair = (2,) if pipeline.spec.batched_cfg else (1, 1)
+        pair = (2,) if pipeline.spec.recipes.batched_cfg else (1, 1)
         yield from pair if guidance.acts(index) else (1,)
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
     """How many sections a video is sampled in."""
-    if not pipeline.spec.sections:
-        return 1
-    covered = (size.window - 1) * pipeline.spec.stride + 1
+    if size.sections or not pipeline.spec.recipes.sections:
+        return size.sections or 1
+    covered = (size.window - 1) * pipeline.spec.sizes.stride + 1
     return max(1, -(-size.frames // covered))
 
 
@@ -76,11 +77,11 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
-    call, form = _call(pipeline, size, rows), (pipeline.speed.forms if pipeline.speed else {}).get(TRANSFORMER, "")
-    epilogue = bool(pipeline.speed and pipeline.speed.epilogue)
+    call, form = _call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
+    epilogue = pipeline.plan.speed.epilogue
     precision = pipeline.precision
     dtype = precision.compute or precision.transformer
-    wide = precision.safe and pipeline.probes is not None and pipeline.probes[FP32_OUTPUT].status == OK
+    wide = precision.safe and pipeline.device.probes is not None and pipeline.device.probes[FP32_OUTPUT].status == OK
     key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
@@ -104,7 +105,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
     """The work of a decode in the form of ``method``; whole without one."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
-    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+    form = (pipeline.plan.speed.forms if pipeline.plan.speed else {}).get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
     total = Work()
     modules: list[Any] = []
@@ -112,7 +113,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
     def vae() -> Any:
         if not modules:
             modules.append(_built(pipeline, VAE, config, method.dtype))
-            for name, value in pipeline.spec.vae_settings.items():
+            for name, value in pipeline.spec.rewrites.vae_settings.items():
                 setattr(modules[0], name, value)
             decode_as_published(modules[0])
             if form:
@@ -129,7 +130,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
         return work
 
     def cut(cells: Cells) -> Any:
-        return pieces_of(vae(), latents(cells), method, pipeline.spec.ratio)
+        return pieces_of(vae(), latents(cells), method, pipeline.spec.sizes.ratio)
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
         for piece, count in counted_once((*key, cells, method), partial(cut, cells)).items():
@@ -140,7 +141,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 def image_work(pipeline: Pipeline, size: Size) -> Work:
     """The work of encoding one picture of ``size``: by the VAE, and by the image encoder where there is one."""
     config, dtype = pipeline.configs[VAE], pipeline.precision.vae
-    form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
+    form = pipeline.plan.speed.forms.get(VAE, "")
 
     def by_vae() -> Work:
         vae = _built(pipeline, VAE, config, dtype)
@@ -162,7 +163,7 @@ def _vision_work(pipeline: Pipeline) -> Work:
     """The work of the image encoder, whose pictures have one size."""
     import transformers
 
-    made: Any = getattr(transformers, pipeline.spec.parts[IMAGE_ENCODER][1])
+    made: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
     config = made.config_class.from_dict(dict(pipeline.configs[IMAGE_ENCODER]))
     with META:
         encoder = made(config).to(pipeline.precision.text).eval()
@@ -195,8 +196,8 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
         request: the texts; None for a prompt and its negative of a usual length.
     """
     spec, code = pipeline.spec, pipeline.spec.code
-    usual: Forwards = dict.fromkeys(spec.text_parts, ((spec.memory.reference_tokens,) * 2,))
-    found: Forwards = code.text_forwards(pipeline, request) if hasattr(code, "text_forwards") else usual
+    usual: Forwards = dict.fromkeys(spec.files.text_parts, ((spec.memory.reference_tokens,) * 2,))
+    found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
     return {part: forwards for part, forwards in found.items() if forwards and part in pipeline.configs}
 
 
@@ -236,7 +237,7 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
     One of the sections also has the frame that the video starts from.
     """
     frames, rows, columns = latent_shape(pipeline, size)
-    if not pipeline.spec.sections:
+    if not pipeline.spec.recipes.sections:
         return [(frames, rows, columns)]
     later = sections_of(pipeline, size) - 1
     return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * later]
@@ -250,16 +251,18 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         int(config.get("in_channels", 16)),
         size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
     )
-    embeds = empty(rows, text, int(config.get(spec.text_width) or config.get("caption_channels") or 1), dtype=dtype)
+    embeds = empty(
+        rows, text, int(config.get(spec.files.text_width) or config.get("caption_channels") or 1), dtype=dtype
+    )
 
     def wide(*names: str) -> int:
         return next((int(config[name]) for name in names if config.get(name)), 1)
 
     vision = None
-    if spec.sections or pipeline.task == "image":
+    if spec.recipes.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
-        latents=empty(rows, channels, size.window if spec.sections else frames, *plane, dtype=dtype),
+        latents=empty(rows, channels, size.window if spec.recipes.sections else frames, *plane, dtype=dtype),
         time=empty(rows),
         embeds=embeds,
         mask=empty(rows, text),
@@ -284,7 +287,7 @@ def _built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torc
     """The module of ``part`` without data."""
     import diffusers
 
-    names = pipeline.spec.parts[part][1:]
+    names = pipeline.spec.files.parts[part][1:]
     named = config.get("_class_name")
     with META:
         module: Any = getattr(diffusers, named if named in names else names[0]).from_config(dict(config))

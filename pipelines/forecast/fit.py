@@ -21,7 +21,8 @@ from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
-from ..base import Pipeline, Progress
+from ..base import Progress
+from ..pipeline import Pipeline
 from ..settings import require_range
 from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
 from .memory import COMPUTES, forecast
@@ -140,7 +141,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
 def release_text(pipeline: Pipeline, comes: str) -> None:
     """Make the text encoders leave the device on which ``comes`` computes next; on the host their memory is freed."""
     offloader = pipeline.offloader
-    for part in pipeline.spec.text_parts:
+    for part in pipeline.spec.files.text_parts:
         if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
             offloader.release(part)
 
@@ -173,5 +174,5 @@ def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
     """The modes that a pipeline may take: those in which what is compiled in it runs, where ``auto`` decides."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
-    compiled = getattr(pipeline.speed, "compiled", False)
+    compiled = pipeline.plan.speed.compiled
     return tuple(mode for mode in MODES if not (compiled and compiling.WITH_OFFLOAD.get(mode)))

@@ -12,7 +12,7 @@ from ...compat.memory.offloader import MODES
 from ...compat.memory.parts import denoises
 from ...compat.memory.standalone import ahead_bytes
 from ...compat.memory.statistics import StageNeed
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
 from ..vae.plan import planned_decode
 
@@ -93,7 +93,7 @@ def _needs(
     stages, vae = [], weights[VAE].resident(mode, VAE)
     text = [part for part in weights if part.startswith("text_encoder")]
     kept = 0
-    if "image_encoder" in weights and pipeline.task == "image":
+    if "image_encoder" in weights and pipeline.model.task == "image":
         own = max(weights["image_encoder"].total, vae)
         stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
         kept = vae if stays else 0

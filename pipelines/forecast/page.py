@@ -9,7 +9,8 @@ import torch
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
-from ..base import Pipeline, SampleSettings
+from ..base import SampleSettings
+from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
 from ..sizes import Size
 from .fit import plan_line
@@ -33,7 +34,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
-    usual = of_checkpoint(pipeline).defaults
+    usual = of_checkpoint(pipeline).sizes.defaults
     size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
     return Size(size.width, size.height, size.frames, guided)
 
@@ -102,7 +103,8 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     host = host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
-    lines += [str(decision) for decision in pipeline.decisions if decision.subject == CARDS]
+    if isinstance(pipeline, Pipeline):  # one that paints is never shared out
+        lines += [str(decision) for decision in pipeline.plan.decisions if decision.subject == CARDS]
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
     lines += filter(None, (times.unknown,))

@@ -18,7 +18,7 @@ from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.quirks import abilities
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageNeed, duration
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..settings import of_checkpoint
 from ..sizes import SPARE, VAE, default_size
 from .fit import modes_of
@@ -106,9 +106,14 @@ def share_out(
     places, why = found or (home, failed)
     if places == home:
         stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
-        return replace(first, decisions=(*first.decisions, stay))
+        return replace(first, plan=replace(first.plan, decisions=(*first.decisions, stay)))
     pipeline = load_on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
-    return replace(pipeline, decisions=(*pipeline.decisions, Decision(CARDS, _in_words(places), why, AUTO)))
+    return replace(
+        pipeline,
+        plan=replace(
+            pipeline.plan, decisions=(*pipeline.plan.decisions, Decision(CARDS, _in_words(places), why, AUTO))
+        ),
+    )
 
 
 def _stage_of(part: str) -> str:
@@ -183,7 +188,7 @@ def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bo
     if here.kind == main.kind:
         return True
     dtypes = {(card.pipeline.precision.text, card.pipeline.precision.vae) for card in (here, main)}
-    able = [{**abilities(card.facts, card.pipeline.probes), "arch": ""} for card in (here, main)]
+    able = [{**abilities(card.facts, card.pipeline.device.probes), "arch": ""} for card in (here, main)]
     return len(dtypes) == 1 and able[0] == able[1]
 
 

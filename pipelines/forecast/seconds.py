@@ -17,7 +17,8 @@ from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Work
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
-from ..base import Pipeline, PromptRequest, SampleSettings
+from ..base import PromptRequest, SampleSettings
+from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import Form, planned_decode
@@ -55,13 +56,13 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
 
     A run is kept under it and forecast by it, so that only runs of one key correct each other.
     """
-    speed, adapters, own = pipeline.speed, pipeline.offloader.adapters, dict[str, Any]()
+    speed, adapters, own = pipeline.plan.speed, pipeline.offloader.adapters, dict[str, Any]()
     if stage == SAMPLING:
         rows = run.settings.guidance_steps
         own = {
-            "step cache": pipeline.step_cache,
+            "step cache": pipeline.plan.step_cache,
             "adapters": 0 if adapters is None else zlib.crc32(repr(adapters.key).encode()),
-            "watched": pipeline.doctor is not None,
+            "watched": pipeline.run.doctor is not None,
             "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
         }
     elif stage == DECODING:
@@ -69,11 +70,11 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
     return key_of(
         precision=str(pipeline.precision),
         fallbacks=sorted(pipeline.parts.fallbacks),
-        storage=dict(pipeline.storage),
-        ranks=0 if pipeline.group is None else pipeline.group.world.size,
-        demo=pipeline.stands_in_for,
+        storage=dict(pipeline.model.storage),
+        ranks=0 if pipeline.run.group is None else pipeline.run.group.world.size,
+        demo=pipeline.model.stands_in_for,
         torch=pipeline.facts.torch_version,
-        speed=speed and (speed.request, speed.forms, speed.epilogue, sorted(speed.compiled), speed.attention.label),
+        speed=(speed.request, speed.forms, speed.epilogue, sorted(speed.compiled), speed.attention.label),
         **own,
     )
 
@@ -81,7 +82,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
 def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
     """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
     recipe = recipe_of(pipeline, asked)
-    usual = of_checkpoint(pipeline, recipe).defaults
+    usual = of_checkpoint(pipeline, recipe).sizes.defaults
     settings = asked or SampleSettings(size.width, size.height, size.frames)
     cfg = settings.cfg or (usual.cfg if size.guided or asked is not None else 1.0)
     settings = replace(
@@ -110,7 +111,7 @@ def time_forecast(
         UnsupportedError: the rates of a device are unknown.
     """
     mode = mode or pipeline.offloader.mode
-    names = (TEXT, *((IMAGE,) if pipeline.task == "image" else ()), SAMPLING, DECODING)
+    names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
     stages = (stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names)
     return TimeForecast(mode, tuple(stages))
 
@@ -134,9 +135,9 @@ def stage_time(
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
     """Facts of a device on which parts of a pipeline compute, and what it answered."""
     if device == pipeline.offloader.device:
-        return pipeline.facts, pipeline.probes
+        return pipeline.facts, pipeline.device.probes
     facts, state = facts_for(device), pipeline.offloader.options.state
-    quiet = pipeline.probes is None or pipeline.probes.quiet
+    quiet = pipeline.device.probes is None or pipeline.device.probes.quiet
     return facts, None if state is None else probe_results_of(facts, state, quiet)
 
 

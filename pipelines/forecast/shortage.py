@@ -10,8 +10,9 @@ import torch
 
 from ...compat.device.facts import facts_for, free_bytes, value_or
 from ...compat.errors import remember
-from ..base import Latents, Pipeline, SampleSettings
+from ..base import Latents, SampleSettings
 from ..family import FamilySpec
+from ..pipeline import Pipeline
 from ..settings import SMALLEST_SIDE
 
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -106,12 +107,13 @@ def lowered(
 def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     """What to lower of a size, each by itself enough."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
-    fewer = max(1, 1 + (int(frames * short.share) - 1) // family.stride * family.stride)
-    if fewer < frames and not family.sections:  # whose sections are as long whatever the video is
+    fewer = max(1, 1 + (int(frames * short.share) - 1) // family.sizes.stride * family.sizes.stride)
+    if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is
         fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)
     smaller = tuple(
-        max(SMALLEST_SIDE, int(edge * side) // family.multiple * family.multiple) for edge in (width, height)
+        max(SMALLEST_SIDE, int(edge * side) // family.sizes.multiple * family.sizes.multiple)
+        for edge in (width, height)
     )
     if smaller != (width, height):
         fixes.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
+from ..base import LATENT_VERSION, Latents, Prompt
+from ..pipeline import Pipeline
 from ..text.llama import POOLED
 from ..text.qwen import EMBEDS_2
 from ..text.t5 import EMBEDS, MASK
@@ -98,7 +99,7 @@ def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
 
 
 def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     frames = (samples.shape[2] - 1) * temporal + 1
     height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
     return Latents(
@@ -108,7 +109,7 @@ def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
         frames=frames,
         height=height,
         width=width,
-        fps=pipeline.spec.defaults.fps,
+        fps=pipeline.spec.sizes.defaults.fps,
         seed=0,
     )
 

@@ -37,7 +37,7 @@ GUESSED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float3
 
 def architectures() -> dict[str, MusubiCache]:
     """Our family ids to their caches, of those that this trainer has."""
-    return {family.id: family.musubi for family in FAMILIES.values() if family.musubi is not None}
+    return {family.id: family.published.musubi for family in FAMILIES.values() if family.published.musubi is not None}
 
 
 def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
@@ -74,7 +74,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
         )
     frames, height, width = (sizes[0] - 1) * 4 + 1, sizes[1] * kind.ratio, sizes[2] * kind.ratio
     known = {"family": family, "task": "text", "frames": frames, "height": height, "width": width}
-    known |= {"fps": family_named(family).defaults.fps, "seed": 0, "space": "vae"}
+    known |= {"fps": family_named(family).sizes.defaults.fps, "seed": 0, "space": "vae"}
     others = {other: tensor for other, tensor in tensors.items() if other != name}
     return {
         "samples": (stored if kind.scale == 1.0 else stored.float() / kind.scale).unsqueeze(0),
@@ -131,7 +131,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = architecture_of(str(known.get("family", "")), "latents")
-    if not read and family_named(str(known.get("family"))).sections:
+    if not read and family_named(str(known.get("family"))).recipes.sections:
         raise UnsupportedError(
             f"{family_named(str(known['family'])).title} latents without image embeddings",
             expected="the encoded first frame, which Musubi Tuner caches beside each section",

@@ -95,8 +95,8 @@ def _save_sections(
 def _require_same_vae(family: FamilySpec, known: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
     """Raise where these latents cannot be cut into sections of ``family``."""
     source = str(known.get("family", ""))
-    same = [other.id for other in FAMILIES.values() if other.files.get("vae") == family.files.get("vae")]
-    if source not in same or not family.sections or latent.get(MUSUBI):
+    same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
+    if source not in same or not family.recipes.sections or latent.get(MUSUBI):
         of = "a Musubi Tuner cache" if latent.get(MUSUBI) else repr(source or "an unknown family")
         raise UnsupportedError(
             f"{family.title}'s sections of latents of {of} with an image of {family.id!r}",

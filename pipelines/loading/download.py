@@ -68,13 +68,15 @@ class Fetched:
 
 def offers() -> dict[str, Offer]:
     """Title of each family that one may start with to what to download, the smallest first."""
-    each = [(family.title, family.offer) for family in FAMILIES.values() if family.offer is not None]
+    each = [
+        (family.title, family.published.offer) for family in FAMILIES.values() if family.published.offer is not None
+    ]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
 
 def every_offer() -> dict[str, Offer]:
     """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
-    more = (family.more_offers.items() for family in FAMILIES.values())
+    more = (family.published.more_offers.items() for family in FAMILIES.values())
     return offers() | {title: offer for family in more for title, offer in family}
 
 
@@ -95,7 +97,7 @@ def published_family(name: str) -> FamilySpec | None:
 
 
 def _pages() -> list[tuple[FamilySpec, str]]:
-    return [(family, page) for family in FAMILIES.values() for page in family.pages]
+    return [(family, page) for family in FAMILIES.values() for page in family.published.pages]
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
@@ -142,9 +144,9 @@ def _whole(files: Sequence[Quantised], room: float) -> str:
 
 def variants_of(title: str) -> str:
     """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
-    family = next(family for family in FAMILIES.values() if title in (family.title, *family.more_offers))
+    family = next(family for family in FAMILIES.values() if title in (family.title, *family.published.more_offers))
     offered = {download.page for offer in every_offer().values() for download in offer.downloads}
-    others = [page.removeprefix(HUB) for page in family.pages if page not in offered]
+    others = [page.removeprefix(HUB) for page in family.published.pages if page not in offered]
     return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
 
 

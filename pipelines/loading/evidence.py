@@ -90,8 +90,9 @@ def names_around(path: Path) -> tuple[str, ...]:
 
 def variant_choices() -> list[str]:
     """Every variant of every family, ``auto`` first: one list on every machine."""
-    first = [v for family in FAMILIES.values() for v in family.variants[: len(family.variants) - family.newer_variants]]
-    return [AUTO, *dict.fromkeys([*first, *(v for family in FAMILIES.values() for v in family.variants)])]
+    each = [(family.recipes.variants, family.recipes.newer_variants) for family in FAMILIES.values()]
+    first = [variant for variants, newer in each for variant in variants[: len(variants) - newer]]
+    return [AUTO, *dict.fromkeys([*first, *(variant for variants, _ in each for variant in variants)])]
 
 
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
@@ -104,15 +105,15 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     Raises:
         InputError: a variant of another family.
     """
-    if asked not in (AUTO, *family.variants):
-        known = ", ".join((AUTO, *family.variants))
+    if asked not in (AUTO, *family.recipes.variants):
+        known = ", ".join((AUTO, *family.recipes.variants))
         raise InputError(
             f"variant {asked!r} for {family.title}",
             expected=f"one of {known}",
             fix="Choose auto or one of these.",
         )
     cautions = cautions_of(family, model, transformer)
-    if not family.variants:
+    if not family.recipes.variants:
         return family.id, cautions
     if asked != AUTO:
         return asked, (Decision("variant", asked, source=CHOSEN), *cautions)
@@ -128,6 +129,6 @@ def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tupl
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
-        for row in family.cautions
+        for row in family.published.cautions
         if row.stored in plain and names.name_with(row.named)
     )

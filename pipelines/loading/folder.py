@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,15 @@ from ...compat.transforms.attention import Attention, attention_for, avoided_by,
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Parts, Pipeline, Progress, Silent, Tools
+from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..forecast.fit import host_weight_decisions, offload_options, require_room
+from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
 from ..registry import FAMILIES
+from ..requests import Files
+from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
-from ..speed import SpeedRequest, speed_for
+from ..speed import speed_for
 from . import storage
 from .configs import require_plausible
 from .evidence import evidence_of, published, variant_of
@@ -54,57 +57,11 @@ from .host_memory import fit_host_memory, sizes_of
 from .keys import TRANSFORMER
 from .others import other_class
 from .part import PartFiles, part_files, reader_of, tool_reader, without_text
-from .single_file import Composed, Files, composed, encoder_task, family_in, lone_task, transformer_file
+from .single_file import Composed, composed, encoder_task, family_in, lone_task, transformer_file
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What the user asks of loading.
-
-    Args:
-        model: folder of a diffusers pipeline, or of a transformer alone.
-        base: folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches.
-        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides.
-        device: None for the default device; facts that were gathered before stand for the device they are of.
-        search: folders in which ``auto`` looks for other models.
-        attention: which kernel the transformer's attention runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
-        quiet: goes by what is kept there, so that the device is neither asked nor timed.
-        files: single files to compose the pipeline of; ``model`` is then the transformer's.
-        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
-        speed: fused kernels, compile, profile.
-        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``.
-        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
-        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        cards: the accelerators, ``device`` among them, that the parts may be shared out to, with the
-            bytes that a run may take there, None where unknown; empty for ``device`` alone.
-    """
-
-    model: Path
-    base: Path | None = None
-    image_encoder: Path | None = None
-    variant: str = AUTO
-    precision: str = AUTO
-    offload: str = AUTO
-    device: Any = None
-    search: Sequence[Path] = ()
-    attention: str = AUTO
-    state: Path | None = None
-    files: Files | None = None
-    weights: str = AUTO
-    text_weights: str = AUTO
-    speed: SpeedRequest = field(default_factory=SpeedRequest)
-    devices: Mapping[str, Any] = field(default_factory=dict)
-    keep_free_gb: float = 0.0
-    quiet: bool = False
-    stands_in_for: str = ""
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 def load(
@@ -125,9 +82,9 @@ def load(
     with reading(request.model):
         single, family, folders, tools, told = _sources(request, progress)
     facts, probes = _machine(request)
-    precision = precision_for(family.precision, facts, request.precision, probes)
+    precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = storage.with_storage(files, request, family.text_parts, precision, facts, probes)
+    files = storage.with_storage(files, request, family.files.text_parts, precision, facts, probes)
     progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
@@ -147,26 +104,21 @@ def load(
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
-    pipeline = Pipeline(
-        spec=family,
+    model = Checkpoint(
         task=_task(family, folders["transformer"]) if single is None else single.task,
-        parts=parts,
-        facts=facts,
-        precision=precision,
-        offloader=offloader,
-        tools=tools,
-        configs={name: part.config for name, part in files.items()},
         variant=variant,
         source=request.model,
-        decisions=(precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more),
-        speed=speed,
+        request=request if single is None else _resolved(request, single),
+        configs={name: part.config for name, part in files.items()},
         weights=weights,
-        probes=probes,
         storage=storage.smaller(files),
         stands_in_for=request.stands_in_for,
-        request=request if single is None else _resolved(request, single),
     )
-    return replace(pipeline, decisions=(*pipeline.decisions, *told, *recipe_decisions(pipeline, guessed)))
+    decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
+    device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
+    pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
+    decisions += (*told, *recipe_decisions(pipeline, guessed))
+    return replace(pipeline, plan=replace(plan, decisions=decisions))
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
@@ -252,10 +204,10 @@ def family_of_folder(folder: Path) -> FamilySpec | None:
     with reading(folder):
         if (folder / INDEX).is_file():
             name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.pipelines), None)
+            return next((family for family in FAMILIES.values() if name in family.files.pipelines), None)
         if (folder / "config.json").is_file():
             name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.transformer_classes), None)
+            return next((family for family in FAMILIES.values() if name in family.files.transformer_classes), None)
     return None
 
 
@@ -282,10 +234,12 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
         raise _unknown(model)
     whole = (model / INDEX).is_file()
     folders = _folders_in(model) if whole else {"transformer": model}
-    wanted = [*family.parts, *family.tools]
+    wanted = [*family.files.parts, *family.files.tools]
     for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
         missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if missing and (given is not None or (not whole and any(part not in family.optional for part in missing))):
+        if missing and (
+            given is not None or (not whole and any(part not in family.files.optional for part in missing))
+        ):
             source = given or _searched(name, family, request)
             progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
             offered = _folders_in(source)
@@ -294,18 +248,18 @@ def part_folders(request: LoadRequest, progress: Progress | None = None) -> tupl
             folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
-    for tool in family.tools:
+    for tool in family.files.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             raise CheckpointError(
                 f"no files in {str(folders[tool])!r}",
                 expected=f"the {tool} of this model",
                 fix="Download the missing folder, and keep its published name.",
             )
-    absent = [part for part in wanted if part not in folders and part not in (*family.optional, *spared)]
+    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
     if absent:
         raise CheckpointError(
             f"no {absent[0]} for {str(model)!r}",
-            expected=f"the parts {', '.join(family.parts)}",
+            expected=f"the parts {', '.join(family.files.parts)}",
             fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
         )
     return family, {part: folder for part, folder in folders.items() if part in wanted}
@@ -327,7 +281,7 @@ def _composed(request: LoadRequest, files: Files, progress: Progress) -> Compose
     wanted = family_in(files.parts["transformer"])
     providers = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
     offered = {name: folder for provider in providers for name, folder in provider.items()}
-    provided = {name: folder for name, folder in offered.items() if name in (*wanted.parts, *wanted.tools)}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     return composed(replace(files, provided=provided), progress)
 
 
@@ -354,8 +308,11 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     roots = [request.model.parent, *request.search]
     if name == "base":
         own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        provider, task = family.base or family.id, "text" if family.base else _encoder_task(family, own)
-        for spared in ((), family.text_parts):  # one with text encoders is better; without them a prompt is loaded
+        provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
+        for spared in (
+            (),
+            family.files.text_parts,
+        ):  # one with text encoders is better; without them a prompt is loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
                 if (
@@ -368,7 +325,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
                 if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
                     continue
                 own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
-                provided = [part for part in family.parts if part not in own_parts]
+                provided = [part for part in family.files.parts if part not in own_parts]
                 if all((folder / part).is_dir() for part in provided):
                     return folder
     else:
@@ -381,7 +338,7 @@ def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
     raise CheckpointError(
         f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
         expected=f"a folder with the missing parts of {family.title}",
-        fix=f"Download it ({'; '.join(family.pages)}) or choose its folder as {name}.",
+        fix=f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}.",
     )
 
 
@@ -390,7 +347,7 @@ def _part_files(
 ) -> dict[str, PartFiles]:
     """Every part with the dtype it gets: of ``single`` files, else of its folder."""
     files: dict[str, PartFiles] = {}
-    for name, (library, *classes) in family.parts.items():
+    for name, (library, *classes) in family.files.parts.items():
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
         if name in single:
             files[name] = replace(single[name], dtype=dtype)
@@ -408,8 +365,8 @@ def _part_files(
 
 def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
     """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
-    settings = dict(family.vae_settings)
-    if hasattr(family.code, "vae_settings_in"):
+    settings = dict(family.rewrites.vae_settings)
+    if family.code.vae_settings_in is not None:
         settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
     known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
     return replace(vae, config=known, settings=settings)
@@ -417,7 +374,13 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
     """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
-    kind = f"{family.id}{TRANSFORMER}" if denoises(name) else family.files[name].kind if name in family.files else ""
+    kind = (
+        f"{family.id}{TRANSFORMER}"
+        if denoises(name)
+        else family.files.kinds[name].kind
+        if name in family.files.kinds
+        else ""
+    )
     path = folder / "config.json"
     if library == "diffusers" and kind and path.is_file():
         require_plausible(
@@ -449,7 +412,7 @@ def _task(family: FamilySpec, transformer: Path) -> str:
     index = _index_beside(transformer)
     if not index:
         return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
-    return family.pipelines.get(str(index.get("_class_name")), family.lone_task)
+    return family.files.pipelines.get(str(index.get("_class_name")), family.files.lone_task)
 
 
 def _encoder_task(family: FamilySpec, transformer: Path) -> str:
@@ -461,7 +424,7 @@ def _encoder_task(family: FamilySpec, transformer: Path) -> str:
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
-    libraries = {name: library for name, library in family.tools.items() if name in folders}
+    libraries = {name: library for name, library in family.files.tools.items() if name in folders}
     readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
 

@@ -181,7 +181,7 @@ def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Co
 
 def layouts() -> tuple[Layout, ...]:
     """Every way to name tensors that is known here."""
-    return (*(layout for family in FAMILIES.values() for layout in family.layouts), *TEXT)
+    return (*(layout for family in FAMILIES.values() for layout in family.files.layouts), *TEXT)
 
 
 def width_of(content: Content) -> int:

@@ -26,7 +26,8 @@ from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
-from ..base import Pipeline, Progress
+from ..base import Progress
+from ..pipeline import Pipeline
 from .configs import MOST_TENSORS, construction, empty_weights
 from .keys import listed
 from .lora_keys import Match, matched
@@ -117,7 +118,9 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
     offloader = pipeline.offloader.with_adapters(loras)
-    return replace(pipeline, offloader=offloader, decisions=(*pipeline.decisions, decision))
+    return replace(
+        pipeline, plan=replace(pipeline.plan, offloader=offloader, decisions=(*pipeline.plan.decisions, decision))
+    )
 
 
 def named(text: str) -> tuple[Path, float, str]:
@@ -154,10 +157,10 @@ def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
-        _, *classes = pipeline.spec.parts[part]
+        _, *classes = pipeline.spec.files.parts[part]
         named = str(config.get("_class_name"))
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
-        with construction(part, pipeline.source, MOST_TENSORS, lambda: None), empty_weights():
+        with construction(part, pipeline.model.source, MOST_TENSORS, lambda: None), empty_weights():
             module = cls.from_config(dict(config))
         leaves |= {name: leaf for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
     return leaves
@@ -237,7 +240,7 @@ class LoRAs:
 
 def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Progress) -> Match:
     """``match`` without what would have to go into weights that are packed, which is said."""
-    if not any(pipeline.storage.get(part) for part in pipeline.spec.transformers):
+    if not any(pipeline.model.storage.get(part) for part in pipeline.spec.transformers):
         return match
     lost = sorted(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names)
     if lost:

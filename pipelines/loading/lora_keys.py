@@ -76,7 +76,7 @@ def matched(
     Raises:
         CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.
     """
-    names = _Names(layers, family.lora_layouts or family.layouts)
+    names = _Names(layers, family.files.lora_layouts or family.files.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
     for base, group in _groups(tensors).items():

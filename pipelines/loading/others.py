@@ -27,7 +27,7 @@ def other_class(name: str) -> OtherModel | None:
 
 
 def _rows() -> tuple[OtherModel, ...]:
-    return (*(other for family in FAMILIES.values() for other in family.others), *ELSEWHERE)
+    return (*(other for family in FAMILIES.values() for other in family.published.others), *ELSEWHERE)
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:

@@ -314,10 +314,10 @@ def _misfit(files: PartFiles, name: str, shape: tuple[int, ...]) -> CheckpointEr
 
 def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
     """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
-    if any(map(has, family.text_parts)):
+    if any(map(has, family.files.text_parts)):
         return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
-    return (*family.text_parts, *(tool for tool in family.tools if tool.startswith("tokenizer")))
+    return (*family.files.text_parts, *(tool for tool in family.files.tools if tool.startswith("tokenizer")))
 
 
 def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...compat.memory.offloader import Offloader
-from ..base import Pipeline, Progress
+from ..base import Progress
 from ..forecast.placement import share_out
+from ..pipeline import Pipeline
 from ..sizes import TRANSFORMER
 from .folder import LoadRequest, load
 

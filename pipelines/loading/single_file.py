@@ -7,7 +7,7 @@ settings (scheduler, guidance, picture processors) are shipped. Tokenizers come 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
+from ..requests import Files as Files
 from .evidence import CONFIGS, evidence_of
 from .formats import (
     ENDINGS,
@@ -53,25 +54,6 @@ TITLES = {
     "llava_vision": "the picture half of Llava (llava_llama3_vision)",
 }
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """What a pipeline is composed of.
-
-    Args:
-        parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
-        offered: every file of the model folders with the kinds of models in it.
-        task: ``text``, ``image``, or ``auto`` where the files decide.
-        tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
-        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
-    """
-
-    parts: Mapping[str, Path]
-    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
-    task: str = AUTO
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)
-    provided: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +96,8 @@ def composed(request: Files, progress: Progress) -> Composed:
     held = {kind for kinds in request.offered.values() for kind in kinds}
     held |= {content.kind for content in contents(request.parts["transformer"])}
     given = {*request.parts, *request.provided}
-    spared = without_text(family, lambda part: part in given or family.files[part].kind in held, progress)
-    for part in family.parts:
+    spared = without_text(family, lambda part: part in given or family.files.kinds[part].kind in held, progress)
+    for part in family.files.parts:
         if part == "transformer" or part in spared:
             continue
         content = _content_for(family, part, task, configured.config, request, progress)
@@ -123,10 +105,10 @@ def composed(request: Files, progress: Progress) -> Composed:
             chosen[part] = (content, config_of(content))
         elif part in request.provided:
             folders[part] = request.provided[part]
-        elif part not in family.optional and part not in spared:
+        elif part not in family.files.optional and part not in spared:
             raise _absent(family, part)
     files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
-    looks = family.text_vision and encoder_task(family, configured.config, task) == "image"
+    looks = family.files.text_vision and encoder_task(family, configured.config, task) == "image"
     if looks and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
@@ -165,13 +147,13 @@ def transformer_file(folder: Path) -> Path | None:
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
     """The task of a transformer without a pipeline around it, by its configuration."""
-    task_of = getattr(family.code, "task_of", None)
-    return task_of(config) if task_of is not None else family.lone_task
+    task_of = family.code.task_of
+    return task_of(config) if task_of is not None else family.files.lone_task
 
 
 def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> str:
     """The task of the pipelines whose text encoder goes with a transformer for ``task``: mostly the same."""
-    of_encoder = getattr(family.code, "encoder_task", None)
+    of_encoder = family.code.encoder_task
     return of_encoder(config) if of_encoder is not None else task
 
 
@@ -182,8 +164,8 @@ def _content_for(
 
     None where a folder provides it, or where there is none.
     """
-    kind = family.files[part].kind
-    width = int(config.get(family.files[part].width) or 0)
+    kind = family.files.kinds[part].kind
+    width = int(config.get(family.files.kinds[part].width) or 0)
     given = request.parts.get(part)
     if given is None and denoises(part):  # a file says nothing of which of several it is
         return None
@@ -199,7 +181,7 @@ def _content_for(
     content = _of_kind(request.parts["transformer"], kind, width)
     if content is not None or part in request.provided:
         return content
-    if part in family.optional and part == "image_encoder" and task == "text":
+    if part in family.files.optional and part == "image_encoder" and task == "text":
         return None
     for path in sorted(path for path, held in request.offered.items() if kind in held):
         content = _of_kind(path, kind, width)
@@ -252,7 +234,7 @@ def _of_kind(path: Path, kind: str, width: int) -> Content | None:
 
 
 def _part(name: str, family: FamilySpec, content: Content, configured: Configured, progress: Progress) -> PartFiles:
-    library, *allowed = family.parts[name]
+    library, *allowed = family.files.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
     if content.kind in CLASSES and "vocab_size" in config:  # releases add tokens, or round the number up
@@ -277,13 +259,17 @@ def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: 
     """The encoder for text and pictures, of a file for each."""
     given = request.parts.get("image_encoder")
     places = (
-        [given] if given is not None else sorted(p for p, held in request.offered.items() if family.text_vision in held)
+        [given]
+        if given is not None
+        else sorted(p for p, held in request.offered.items() if family.files.text_vision in held)
     )
-    vision = next((content for path in places if (content := _of_kind(path, family.text_vision, 0)) is not None), None)
+    vision = next(
+        (content for path in places if (content := _of_kind(path, family.files.text_vision, 0)) is not None), None
+    )
     if vision is None:
         raise CheckpointError(
             f"no picture half of the text encoder for {family.title} image to video",
-            expected=TITLES[family.text_vision],
+            expected=TITLES[family.files.text_vision],
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:
@@ -307,13 +293,13 @@ def _tools(
     for part in ("vae", "transformer"):
         for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
             settings[name] = {**settings.get(name, {}), **changed}
-    if hasattr(family.code, "settings_in"):
+    if family.code.settings_in is not None:
         main = chosen["transformer"][0].path
         for name, changed in family.code.settings_in(evidence_of(main, chosen["transformer"][1].config)).items():
             settings[name] = {**settings.get(name, {}), **changed}
     plain: dict[str, Callable[[], Any]] = {"index": partial(dict, settings.pop("index", {}))}
     folders: dict[str, Path] = {}
-    for name, library in family.tools.items():
+    for name, library in family.files.tools.items():
         if name in spared:
             continue
         if name in request.provided:
@@ -321,7 +307,7 @@ def _tools(
         elif library == "diffusers":
             plain[name] = partial(dict, settings[name])
         elif (CONFIGS / name).is_dir():
-            if name not in family.optional or task == "image":
+            if name not in family.files.optional or task == "image":
                 folders[name] = CONFIGS / name
         else:
             folders[name] = _tokenizer(family, name, request)
@@ -329,7 +315,7 @@ def _tools(
 
 
 def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
-    kind = family.tokenizers[name]
+    kind = family.files.tokenizers[name]
     folder = request.tokenizers.get(kind)
     if folder is None or not any((folder / file).is_file() for file in VOCABULARIES):
         raise CheckpointError(
@@ -341,7 +327,7 @@ def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
 
 
 def _absent(family: FamilySpec, part: str) -> CheckpointError:
-    kind = family.files[part].kind
+    kind = family.files.kinds[part].kind
     place = {"vae": "models/vae", "image_encoder": "models/clip_vision"}.get(part, "models/text_encoders")
     return CheckpointError(
         f"no {part} for {family.title}",

@@ -26,7 +26,7 @@ from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
-from ..base import Parts
+from ..pipeline import Parts
 from .part import PartFiles, reader_of
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,6 @@ from ..base import (
     ImageRequest,
     Latents,
     PictureSource,
-    Pipeline,
     Prompt,
     PromptRequest,
     SampleSettings,
@@ -37,6 +36,7 @@ from ..family import FITS
 from ..loading import lora
 from ..loading.folder import LoadRequest
 from ..movie import tags_of
+from ..pipeline import Pipeline
 from ..requests import inputs_of
 from ..vae.plan import Form
 from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
@@ -212,10 +212,10 @@ def _job(
     settings: SampleSettings,
     framepack: FramePackSettings | None,
 ) -> VideoJob:
-    request: LoadRequest = pipeline.request
+    request: LoadRequest = pipeline.model.request
     parts = {} if request.files is None else request.files.parts
     sources = () if image is None else image.sources
-    cache = pipeline.step_cache
+    cache = pipeline.plan.step_cache
     return VideoJob(
         model=_named(request.model),
         family=pipeline.family,
@@ -258,7 +258,7 @@ def _named(path: Path) -> Content:
 
 def _told(pipeline: Pipeline) -> dict[str, Any]:
     """The versions, device and decisions of a receipt, not redacted yet."""
-    decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
+    decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
     return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
 
 

@@ -18,7 +18,6 @@ from ...compat.memory.parts import Undo
 
 DOUBLE, SINGLE = "double", "single"
 LISTS = ((DOUBLE, "transformer_blocks"), (SINGLE, "single_transformer_blocks"))
-RETURNS_ALONE = ("LTXVideoTransformerBlock",)  # blocks that return their tokens without the text
 Attend = Callable[..., torch.Tensor]
 OutputPatch = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 
@@ -35,6 +34,7 @@ class BlockPatches:
             gives, (B, N, D) before its projection, and what is known of the place.
         values: double blocks whose attention hands its values on as they are.
         options: what output patches are given beside block, heads and tokens of the video.
+        returns_alone: whether blocks return their tokens without the text.
     """
 
     double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
@@ -43,6 +43,7 @@ class BlockPatches:
     outputs: Mapping[str, list[OutputPatch]] = field(default_factory=dict)
     values: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
+    returns_alone: bool = False
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
@@ -82,7 +83,7 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> I
                     _patch_output(undo, attentions[name], patches, options)
             patch = (block_patches.double if kind == DOUBLE else block_patches.single).get(index)
             if patch is not None:
-                undo.set(block, "forward", _patched(block.forward, patch, type(block).__name__ in RETURNS_ALONE))
+                undo.set(block, "forward", _patched(block.forward, patch, block_patches.returns_alone))
         yield
     finally:
         undo.restore()

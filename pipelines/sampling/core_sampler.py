@@ -7,12 +7,14 @@ into a :class:`~anygpu.pipelines.base.Call`. Each family's ``call_transformer`` 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...compat.errors import InputError
-from ..base import Call, Pipeline
+from ..base import Call
+from ..pipeline import Pipeline
 from .block_patches import BlockPatches, with_block_patches
 
 TIME = 1000.0  # what the transformers call the highest noise level
@@ -28,17 +30,18 @@ def velocity(
     """
     if call.embeds is None:
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
-    width = pipeline.configs["transformer"].get(pipeline.spec.text_width)
+    width = pipeline.configs["transformer"].get(pipeline.spec.files.text_width)
     if width is not None and call.embeds.shape[-1] != width:
         raise InputError(
             f"CONDITIONING of width {call.embeds.shape[-1]}",
             expected=f"width {width}",
             fix="Use positive and negative of AnyGPU Encode Prompt, or this model's own text encoder files.",
         )
+    alone = pipeline.spec.rewrites.returns_alone
     with ExitStack() as stack:
         stack.enter_context(transformer.cache_context(call.branch))
         if block_patches is not None:
-            stack.enter_context(with_block_patches(transformer, block_patches))
+            stack.enter_context(with_block_patches(transformer, replace(block_patches, returns_alone=alone)))
         output: torch.Tensor = pipeline.spec.code.call_transformer(pipeline, transformer, call)
     return output.float()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +15,17 @@ from torch.nn import functional
 from ...compat.device.execution import state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
+from ...compat.errors import UnsupportedError
 from ...compat.output_check import NotFinite, require_finite
 from ...compat.repairs import RepairStore
-from ..base import Latents, Pipeline, Progress, SampleSettings
+from ...compat.transforms.fp16 import fp16_sums
+from ...compat.transforms.step_cache import cached, require_usable
+from ..base import Latents, Progress, SampleSettings
 from ..family import FamilySpec
+from ..pipeline import Pipeline
 from ..retry import make_room_and_retry
+from ..settings import STEP_CACHE
+from ..sizes import TRANSFORMER
 from .resume import Steps
 from .schedules import Schedule
 
@@ -65,7 +71,13 @@ def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.
 
 def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
     """(1, C, T, H, W) of the latents of a video."""
-    return 1, channels, (size.frames - 1) // spec.stride + 1, size.height // spec.ratio, size.width // spec.ratio
+    return (
+        1,
+        channels,
+        (size.frames - 1) // spec.sizes.stride + 1,
+        size.height // spec.sizes.ratio,
+        size.width // spec.sizes.ratio,
+    )
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
@@ -83,7 +95,7 @@ def sampled_latents(
     return Latents(
         samples=samples,
         family=pipeline.family,
-        task=pipeline.task,
+        task=pipeline.model.task,
         frames=settings.frames,
         height=settings.height,
         width=settings.width,
@@ -160,7 +172,7 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
         generator: whose state is kept with the steps.
         section: of the video, for a family that samples it in several.
     """
-    steps = None if pipeline.resuming is None else Steps(pipeline.resuming, generator, section)
+    steps = None if pipeline.run.resuming is None else Steps(pipeline.run.resuming, generator, section)
     return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)
 
 
@@ -170,8 +182,8 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
     Also None on several devices: each would stop its search at the first layer that is wrong for its own tokens, while
     the others wait there.
     """
-    doctor: Doctor | None = pipeline.doctor
-    if pipeline.group is not None or (doctor is None and pipeline.parts.fallbacks):
+    doctor = pipeline.run.doctor
+    if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)
@@ -277,6 +289,34 @@ def retries(
     raise attempt.error
 
 
+@contextmanager
+def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
+    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
+
+    Raises:
+        UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
+    """
+    cache, speed = pipeline.plan.step_cache, pipeline.plan.speed
+    with ExitStack() as stack:
+        if speed.request.fp16_sums:
+            stack.enter_context(fp16_sums())
+        counts: dict[str, Any] = {}
+        if cache is not None and pipeline.run.group is not None:
+            raise UnsupportedError(
+                f"step cache {cache.kind!r} on {pipeline.run.group.world.size} devices",
+                expected="no step cache, since each device would decide by its own tokens what to skip",
+                fix="Set the step cache to off for these jobs.",
+            )
+        for part in () if cache is None else pipeline.spec.transformers:
+            transformer = pipeline.parts.read(part, progress)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg)
+            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
+        yield
+    for part, count in counts.items():
+        progress.notify(f"{STEP_CACHE} {cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")
+    speed.notify(pipeline.spec.title, progress.notify)
+
+
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
     """Whether ``error`` was about values that are not finite, and the transformer now runs in fp32 instead.
 
@@ -285,8 +325,8 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
         return False
-    if pipeline.resuming is not None:
-        pipeline.resuming.abandon()
+    if pipeline.run.resuming is not None:
+        pipeline.run.resuming.abandon()
     for part in tuple(fallbacks):
         pipeline.offloader.release(part)
         pipeline.parts.drop(part)

@@ -18,7 +18,8 @@ from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.device.precision import Precision
 from ...compat.output_check import NotFinite
 from ...compat.ranks import Group
-from ..base import Latents, Pipeline, Progress, Prompt
+from ..base import Latents, Progress, Prompt
+from ..pipeline import Pipeline, Resuming, StepState, StepStore
 from .schedules import Schedule
 
 log = logging.getLogger(__name__)
@@ -75,41 +76,6 @@ class InMemorySections:
 
 
 @dataclass(frozen=True, slots=True)
-class StepState:
-    """The state of a sampling between two steps.
-
-    Args:
-        done: steps.
-        section: of a sampling in sections, else 0.
-        latents: as the loop has them.
-        solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
-        generator_state: for noise that later steps draw.
-    """
-
-    done: int
-    section: int
-    latents: torch.Tensor
-    solver: Mapping[str, Any]
-    generator_state: bytes
-
-
-class StepStore(Protocol):
-    """Saves unfinished steps, and returns them when the same video is sampled again."""
-
-    def found(self, key: str) -> StepState | None:
-        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
-
-    def due(self) -> bool:
-        """Whether enough time has passed that keeping a state costs next to nothing."""
-
-    def keep(self, key: str, state: StepState) -> bool:
-        """Replace what is kept of this sampling; returns whether that was done."""
-
-    def drop(self, key: str) -> None:
-        """Forget this sampling: it has ended."""
-
-
-@dataclass(frozen=True, slots=True)
 class LeaderSteps:
     """Unfinished samplings that the leader keeps: every rank goes on where the leader does."""
 
@@ -149,32 +115,6 @@ class LeaderSections:
         """Take in all sections so far, on the leader."""
         if self.group.leads:
             self.store.keep(key, index, count, latents, standing)
-
-
-@dataclass(slots=True)
-class Resuming:
-    """What keeps the steps of one sampling; :class:`Pipeline` hands it on to the loop.
-
-    Args:
-        store: where.
-        key: of the sampling.
-        progress: told where it goes on.
-        seed: of the request, which a user must give again.
-        broken: whether nothing more is kept, since what was kept may be what went wrong.
-        skipped: steps that an earlier run had done.
-    """
-
-    store: StepStore
-    key: str
-    progress: Progress
-    seed: int = 0
-    broken: bool = False
-    skipped: int = 0
-
-    def abandon(self) -> None:
-        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
-        self.broken = True
-        self.store.drop(self.key)
 
 
 @dataclass(slots=True)
@@ -271,10 +211,13 @@ def with_steps(
         seed: for the user, too.
         prompt, request: all that decides the latents.
     """
-    if pipeline.step_cache is not None:
+    if pipeline.plan.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline
-    return replace(pipeline, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress, seed))
+    return replace(
+        pipeline,
+        run=replace(pipeline.run, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress, seed)),
+    )
 
 
 def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
@@ -287,15 +230,15 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
     digest = hashlib.sha256()
     adapted = str(pipeline.offloader.adapters or "")
     kinds = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
-    stored = pipeline.storage.get("transformer", "")
+    stored = pipeline.model.storage.get("transformer", "")
     model = [
         pipeline.family,
         pipeline.variant,
         kinds,
         stored,
         adapted,
-        pipeline.step_cache,
-        content_of(pipeline.source),
+        pipeline.plan.step_cache,
+        content_of(pipeline.model.source),
     ]
     for item in _bytes_in([*model, prompt.embeds, prompt.negative, prompt.sections, *request]):
         digest.update(item)

@@ -1,4 +1,4 @@
-"""Noise levels and the solver that walks down them, the same for every flow-matching family."""
+"""Noise levels, the solver that walks down them, and the steps that guidance acts at: the same for every family."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ...compat.errors import InputError
+from ...compat.guidance import Branch, both, classifier_free_guidance
+from ...compat.ranks import Group
 from ..base import SampleSettings
 
 PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
@@ -178,3 +180,40 @@ def _checked(sigmas: Sequence[float]) -> Sequence[float]:
             fix="Use a scheduler node for flow models, such as Basic Scheduler on a flow model.",
         )
     return sigmas
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """What ``cfg``, ``cfg_start``, ``cfg_end`` and ``guidance_rescale`` of ``settings`` ask of ``steps`` steps."""
+
+    settings: SampleSettings
+    steps: int
+
+    def acts(self, index: int) -> bool:
+        """Whether step ``index`` needs a prediction without the prompt beside the one with it."""
+        settings = self.settings
+        return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
+
+    def predict(self, index: int, group: Group | None, cond: Branch, uncond: Branch) -> torch.Tensor:
+        """The prediction of step ``index``, guided where guidance acts; each branch is a call of the transformer."""
+        return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+
+    def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
+        """The guided prediction; rescaled to the spread of ``cond`` by the share that was asked for.
+
+        Source: Lin et al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4.
+        """
+        guided = classifier_free_guidance(cond, uncond, self.settings.cfg)
+        if self.settings.guidance_rescale <= 0:
+            return guided
+        from diffusers.guiders.guider_utils import rescale_noise_cfg
+
+        rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, guidance_rescale=self.settings.guidance_rescale)
+        return rescaled
+
+    def guide_batch(self, output: torch.Tensor) -> torch.Tensor:
+        """The guided prediction of a batch of two, without the prompt and with it; a batch of one as it is."""
+        if output.shape[0] == 1:
+            return output
+        uncond, cond = output.chunk(2)
+        return self.guide(cond, uncond)

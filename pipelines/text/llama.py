@@ -11,7 +11,8 @@ import torch
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
+from ..base import ENCODING, Forwards, Progress, PromptRequest
+from ..pipeline import Pipeline
 from ..sizes import PAIR, texts_at_once
 from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_batches, shortened, trimmed
 

@@ -11,7 +11,8 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
+from ..base import ENCODING, Forwards, Progress, PromptRequest, Silent
+from ..pipeline import Pipeline
 from ..sizes import texts_at_once
 from .t5 import EMBEDS, by_text, held_encoder, in_batches, shortened
 
@@ -59,7 +60,7 @@ def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None, usual: int)
         return {"text_encoder": ((usual, usual),)}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
-    limit = request.max_tokens or pipeline.spec.defaults.max_tokens
+    limit = request.max_tokens or pipeline.spec.sizes.defaults.max_tokens
     texts = [chat.fitting(text, limit, name, silent) for text, name in pair]
     quoted, tokenizer = _quoted(pipeline, texts, silent), pipeline.tools["tokenizer_2"]
     glyphs = tuple((len(tokenizer(quote)["input_ids"]),) for quote in quoted if quote is not None)

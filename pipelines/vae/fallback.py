@@ -33,8 +33,9 @@ from ...compat.output_check import (
     require_finite,
 )
 from ...compat.transforms.order import replace_attention
-from ..base import Pipeline, Progress, StageText, SubProgress
+from ..base import Progress, StageText, SubProgress
 from ..pictures import signed
+from ..pipeline import Pipeline
 from ..sizes import SPARE
 from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Ladder, checked_form, decoder_size
 from .tiled import RegionTask, ResumableDecode, decoded_together, serve
@@ -111,7 +112,7 @@ class VaeRunner:
             part = SubProgress(watch, index, count, "part") if count > 1 else watch
             return watched(self._vae.decoder, part, "decoding")
 
-        group = self.pipeline.group
+        group = self.pipeline.run.group
         together = None if group is None else partial(decoded_together, group)
         work = ResumableDecode(
             latents=samples,
@@ -208,8 +209,8 @@ class VaeRunner:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.method.library and self.pipeline.probes is not None:  # the next run begins so
-            self.pipeline.probes.remember(self.plan.learned, lambda: True)
+        if not self.plan.method.library and self.pipeline.device.probes is not None:  # the next run begins so
+            self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
     def _judged(self, judge: Judge) -> Judge:
@@ -328,8 +329,8 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    form = checked_form(form or Form(), pipeline.spec.ratio)
-    if form.method == CHUNKED and not pipeline.spec.causal_decoder:
+    form = checked_form(form or Form(), pipeline.spec.sizes.ratio)
+    if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
@@ -341,9 +342,9 @@ def decoding(
 
 def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
     """On the others of a group: decode regions for the leader until it is done; how many that were."""
-    assert pipeline.group is not None
+    assert pipeline.run.group is not None
     with decoding(pipeline, shape, progress) as passes:
-        return serve(pipeline.group, passes.region)
+        return serve(pipeline.run.group, passes.region)
 
 
 def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> VaeRunner:

@@ -20,7 +20,7 @@ from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
-from ..base import Pipeline
+from ..pipeline import Pipeline
 from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
@@ -201,9 +201,9 @@ class Ladder:
         self.pipeline, self.size, self.form = pipeline, size, form
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
-        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.ratios
+        self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.sizes.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
-        self.causal = self.decodes and pipeline.spec.causal_decoder
+        self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
         start = self._start(form.tile or advised) if self.form.method in (AUTO, TILED) else 0
         self.methods = self._methods(start, whole_first=self.form.method == AUTO and not limited)
@@ -251,7 +251,7 @@ class Ladder:
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             return [DecodeMethod(torch.float32, on_host=True)]
-        probes = self.pipeline.probes
+        probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts: tuple[int, ...] = (0, *self._chunks())
@@ -341,7 +341,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMet
         coder="decoder",
         size=decoder_size(pipeline, cells),
         form=Form(),
-        advised=spec.tile_for(cells),
+        advised=spec.sizes.tile_for(cells),
         room=room,
     )
     return plan.method, plan.needed_bytes(plan.method)
@@ -349,7 +349,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMet
 
 def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
     """Pixel frames, rows and columns that a decoder makes of ``cells``."""
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     return (cells[0] - 1) * temporal + 1, cells[1] * spatial, cells[2] * spatial
 
 

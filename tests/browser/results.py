@@ -20,11 +20,12 @@ from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.drawing import drawn
 from anygpu.pipelines.demo.scenes import EXAMPLE, first_frame, scene_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from paint.synthetic import photographs, torus
 from PIL import Image, ImageDraw, ImageFont
 

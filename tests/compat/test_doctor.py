@@ -30,7 +30,7 @@ def called(name: str, folder: Path) -> tuple[nn.Module, Callable[[], torch.Tenso
     pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu", precision="fp32"))
     config, transformer = pipeline.configs["transformer"], pipeline.parts.read("transformer")
     generator = torch.Generator().manual_seed(0)
-    width, pooled = config[pipeline.spec.text_width], config.get("pooled_projection_dim", 1)
+    width, pooled = config[pipeline.spec.files.text_width], config.get("pooled_projection_dim", 1)
     call = Call(
         torch.randn(INPUTS[name]["latents"], generator=generator),
         torch.tensor([500.0]),

@@ -20,16 +20,16 @@ ARCHES = sorted(PRECISION)
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_auto_decides_for_every_family_and_arch_with_a_reason(family, arch):
-    chosen = precision_for(family.precision, replace(CPU, arch_class=arch))
+    chosen = precision_for(family.rewrites.precision, replace(CPU, arch_class=arch))
     assert chosen.why and str(chosen)
 
 
 def test_no_row_puts_a_t5_into_fp16():
     assert all(row.text is not torch.float16 for row in PRECISION.values())
     for family in FAMILIES.values():
-        if any("T5" in cls for part in family.parts.values() for cls in part):
-            assert not family.precision.half_text
-            assert all(row.text is not torch.float16 for row in family.precision.rows.values())
+        if any("T5" in cls for part in family.files.parts.values() for cls in part):
+            assert not family.rewrites.precision.half_text
+            assert all(row.text is not torch.float16 for row in family.rewrites.precision.rows.values())
 
 
 def test_paint_runs_in_fp16_as_published_and_in_fp32_where_fp16_convolutions_fail():
@@ -47,7 +47,7 @@ def test_paint_runs_in_fp16_as_published_and_in_fp32_where_fp16_convolutions_fai
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
-    chosen = precision_for(family.precision, profiles.facts_of("turing"))
+    chosen = precision_for(family.rewrites.precision, profiles.facts_of("turing"))
     assert chosen.safe
     assert chosen.choice == "fp16-safe"
     parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv, chosen.latents)
@@ -91,7 +91,7 @@ def test_a_device_with_broken_bf16_gets_fp16_safe_and_is_told_why(broken, status
     assert chosen.safe
     assert broken.replace("__", ".") in chosen.why
     assert chosen.text is FP32
-    assert precision_for(FAMILIES["framepack"].precision, facts, "auto", told(**{broken: status})).text is FP16
+    assert precision_for(FAMILIES["framepack"].rewrites.precision, facts, "auto", told(**{broken: status})).text is FP16
 
 
 def test_a_device_with_neither_bf16_nor_fp16_gets_fp32():

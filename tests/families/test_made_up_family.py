@@ -16,10 +16,10 @@ import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import FP32, precision_for
-from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
+from anygpu.compat.errors import InputError
+from anygpu.compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Call, Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Call, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.forecast.memory import forecasts
 from anygpu.pipelines.forecast.page import memory_plan
@@ -27,11 +27,13 @@ from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.sampling.core_sampler import velocity
+from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.sizes import Size
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.speed import SpeedRequest
 from safetensors.torch import load_file, save_file
 from simulated import accelerator
 
@@ -80,7 +82,7 @@ def test_it_is_known_by_its_registration_alone(folder):
     assert list(FAMILIES)[-1] == SPEC.id and family_named(SPEC.id) is SPEC
     assert SPEC.transformers == ("transformer", "transformer_2")
     pipeline = opened(folder)
-    assert (pipeline.spec, pipeline.family, pipeline.task) == (SPEC, "duet", "text")
+    assert (pipeline.spec, pipeline.family, pipeline.model.task) == (SPEC, "duet", "text")
     assert card_of(pipeline)["title"] == "Duet" and "Duet" in memory_plan(pipeline, Size(32, 32, 7))[0]
 
 
@@ -131,9 +133,9 @@ def test_the_forecast_counts_both(folder):
 
 def test_its_precision_row_is_used_and_reported(folder):
     facts = facts_for("cpu")
-    chosen = precision_for(SPEC.precision, replace(facts, arch_class="cuda-sm80+"))
+    chosen = precision_for(SPEC.rewrites.precision, replace(facts, arch_class="cuda-sm80+"))
     assert chosen.vae is FP32 and chosen.why == WHY
-    assert precisions()["Duet"] is SPEC.precision
+    assert precisions()["Duet"] is SPEC.rewrites.precision
 
 
 def test_weights_are_kept_smaller_on_both(folder):
@@ -165,10 +167,8 @@ def test_a_lora_in_its_own_names_is_on_both_and_leaves_no_trace(folder, expected
     assert torch.equal(sampled(pipeline).samples, expected[0].samples)
 
 
-def test_step_caches_act_as_the_spec_says(folder, recorded):
+def test_step_caches_act_on_both(folder, recorded):
     pipeline, progress = opened(folder), recorded()
-    with pytest.raises(UnsupportedError, match="step cache kind 'taylor' for Duet; expected one of auto, first_block"):
-        with_step_cache(pipeline, "fast", StepCacheSettings(kind=TAYLOR))
     cached = with_step_cache(pipeline, "custom", StepCacheSettings(kind=FIRST_BLOCK, threshold=1.0))
     sampled(cached, progress)
     said = [line for line in progress.said if line.startswith("step cache")]
@@ -179,8 +179,8 @@ def test_step_caches_act_as_the_spec_says(folder, recorded):
 def test_kernels_are_put_into_both(folder, expected):
     pipeline = opened(folder, speed=SpeedRequest(kernels="reference"))
     latents = sampled(pipeline)
-    assert {part: fused.sites.total() for part, fused in pipeline.speed.fused.items()} == dict.fromkeys(
-        SPEC.transformers, pipeline.speed.fused["transformer"].sites.total()
+    assert {part: fused.sites.total() for part, fused in pipeline.plan.speed.fused.items()} == dict.fromkeys(
+        SPEC.transformers, pipeline.plan.speed.fused["transformer"].sites.total()
     )
     assert (latents.samples - expected[0].samples).abs().max() <= 1e-4 * expected[0].samples.abs().max()
 

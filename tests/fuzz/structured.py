@@ -152,7 +152,8 @@ class Readers:
         evidence = evidence_of(path, {})
         for family in FAMILIES.values():
             for ask in ("guess_variant", "settings_in"):
-                getattr(family.code, ask, lambda _: None)(evidence)
+                if hook := getattr(family.code, ask):
+                    hook(evidence)
         if rng.random() < 0.3:
             config = json.loads((self.ltx / "transformer" / "config.json").read_text(encoding="utf-8"))
             path.with_suffix(".json").write_text(json.dumps(mutated(config, rng)), encoding="utf-8")
@@ -161,7 +162,8 @@ class Readers:
         for content in contents(path):
             config_of(content, rng.choice(("", "text", "image")))
         for family in FAMILIES.values():
-            getattr(family.code, "vae_settings_in", lambda *_: None)(evidence, path)
+            if family.code.vae_settings_in is not None:
+                family.code.vae_settings_in(evidence, path)
 
     def latents(self, rng: Random) -> None:
         """Latent files of ours, of core and of unfinished samplings, and the list of what is kept."""

@@ -26,7 +26,6 @@ from anygpu.pipelines.base import (
     ImageCondition,
     ImageRequest,
     Latents,
-    Pipeline,
     Prompt,
     PromptRequest,
     SampleSettings,
@@ -37,8 +36,10 @@ from anygpu.pipelines.latents.store import load_latent, save_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.sampling.core_sampler import velocity
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.vae.plan import Form
 from paint.synthetic import photographs, torus

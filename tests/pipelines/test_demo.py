@@ -74,7 +74,7 @@ FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 @pytest.mark.parametrize("name", ["ltx", *LATER])
 def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(name):
     pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     assert (defaults.width, defaults.height, defaults.frames) == (64, 64, FRAMES.get(name, 9))
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
         assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
@@ -167,19 +167,19 @@ def test_less_guidance_follows_the_prompt_less():
 
 def test_defaults_in_an_index_that_are_no_numbers_are_passed_over(monkeypatch):
     pipeline = load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
-    expected = of_checkpoint(pipeline).defaults
+    expected = of_checkpoint(pipeline).sizes.defaults
     monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, {"width": "wide", "height": 64, "nothing": 3})
-    changed = of_checkpoint(pipeline).defaults
+    changed = of_checkpoint(pipeline).sizes.defaults
     assert changed.height == 64 and changed.width != "wide" and changed.frames != expected.frames
     unmeant = {"width": -64, "frames": True, "steps": 2.5, "fps": float("nan"), "cfg": float("inf"), "height": 64}
     monkeypatch.setitem(pipeline.tools["index"], OWN_DEFAULTS, unmeant)
-    assert of_checkpoint(pipeline).defaults == replace(changed, height=64), "numbers that no run can have"
+    assert of_checkpoint(pipeline).sizes.defaults == replace(changed, height=64), "numbers that no run can have"
 
 
 def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so():
     folder, said = next(iter(demo_models().values())), []
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu", stands_in_for="LTX-Video"))
-    assert any("in place of 'LTX-Video'" in str(decision) for decision in pipeline.decisions)
+    assert any("in place of 'LTX-Video'" in str(decision) for decision in pipeline.plan.decisions)
     given = {"width": 704, "height": 480, "frames": 97, "steps": 40, "cfg": 3, "fps": 25, "seed": 5, "shift": 0.0}
     own = {"width": 64, "height": 64, "frames": 9, "steps": 20, "cfg": 3.0, "fps": 8.0}
     assert own_inputs(pipeline, given, said.append) == {**given, **own}
@@ -192,9 +192,9 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
     assert own_inputs(pipeline, asked, said.append) == asked and len(said) == 3
     for inputs in (given, {"text": "a woman smiles", "negative": "blurry"}):
         one, other = [], []
-        chosen = own_inputs(replace(pipeline, stands_in_for=""), inputs, one.append)
+        chosen = own_inputs(replace(pipeline, model=replace(pipeline.model, stands_in_for="")), inputs, one.append)
         assert chosen == own_inputs(pipeline, inputs, other.append) and one == other, "one model, one behaviour"
-    published = replace(pipeline, source=Path("LTX-Video"))
+    published = replace(pipeline, model=replace(pipeline.model, source=Path("LTX-Video")))
     assert own_inputs(published, given, said.append) == given and len(said) == 3
 
 
@@ -211,7 +211,7 @@ def test_a_demo_model_is_one_however_its_folder_is_spelt_and_says_one_line_of_it
     folder = {"absolute": MODELS / name, "relative": Path("models") / name, "linked": tmp_path / "mine"}[spelt]
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
     assert pipeline.is_demo and card_of(pipeline)["model"] == "demo model"
-    lines = [str(each) for each in pipeline.decisions if each.subject in ("model", "recipe", "variant")]
+    lines = [str(each) for each in pipeline.plan.decisions if each.subject in ("model", "recipe", "variant")]
     frames = FRAMES.get(name, 9)
     assert lines == [f"model draws coloured shapes at 64x64, {frames} frames, 20 steps: {lines[0].partition(': ')[2]}"]
     assert status_of(pipeline).startswith(f"demo model, {pipeline.spec.title}: fp32, ")
@@ -260,8 +260,8 @@ def test_a_video_to_start_from_is_brought_to_its_own_length():
 
 def test_latents_to_start_from_are_cut_to_what_it_draws():
     pipeline, said = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu")), []
-    own = of_checkpoint(pipeline).defaults
-    spatial, temporal = pipeline.spec.ratios
+    own = of_checkpoint(pipeline).sizes.defaults
+    spatial, temporal = pipeline.spec.sizes.ratios
     channels = pipeline.configs["vae"]["latent_channels"]
     samples = torch.rand(1, channels, 4, 3 * own.height // spatial, 2 * own.width // spatial)
     start = start_of(pipeline, {"samples": samples, "noise_mask": samples[:, :1]}, said.append)
@@ -271,7 +271,10 @@ def test_latents_to_start_from_are_cut_to_what_it_draws():
     assert mask.shape[-3:] == cut.samples.shape[-3:]
     whole = {"latents": cut, "noise_mask": None}
     assert own_latents(pipeline, whole, said.append) == whole
-    assert own_latents(replace(pipeline, source=Path("LTX-Video")), start, said.append) == start
+    assert (
+        own_latents(replace(pipeline, model=replace(pipeline.model, source=Path("LTX-Video"))), start, said.append)
+        == start
+    )
 
 
 TEMPLATES = {  # by demo model: what the shipped templates of its family ask, as a job

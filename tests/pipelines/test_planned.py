@@ -11,11 +11,12 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines import jobs, stages
-from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, Prompt, PromptRequest, SampleSettings
+from anygpu.pipelines.base import FramePackSettings, ImageCondition, Prompt, PromptRequest, SampleSettings
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.sizes import Size
@@ -49,14 +50,15 @@ def sampled_size(pipeline: Pipeline, job: VideoJob, machine: Machine, monkeypatc
 
     def encode_image(_pipeline: Any, request: Any, _progress: Any) -> ImageCondition:
         assert tuple(request.frames.shape[1:3]) == (request.height, request.width)
-        return ImageCondition(pipeline.family, {}, request.width, request.height)
+        anchors = (("", request.frame, request.strength),)
+        return ImageCondition(pipeline.family, {}, request.width, request.height, anchors)
 
     def reached(_pipeline: Any, _settings: Any, size: Size, *_: Any) -> None:
         raise Reached(size)
 
     with monkeypatch.context() as patch:
         patch.setattr(stages, "encode_prompt", lambda *_: Prompt(pipeline.family, text, text))
-        patch.setattr(pipeline.spec.code, "encode_image", encode_image, raising=False)
+        patch.setattr(pipeline.spec.code, "encode_image", encode_image)
         patch.setattr(stages, "_sample", reached)
         with pytest.raises(Reached) as end:
             jobs.sample(job, machine, Quiet(), pipeline)
@@ -65,16 +67,21 @@ def sampled_size(pipeline: Pipeline, job: VideoJob, machine: Machine, monkeypatc
 
 def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[VideoJob, Places]]:
     """Jobs without and with a picture of each shape, in each fit, at the sizes of the model's own and at asked ones."""
-    framepack = FramePackSettings(1.13, 5) if pipeline.spec.sections else None
+    framepack = FramePackSettings(1.13, 5) if pipeline.spec.recipes.sections else None
     for width, height in ((0, 0), (96, 160)):
         settings = SampleSettings(width, height, 0 if framepack else 17, 3)
         job = VideoJob(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
-        takes = hasattr(pipeline.spec.code, "encode_image") and (pipeline.task == "image" or pipeline.family == "ltx")
-        if not (takes and pipeline.spec.image_required):
+        takes = pipeline.spec.code.encode_image is not None and (
+            pipeline.model.task == "image" or pipeline.family == "ltx"
+        )
+        if not (takes and pipeline.spec.files.image_required):
             yield job, Places()
         for fit in FITS if takes else ():
             for content, path in pictures.values():
                 yield replace(job, fit=fit, pictures=(Picture(content),)), Places(known={content: path})
+                if framepack:
+                    ended = (Picture(content), Picture(content, frame=-1))
+                    yield replace(job, fit=fit, pictures=ended), Places(known={content: path})
 
 
 @pytest.mark.parametrize("model", [*TINY, *(f"demo {name}" for name in DEMOS)])
@@ -92,8 +99,8 @@ def test_planned_and_sampled_sizes_are_equal(model, pictures, tiny_folder, tmp_p
         ran = sampled_size(pipeline, job, machine, monkeypatch)
         assert planned == replace(ran, text=planned.text), (job.fit, job.settings, job.pictures)
         seen.add((ran.width, ran.height, ran.frames))
-    own = (64, 64, 7 if demo == "mochi" else 9)
-    assert seen == {own} if demo != model else len(seen) > 1
+    own = {(64, 64, 7 if demo == "mochi" else 9)} | ({(64, 64, 13)} if pipeline.spec.recipes.sections else set())
+    assert seen == own if demo != model else len(seen) > 1
 
 
 def test_a_checkpoint_with_sizes_of_its_own_takes_none_of_its_family_s(tiny_folder, monkeypatch):

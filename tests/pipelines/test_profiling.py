@@ -19,8 +19,7 @@ import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.profiling import Profile
-from anygpu.pipelines.speed import SpeedRequest
+from anygpu.pipelines.speed import Profile, SpeedRequest
 
 model, trace, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 settings = SampleSettings(64, 64, 9, steps=steps, seed=3, cfg=1.0)

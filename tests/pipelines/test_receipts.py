@@ -31,7 +31,8 @@ from anygpu.pipelines.records.receipts import (
     tags_for,
     with_receipt,
 )
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import Form
 
 PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
@@ -118,7 +119,7 @@ def test_settings_of_loading_come_back(made: Any, tiny_folder: Path) -> None:
     job = job_of(latents.extra[RECEIPT])
     assert job.load == {"weights": "int8", "text_weights": "int8"}, "where and how fast is the other machine's matter"
     assert job.settings.sigmas == (1.0, 0.5, 0.0)
-    assert str(job.step_cache.settings) == str(pipeline.step_cache)
+    assert str(job.step_cache.settings) == str(pipeline.plan.step_cache)
 
 
 def test_what_no_file_describes_is_said(made: Any) -> None:

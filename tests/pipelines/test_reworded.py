@@ -22,7 +22,8 @@ from anygpu.pipelines.decisions import card_of, in_short, limits
 from anygpu.pipelines.families.framepack.pipeline import resume_key
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.report import precisions
-from anygpu.pipelines.speed import SpeedRequest, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest
 from simulated import profiles
 
 from paint import stored
@@ -92,11 +93,11 @@ def chosen(folder: Any) -> dict[str, Any]:
         prompt = Prompt("ltx", {"prompt_embeds": torch.zeros(1, 2, 4)})
         made["pipeline", len(choices)] = (
             [decision["subject"] for decision in card_of(pipeline, probes)["decisions"]],
-            [(decision.subject, decision.source, decision.alarming) for decision in pipeline.decisions],
+            [(decision.subject, decision.source, decision.alarming) for decision in pipeline.plan.decisions],
             in_short(pipeline),
-            pipeline.speed.forms,
-            sorted(pipeline.speed.compiled),
-            pipeline.speed.attention.label,
+            pipeline.plan.speed.forms,
+            sorted(pipeline.plan.speed.compiled),
+            pipeline.plan.speed.attention.label,
             [step.order for step in pipeline.parts.prepare.steps],
             resume_key(pipeline, prompt, None, SampleSettings(64, 64, 9), FramePackSettings(1.0)),
         )

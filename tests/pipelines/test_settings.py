@@ -12,16 +12,18 @@ EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 @EVERY
 def test_a_size_on_the_grid_is_left_alone_and_not_spoken_of(family):
-    size = snap(family, 8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
-    assert (size.width, size.height, size.frames) == (8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
+    size = snap(family, 8 * family.sizes.multiple, 4 * family.sizes.multiple, 2 * family.sizes.stride + 1)
+    multiple, frames = family.sizes.multiple, 2 * family.sizes.stride + 1
+    assert (size.width, size.height, size.frames) == (8 * multiple, 4 * multiple, frames)
     assert size.said == ""
 
 
 @EVERY
 def test_frames_go_up_and_sides_to_the_nearest(family):
-    size = snap(family, 8 * family.multiple + 1, 4 * family.multiple - 1, family.stride + 2)
-    assert (size.width, size.height, size.frames) == (8 * family.multiple, 4 * family.multiple, 2 * family.stride + 1)
-    assert f"frames {family.stride + 2} -> {2 * family.stride + 1}" in size.said
+    size = snap(family, 8 * family.sizes.multiple + 1, 4 * family.sizes.multiple - 1, family.sizes.stride + 2)
+    multiple, frames = family.sizes.multiple, 2 * family.sizes.stride + 1
+    assert (size.width, size.height, size.frames) == (8 * multiple, 4 * multiple, frames)
+    assert f"frames {family.sizes.stride + 2} -> {2 * family.sizes.stride + 1}" in size.said
 
 
 @EVERY
@@ -51,4 +53,4 @@ def test_mochi_needs_two_steps():
 @EVERY
 def test_a_side_that_is_too_small_becomes_the_smallest_and_not_the_default(family):
     size = snap(family, 7, 1, 9)
-    assert size.width == size.height == max(32, family.multiple) and "width 7 -> 32" in size.said
+    assert size.width == size.height == max(32, family.sizes.multiple) and "width 7 -> 32" in size.said

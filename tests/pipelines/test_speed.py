@@ -17,7 +17,8 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.speed import SpeedRequest, form_for, with_step_cache
+from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.speed import SpeedRequest, form_for
 
 CHECKPOINTS = {
     "ltx": ("ltx",),
@@ -40,8 +41,8 @@ def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
 
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:
-    pictured = pipeline.task == "image"
-    looks = "image" in pipeline.spec.effective
+    pictured = pipeline.model.task == "image"
+    looks = "image" in pipeline.spec.recipes.effective
     with torch.no_grad():
         image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if pictured else None
         request = PromptRequest("a red fox", "blurry", image=PICTURE if pictured and looks else None)
@@ -145,14 +146,14 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     plain = sampled(with_step_cache(loaded_for("ltx", tiny_folder), "custom", asked), recorded())
     compiled = loaded_for("ltx", tiny_folder, SpeedRequest(compile=CompileSettings(backend="eager")))
     assert torch.equal(sampled(with_step_cache(compiled, "custom", asked), recorded()), plain)
-    assert compiled.speed.compiled["transformer"].graphs == 1
+    assert compiled.plan.speed.compiled["transformer"].graphs == 1
 
 
 @pytest.mark.parametrize(
     ("preset", "asked", "error", "said"),
     [
         ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
-        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag' for LTX-Video"),
+        ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag'; expected one of auto"),
         ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
         ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
         ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5"),
@@ -161,13 +162,13 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
 )
 def test_what_is_refused(preset, asked, error, said):
     with pytest.raises(error, match=said):
-        settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+        settings_for(preset, asked)
 
 
 def test_off_and_presets():
     def chosen(preset):
         asked = StepCacheSettings(threshold=0.01)
-        return settings_for("LTX-Video", FAMILIES["ltx"].step_caches, preset, asked)
+        return settings_for(preset, asked)
 
     assert chosen("off") is None
     assert chosen("fast").threshold == step_cache.PRESETS["fast"][0]
@@ -178,14 +179,14 @@ def test_the_line_says_what_runs(tiny_folder, recorded):
     torch._dynamo.reset()
     asked = SpeedRequest("reference", CompileSettings(backend="eager"))
     pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
-    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.decisions))
+    assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.plan.decisions))
     sampled(pipeline, progress)
     lines = [line for line in progress.said if "sites" in line]
     assert len(lines) == 1 and lines[0].startswith(
         "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
     )
     plain = loaded_for("ltx", tiny_folder)
-    verdicts = {decision.subject: decision.verdict for decision in plain.decisions}
+    verdicts = {decision.subject: decision.verdict for decision in plain.plan.decisions}
     assert verdicts["kernels"] == verdicts["compile"] == "off"
 
 
@@ -204,7 +205,7 @@ def test_compile_with_auto_does_without_a_host_that_it_cannot_have(tiny_folder):
     compiled = SpeedRequest(compile=CompileSettings(backend="eager"))
     path = tiny.build("ltx", tiny_folder)
     pipeline = load(LoadRequest(path, device="cpu", speed=compiled), hosted=hosted)
-    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.decisions)
+    assert any("offload auto does without comfyui" in decision.why for decision in pipeline.plan.decisions)
     with pytest.raises(AssertionError, match="was taken"):
         load(LoadRequest(path, device="cpu"), hosted=hosted)
 

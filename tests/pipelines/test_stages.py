@@ -259,9 +259,9 @@ class TestFit:
     def test_the_nearest_bucket_keeps_the_shape_of_the_picture(self, ltx):
         family = FAMILIES["ltx"]
         wide, tall = fitted_size(family, torch.zeros(1, 500, 1000, 3), 0, 0, "nearest bucket")
-        assert wide > 1.7 * tall and wide % family.multiple == tall % family.multiple == 0
+        assert wide > 1.7 * tall and wide % family.sizes.multiple == tall % family.sizes.multiple == 0
 
     def test_published_buckets_are_used_where_there_are_any(self):
         family = FAMILIES["framepack"]
         wide, tall = fitted_size(family, torch.zeros(1, 832, 480, 3), 0, 0, "nearest bucket")
-        assert (tall, wide) in family.buckets and tall > wide
+        assert (tall, wide) in family.sizes.buckets and tall > wide

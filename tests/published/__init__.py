@@ -20,10 +20,10 @@ from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.packages import attribute
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading import folder as loading
 from anygpu.pipelines.loading.evidence import CONFIGS
 from anygpu.pipelines.loading.single_file import CLASSES, Files
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae import plan as decode_plan
 
@@ -198,14 +198,14 @@ def composed(model: str, folder: Path, texts: bool = True, transformer: Path | N
     tokenizers = folder / "tokenizers"
     tokenizers.mkdir(exist_ok=True)
     (tokenizers / "tokenizer.json").write_text("{}")
-    files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].tokenizers.values(), tokenizers))
+    files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].files.tokenizers.values(), tokenizers))
     return loading.load(loading.LoadRequest(transformer, device=CARD, files=files))
 
 
 def on_card(pipeline: Pipeline) -> Pipeline:
     """``pipeline`` as on a card that is not there: nothing can run, everything can be forecast."""
     offloader = StandaloneOffloader(pipeline.parts, torch.device("meta"), "group")
-    return replace(pipeline, offloader=offloader)
+    return replace(pipeline, plan=replace(pipeline.plan, offloader=offloader))
 
 
 def room_of(gigabytes: float) -> int:

@@ -20,9 +20,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for runs as a command
 
-from anygpu.pipelines.base import Pipeline  # noqa: E402
 from anygpu.pipelines.forecast.memory import fastest, forecasts  # noqa: E402
 from anygpu.pipelines.loading.formats import config_of, contents  # noqa: E402
+from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
 
@@ -168,7 +168,7 @@ def row(file: File, folder: Path) -> str:
     else:
         published.sparse(place, published.shapes(file.shapes), file.dtype, file.notes)
     pipeline = published.composed(file.model, folder, transformer=place)
-    subjects = {decision.subject: decision for decision in pipeline.decisions}
+    subjects = {decision.subject: decision for decision in pipeline.plan.decisions}
     known = subjects.get("variant") or subjects.get("model")
     title = (
         f"{pipeline.spec.title} {known.verdict}: {known.why}" if known else f"{pipeline.spec.title}{told_apart(place)}"
@@ -191,7 +191,7 @@ def told_apart(place: Path) -> str:
 
 def size_of(pipeline: Pipeline) -> Size:
     """The size that a run has where nothing is chosen."""
-    defaults = of_checkpoint(pipeline).defaults
+    defaults = of_checkpoint(pipeline).sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
 
 

@@ -13,9 +13,9 @@ import tiny
 import torch
 from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.standalone import StandaloneOffloader
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.sizes import Size
 from heavy import build_heavy
 
@@ -81,7 +81,7 @@ class LeafByLeaf(StandaloneOffloader):
 def by_hand(family: str, folder: Path, device: torch.device) -> Pipeline:
     """The heavy pipeline of a family, held leaf by leaf by accelerate, without a plan or a forecast of ours."""
     pipeline = heavy(family, folder, device, "none")
-    return replace(pipeline, offloader=LeafByLeaf(pipeline.parts, device, "by hand"))
+    return replace(pipeline, plan=replace(pipeline.plan, offloader=LeafByLeaf(pipeline.parts, device, "by hand")))
 
 
 def peak(pipeline: Pipeline) -> int:

@@ -103,7 +103,7 @@ def test_math_in_chunks_gives_the_same_video(
         pipeline = loaded_for(case, tiny_folder, "acc:0")
         found = rendered(pipeline, case)
     assert len(cuts) >= 4, "each joint attention: two blocks, two steps"
-    assert "exact, in chunks of queries" in pipeline.decisions[2].verdict
+    assert "exact, in chunks of queries" in pipeline.plan.decisions[2].verdict
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
 
@@ -140,4 +140,5 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     assert len(ran) == 2 * chosen
     torch.testing.assert_close(exact, flash, atol=SUMS, rtol=SUMS)
     assert torch.equal(again, flash)
-    assert str(pipeline["native_flash"].decisions[2]) == "attention native_flash: chosen: torch's own FlashAttention"
+    said = str(pipeline["native_flash"].plan.decisions[2])
+    assert said == "attention native_flash: chosen: torch's own FlashAttention"

@@ -20,7 +20,7 @@ from anygpu.compat.transforms.conv3d import Conv3dForm, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
 from anygpu.compat.transforms.conv3d_forms import Geometry
 from anygpu.compat.transforms.order import conv3d_step
-from anygpu.pipelines.base import Parts
+from anygpu.pipelines.pipeline import Parts
 from torch import nn
 
 from simulated import accelerator, profiles

@@ -22,13 +22,14 @@ from anygpu.paint.networks.encoders import dino_states, encoded_prompt
 from anygpu.paint.pictures import checked_pictures, cut_out
 from anygpu.paint.sampling.painting import paint_views
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Pipeline, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.receipts import latents_hash
-from anygpu.pipelines.speed import with_step_cache
+from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.text.llama import POOLED, llama_from_core
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.text.qwen import qwen_from_core
@@ -300,7 +301,7 @@ def test_the_encoders_of_paint_give_the_same_bits(acc, tmp_path):
 
 
 def told(pipeline: Any) -> list[str]:
-    return [str(decision) for decision in pipeline.decisions if decision.subject == "copies"]
+    return [str(decision) for decision in pipeline.plan.decisions if decision.subject == "copies"]
 
 
 def test_load_says_that_values_travel_as_integers_where_plain_copies_fail(acc, tiny_folder, tmp_path):

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.latents import convert, recovery
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae.plan import Form
 
 from simulated import accelerator

@@ -10,8 +10,9 @@ import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 
 from simulated import accelerator
 
@@ -54,7 +55,7 @@ def rendered(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 
         image = None
         if case.pictured:
             image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress)
-        looks = "image" in pipeline.spec.effective
+        looks = "image" in pipeline.spec.recipes.effective
         request = PromptRequest("a red fox", "blurry", image=PICTURE if case.pictured and looks else None)
         prompt = stages.encode_prompt(pipeline, request, progress)
         settings = SampleSettings(64, 64, case.frames, steps=steps, seed=3, cfg=2.0)

@@ -11,13 +11,13 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.device import facts, rates
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.forecast import placement
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.forecast.page import memory_plan, planned_size
 from anygpu.pipelines.loading.folder import LoadRequest
 from anygpu.pipelines.loading.placed import load_placed
+from anygpu.pipelines.pipeline import Pipeline
 
 from simulated import accelerator
 from simulated.test_families import CASES, rendered
@@ -56,7 +56,7 @@ def where(pipeline: Pipeline) -> str:
 
 def told(pipeline: Pipeline) -> tuple[str, str]:
     """Verdict and reason of the one decision about cards."""
-    (decision,) = (decision for decision in pipeline.decisions if decision.subject == placement.CARDS)
+    (decision,) = (decision for decision in pipeline.plan.decisions if decision.subject == placement.CARDS)
     return decision.verdict, decision.why
 
 
@@ -85,7 +85,7 @@ def test_each_part_computes_where_a_run_is_quickest(machine, names, rooms, place
 def test_one_card_is_asked_nothing_and_changes_nothing(machine, monkeypatch):
     monkeypatch.setattr(placement, "_chosen", lambda *_: pytest.fail("nothing is to be chosen"))
     alone, twice = machine((SLOW, SLOW), ()), machine((SLOW, SLOW), (PLENTY,))
-    subjects = [[(each.subject, each.verdict) for each in one.decisions] for one in (alone, twice)]
+    subjects = [[(each.subject, each.verdict) for each in one.plan.decisions] for one in (alone, twice)]
     assert subjects[0] == subjects[1] and placement.CARDS not in dict(subjects[0])
     assert where(alone) == "000" and not alone.offloader.options.devices
 
@@ -96,7 +96,7 @@ def test_what_the_user_placed_stays_there(machine):
     pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"vae": "acc:0"})
     assert where(pipeline)[2] == "0" and where(pipeline)[0] == "1"
     pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"transformer": "acc:0"})
-    assert where(pipeline) == "000" and placement.CARDS not in {each.subject for each in pipeline.decisions}
+    assert where(pipeline) == "000" and placement.CARDS not in {each.subject for each in pipeline.plan.decisions}
 
 
 def test_a_card_that_computes_otherwise_gets_no_part_of_another(machine, monkeypatch):

@@ -14,8 +14,9 @@ from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Latents, Pipeline, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae import fallback as vae
 from anygpu.pipelines.vae import plan as vae_plan
 from anygpu.pipelines.vae.plan import Form
@@ -60,11 +61,14 @@ def loaded_on(
     base, encoder = others or (None, None)
     choice = "bf16" if dtype is BF16 else "fp32"
     pipeline = load(LoadRequest(model, base, encoder, precision=choice, offload=offload, device=device))
-    return replace(pipeline, precision=replace(pipeline.precision, why=why, automatic=why == AUTOMATIC))
+    return replace(
+        pipeline,
+        device=replace(pipeline.device, precision=replace(pipeline.precision, why=why, automatic=why == AUTOMATIC)),
+    )
 
 
 def latents_for(pipeline: Pipeline, side: int = 64, frames: int = 2) -> Latents:
-    spatial, temporal = pipeline.spec.ratios
+    spatial, temporal = pipeline.spec.sizes.ratios
     channels = int(pipeline.configs["vae"].get("latent_channels", 16))
     shape = (1, channels, frames, side // spatial, side // spatial)
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -273,7 +277,9 @@ def test_miopen_is_left_for_one_more_try_and_that_is_kept(acc, tiny_folder, refe
     pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
     for again in (True, False):
         progress = recorded()
-        pipeline = replace(pipeline, probes=ProbeStore(pipeline.facts, tmp_path))  # a new session
+        pipeline = replace(
+            pipeline, device=replace(pipeline.device, probes=ProbeStore(pipeline.facts, tmp_path))
+        )  # a new session
         with accelerator.hook("aten::convolution*", before=refuse):
             frames = stages.decode(pipeline, latents_for(pipeline), progress)
         assert any(line.endswith("again whole in fp32 without MIOpen") for line in progress.said) == again

@@ -6,8 +6,9 @@ import torch
 
 from ....compat.device.execution import HOST, checked_leaves, inputs_placed, to_host
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, ImageRequest, Pipeline, Progress, StageText
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Progress, StageText
 from ...pictures import checked_vision, signed
+from ...pipeline import Pipeline
 from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoded_moments
 

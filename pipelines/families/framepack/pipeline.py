@@ -17,7 +17,6 @@ from ...base import (
     FramePackSettings,
     ImageCondition,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -25,11 +24,11 @@ from ...base import (
     SubProgress,
 )
 from ...loading.evidence import Evidence
+from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.guidance import Guidance
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
-from ...sampling.schedules import Levels, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
 from ...sizes import beside_transformer
 from ...text.llama import POOLED, llama_embeds, llama_forwards, llama_from_core
@@ -102,6 +101,16 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
             fix=f"The nearest valid value is {nearest:g} s.",
         )
     return snap_frames(SPEC, max(1, math.ceil(asked - 1e-6)))
+
+
+def sections_for(framepack: FramePackSettings, frames: int, ended: bool) -> tuple[int, int]:
+    """Sections that cover ``frames`` pixel frames, and how many frames come back of them.
+
+    Args:
+        ended: whether there is an end image.
+    """
+    plan = plan_for(I2V, framepack, frames, ended=False)
+    return plan.count, plan.counting(frames, ended)
 
 
 def sample(
@@ -217,10 +226,10 @@ def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progr
     """Pixel frames of the finished video that count, and what to say of this plan."""
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
-    if not ended or plan.frames <= settings.frames:
-        return settings.frames
-    progress.notify(f"frames {settings.frames} -> {plan.frames}, the end of the last section, where the end image is")
-    return plan.frames
+    frames = plan.counting(settings.frames, ended)
+    if frames > settings.frames:
+        progress.notify(f"frames {settings.frames} -> {frames}, the end of the last section, where the end image is")
+    return frames
 
 
 def _texts(
@@ -258,7 +267,7 @@ def _section(
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
-        return guidance.predict(index, pipeline.group, *branches)
+        return guidance.predict(index, pipeline.run.group, *branches)
 
     return to_host(denoise(noise, schedule, predict, progress=progress, safeguards=safeguards))
 

@@ -52,6 +52,10 @@ class Plan:
         """Pixel frames of all sections and the start image together."""
         return 1 if self.single else self.count * self.window * TEMPORAL_RATIO + 1
 
+    def counting(self, asked: int, ended: bool) -> int:
+        """Pixel frames that come back of ``asked``; with an end image all, since the last of them show it."""
+        return max(asked, self.frames) if ended else asked
+
     def place(self, step: int) -> int:
         """The place in the film, from 0, of the section that is sampled at ``step``."""
         return self.count - 1 - step if self.inverted else step

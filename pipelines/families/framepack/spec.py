@@ -14,12 +14,17 @@ from ...family import (
     Download,
     FamilySpec,
     FileKind,
+    Files,
     Fit,
     MemoryTerms,
     MusubiCache,
     Offer,
+    Published,
     Quantised,
     Recipe,
+    Recipes,
+    Rewrites,
+    Sizes,
 )
 from ...loading.keys import SAME, Layout
 from ...text.llama import POOLED
@@ -55,55 +60,6 @@ SPEC = FamilySpec(
     title="FramePack",
     package=str(__package__),
     order=4,
-    pipelines={"HunyuanVideoFramepackPipeline": "image"},
-    transformer_classes=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-        "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "feature_extractor": "transformers",
-        "scheduler": "diffusers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    ratio=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
-    effective=GUIDED - {"negative", "latents", "noise_mask"}
-    | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
-    variants=(I2V, F1),
-    buckets=(
-        (416, 960),
-        (448, 864),
-        (480, 832),
-        (512, 768),
-        (544, 704),
-        (576, 672),
-        (608, 640),
-        (640, 608),
-        (672, 576),
-        (704, 544),
-        (768, 512),
-        (832, 480),
-        (864, 448),
-        (960, 416),
-    ),
-    pages=(
-        "https://huggingface.co/lllyasviel/FramePackI2V_HY",
-        "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/lllyasviel/flux_redux_bfl",
-    ),
-    base="hunyuan_video",
-    lone_task="image",
-    text_width="text_embed_dim",
-    image_required=True,
     memory=MemoryTerms(
         FIT,
         reference_tokens=351,
@@ -112,48 +68,110 @@ SPEC = FamilySpec(
         section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales
         decode_window=17,
     ),
-    precision=HALF_TEXT,
-    sections=True,
-    layouts=(
-        Layout(
-            "framepack/transformer",
-            "FramePack",
-            ("clean_x_embedder.proj.weight", "single_transformer_blocks.0.proj_mlp.weight"),
-            SAME,
+    files=Files(
+        pipelines={"HunyuanVideoFramepackPipeline": "image"},
+        transformer_classes=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
+        parts={
+            "text_encoder": ("transformers", "LlamaModel"),
+            "text_encoder_2": ("transformers", "CLIPTextModel"),
+            "image_encoder": ("transformers", "SiglipVisionModel"),
+            "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+        },
+        tools={
+            "tokenizer": "transformers",
+            "tokenizer_2": "transformers",
+            "feature_extractor": "transformers",
+            "scheduler": "diffusers",
+        },
+        text_parts=("text_encoder", "text_encoder_2"),
+        base="hunyuan_video",
+        lone_task="image",
+        text_width="text_embed_dim",
+        image_required=True,
+        layouts=(
+            Layout(
+                "framepack/transformer",
+                "FramePack",
+                ("clean_x_embedder.proj.weight", "single_transformer_blocks.0.proj_mlp.weight"),
+                SAME,
+            ),
+        ),
+        lora_layouts=hunyuan_video.LAYOUTS,
+        kinds={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
+        tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
+    ),
+    sizes=Sizes(
+        multiple=16,
+        ratio=SPATIAL_RATIO,
+        stride=TEMPORAL_RATIO,
+        defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
+        buckets=(
+            (416, 960),
+            (448, 864),
+            (480, 832),
+            (512, 768),
+            (544, 704),
+            (576, 672),
+            (608, 640),
+            (640, 608),
+            (672, 576),
+            (704, 544),
+            (768, 512),
+            (832, 480),
+            (864, 448),
+            (960, 416),
         ),
     ),
-    lora_layouts=hunyuan_video.LAYOUTS,
-    files={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
-    tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
-    offer=Offer(
-        (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED), *BESIDE),
-        GIB,
-        quantised("FramePackI2V_HY"),
+    recipes=Recipes(
+        effective=GUIDED - {"negative", "latents", "noise_mask"}
+        | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
+        variants=(I2V, F1),
+        sections=True,
+        known={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     ),
-    more_offers={
-        "FramePack F1": Offer(
-            (
-                Download(
-                    "lllyasviel/FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7", (), STORED
-                ),
-                *BESIDE,
-            ),
+    rewrites=Rewrites(
+        precision=HALF_TEXT,
+        published_blocks=BLOCKS,
+        published_vae_sites=29,
+        split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
+    ),
+    published=Published(
+        pages=(
+            "https://huggingface.co/lllyasviel/FramePackI2V_HY",
+            "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+            "https://huggingface.co/lllyasviel/flux_redux_bfl",
+        ),
+        offer=Offer(
+            (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED), *BESIDE),
             GIB,
-            quantised("FramePack_F1_I2V_HY_20250503"),
-        )
-    },
-    musubi=MusubiCache(
-        "fp",
-        "framepack",
-        ratio=8,
-        text={"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
-        scale=0.476986,  # of AutoencoderKLHunyuanVideo, whose encoder's result this trainer multiplies for FramePack
-        padded=512,
-        mask="llama_attention_mask",
-        mask_dtype=torch.bool,
+            quantised("FramePackI2V_HY"),
+        ),
+        more_offers={
+            "FramePack F1": Offer(
+                (
+                    Download(
+                        "lllyasviel/FramePack_F1_I2V_HY_20250503",
+                        "ab239828e0b384fed75580f186f078717d4020f7",
+                        (),
+                        STORED,
+                    ),
+                    *BESIDE,
+                ),
+                GIB,
+                quantised("FramePack_F1_I2V_HY_20250503"),
+            )
+        },
+        musubi=MusubiCache(
+            "fp",
+            "framepack",
+            ratio=8,
+            text={"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
+            scale=0.476986,  # of its VAE, whose encoder's result this trainer multiplies for FramePack
+            padded=512,
+            mask="llama_attention_mask",
+            mask_dtype=torch.bool,
+        ),
     ),
-    recipes={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
-    published_blocks=BLOCKS,
-    published_vae_sites=29,
-    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
 )

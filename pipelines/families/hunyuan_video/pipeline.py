@@ -18,21 +18,11 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
-from ...base import (
-    Call,
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
+from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.guidance import Guidance
 from ...sampling.loop import (
     NoiseMask,
     denoise,
@@ -43,15 +33,23 @@ from ...sampling.loop import (
     sampled_latents,
     start_from,
 )
-from ...sampling.schedules import even_levels, schedule_for
+from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
-from .spec import CHANNELS, SKYREELS, SPEC, TEMPORAL_RATIO
+from .spec import (
+    CHANNELS,
+    LATENT_CONCAT,
+    PICTURE_CONCAT,
+    SKYREELS,
+    SPEC,
+    TEMPORAL_RATIO,
+    TOKEN_REPLACE,
+    image_condition,
+)
 
-TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
@@ -65,7 +63,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1. SkyReels gets 1 and
     the length it was trained on.
     """
-    defaults = SPEC.defaults
+    defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
         defaults = replace(defaults, guidance=1.0, frames=97)
     takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
@@ -74,7 +72,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe of the variant."""
-    return SPEC.recipes[pipeline.variant]
+    return SPEC.recipes.known[pipeline.variant]
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
@@ -88,14 +86,6 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 def task_of(config: Mapping[str, Any]) -> str:
     """``text`` or ``image``, from a transformer's ``config.json``."""
     return "text" if image_condition(config) is None else "image"
-
-
-def image_condition(config: Mapping[str, Any]) -> str | None:
-    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
-    named = config.get("image_condition_type")
-    out = config.get("out_channels", CHANNELS)
-    beside = config.get("in_channels", CHANNELS) - out
-    return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
 
 
 def encoder_task(config: Mapping[str, Any]) -> str:
@@ -113,7 +103,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
         raise CheckpointError(
             f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for "
-            f"{pipeline.task}",
+            f"{pipeline.model.task}",
             expected="Llama for text to video, Llava for image to video",
             fix="Choose the pipeline folder of the same task as base.",
         )
@@ -215,7 +205,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
     In Tencent's tiles where the whole does not fit.
     """
-    tile = SPEC.tile_for(latents.samples.shape[2:])
+    tile = SPEC.sizes.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
 
 
@@ -236,7 +226,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
         )
     if "image_processor" not in pipeline.tools.readers:
         raise CheckpointError(
-            f"no image_processor for {str(pipeline.source)!r}",
+            f"no image_processor for {str(pipeline.model.source)!r}",
             expected="the folder image_processor of image to video",
             fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
         )
@@ -296,7 +286,7 @@ def _predictor(
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
         cond = partial(branch, "cond", positive, latents, time)
-        return cfg.predict(index, pipeline.group, cond, partial(branch, "uncond", negative, latents, time))
+        return cfg.predict(index, pipeline.run.group, cond, partial(branch, "uncond", negative, latents, time))
 
     return predict
 

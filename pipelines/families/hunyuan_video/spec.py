@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ...family import (
@@ -11,19 +14,25 @@ from ...family import (
     Download,
     FamilySpec,
     FileKind,
+    Files,
     Fit,
     GuidanceStep,
     MemoryTerms,
     MusubiCache,
     Offer,
+    Published,
     Quantised,
     Recipe,
+    Recipes,
+    Rewrites,
+    Sizes,
 )
 from ...text.llama import POOLED
 from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
+TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 TENCENT, SKYREELS = "hunyuan_video", "skyreels"
 BESIDE = {"text_encoder_2": 246_144_152, "vae": 985_943_868}
 DOWNLOAD = Download(
@@ -45,95 +54,117 @@ FILES = {
 # Written by `python benchmarks/memory_fits.py`.
 FIT = Fit(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
 
+
+def image_condition(config: Mapping[str, Any]) -> str | None:
+    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
+    named = config.get("image_condition_type")
+    out = config.get("out_channels", CHANNELS)
+    beside = config.get("in_channels", CHANNELS) - out
+    return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
+
+
 SPEC = FamilySpec(
     id=TENCENT,
     title="HunyuanVideo",
     package=str(__package__),
     order=2,
-    pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
-    transformer_classes=("HunyuanVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
-        "text_encoder_2": ("transformers", "CLIPTextModel"),
-        "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "image_processor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=16,
-    ratio=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
-    effective=GUIDED | {"guidance", "template", "image"},
-    variants=(TENCENT, SKYREELS),
-    newer_variants=2,
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
-        "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
-        "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
-    ),
-    optional=("image_processor",),
-    text_width="text_embed_dim",
-    image_required=True,
     memory=MemoryTerms(FIT, reference_tokens=351, text_tokens=64, decode_window=65),
-    precision=HALF_TEXT,
-    layouts=LAYOUTS,
-    files=FILES,
-    tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
-    text_vision="llava_vision",
-    offer=Offer(
-        (DOWNLOAD,),
-        {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
-        {
-            "transformer": tuple(
-                Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size) for bits, size in GGUF
-            )
+    files=Files(
+        pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
+        transformer_classes=("HunyuanVideoTransformer3DModel",),
+        parts={
+            "text_encoder": ("transformers", "LlamaModel", "LlavaForConditionalGeneration"),
+            "text_encoder_2": ("transformers", "CLIPTextModel"),
+            "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
+        },
+        tools={
+            "tokenizer": "transformers",
+            "tokenizer_2": "transformers",
+            "scheduler": "diffusers",
+            "image_processor": "transformers",
+        },
+        text_parts=("text_encoder", "text_encoder_2"),
+        optional=("image_processor",),
+        text_width="text_embed_dim",
+        image_required=True,
+        layouts=LAYOUTS,
+        kinds=FILES,
+        tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
+        text_vision="llava_vision",
+    ),
+    sizes=Sizes(
+        multiple=16,
+        ratio=SPATIAL_RATIO,
+        stride=TEMPORAL_RATIO,
+        defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
+        # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' 16 and 12 show as a rhythm in motion.
+        vae_tile=256,  # of the same script
+        most_whole_cells=32 * 32 * 17,  # of such a tile in one window
+    ),
+    recipes=Recipes(
+        effective=GUIDED | {"guidance", "template", "image"},
+        variants=(TENCENT, SKYREELS),
+        newer_variants=2,
+        known={
+            TENCENT: Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
+            SKYREELS: Recipe(
+                "SkyReels V1",
+                "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
+                steps=30,
+                guidance=(GuidanceStep(cfg=6.0),),
+                size=(960, 544, 24.0),
+            ),
         },
     ),
-    more_offers={
-        "HunyuanVideo image to video": Offer(
-            (
-                Download(
-                    "hunyuanvideo-community/HunyuanVideo-I2V",
-                    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
-                    (*DOWNLOAD.only, "image_processor"),
-                    {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
-                ),
-            ),
-            {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+    rewrites=Rewrites(
+        precision=HALF_TEXT,
+        vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
+        published_blocks=BLOCKS,
+        published_vae_sites=29,
+        split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
+    ),
+    published=Published(
+        pages=(
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
+            "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
+            "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
+        ),
+        offer=Offer(
+            (DOWNLOAD,),
+            {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
             {
-                "transformer": (
-                    Quantised("Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19),
-                    Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
+                "transformer": tuple(
+                    Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size)
+                    for bits, size in GGUF
                 )
             },
-        )
-    },
-    musubi=MusubiCache(
-        "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
-    ),
-    recipes={
-        TENCENT: Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
-        SKYREELS: Recipe(
-            "SkyReels V1",
-            "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
-            steps=30,
-            guidance=(GuidanceStep(cfg=6.0),),
-            size=(960, 544, 24.0),
         ),
-    },
-    # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' own 16 and 12 show as a rhythm in motion.
-    vae_tile=256,  # of the same script
-    most_whole_cells=32 * 32 * 17,  # of such a tile in one window
-    vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
-    published_blocks=BLOCKS,
-    published_vae_sites=29,
-    split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
+        more_offers={
+            "HunyuanVideo image to video": Offer(
+                (
+                    Download(
+                        "hunyuanvideo-community/HunyuanVideo-I2V",
+                        "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
+                        (*DOWNLOAD.only, "image_processor"),
+                        {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
+                    ),
+                ),
+                {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
+                {
+                    "transformer": (
+                        Quantised(
+                            "Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19
+                        ),
+                        Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
+                    )
+                },
+            )
+        },
+        musubi=MusubiCache(
+            "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
+        ),
+    ),
 )

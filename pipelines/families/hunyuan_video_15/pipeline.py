@@ -18,7 +18,6 @@ from ...base import (
     ImageCondition,
     ImageRequest,
     Latents,
-    Pipeline,
     Progress,
     Prompt,
     PromptRequest,
@@ -27,7 +26,7 @@ from ...base import (
 )
 from ...family import Defaults, Recipe
 from ...pictures import checked_vision
-from ...sampling.guidance import Guidance
+from ...pipeline import Pipeline
 from ...sampling.loop import (
     denoise,
     latent_shape,
@@ -37,7 +36,7 @@ from ...sampling.loop import (
     sampled_latents,
     start_from,
 )
-from ...sampling.schedules import Schedule, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_forwards, qwen_from_core
 from ...text.t5 import EMBEDS
@@ -55,13 +54,13 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     width, height = nearest_size(pipeline, 16, 9)
     guider = pipeline.tools["guider"]
     # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
-    scale = float(guider.get("guidance_scale", SPEC.defaults.cfg)) + bool(guider.get("use_original_formulation"))
-    return replace(SPEC.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
+    scale = float(guider.get("guidance_scale", SPEC.sizes.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    return replace(SPEC.sizes.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The published recipe: few steps for the transformer that takes the next time too, as only that training does."""
-    return SPEC.recipes[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
+    return SPEC.recipes.known[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -136,7 +135,7 @@ def sample(
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
-            return guidance.predict(index, pipeline.group, *branches)
+            return guidance.predict(index, pipeline.run.group, *branches)
 
         latents = denoise(
             start_from(clean, noise, schedule),
@@ -175,7 +174,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    tile = pipeline.spec.tile_for(latents.samples.shape[2:])
+    tile = pipeline.spec.sizes.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)
 
 
@@ -255,7 +254,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
 
     if "image_encoder" not in pipeline.configs:
         raise InputError(
-            f"no image_encoder for {str(pipeline.source)!r}",
+            f"no image_encoder for {str(pipeline.model.source)!r}",
             expected="SigLIP beside an image-to-video checkpoint",
             fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
         )
@@ -279,4 +278,4 @@ def _video_latents(
 ) -> torch.Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.tile_for(cells))
+    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.sizes.tile_for(cells))

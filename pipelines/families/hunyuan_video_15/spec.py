@@ -10,13 +10,18 @@ from ...family import (
     Download,
     FamilySpec,
     FileKind,
+    Files,
     Fit,
     MemoryTerms,
     MusubiCache,
     Offer,
     OtherModel,
+    Published,
     Quantised,
     Recipe,
+    Recipes,
+    Rewrites,
+    Sizes,
 )
 from ...text.qwen import EMBEDS_2
 from ...text.t5 import EMBEDS
@@ -53,94 +58,104 @@ SPEC = FamilySpec(
     title="HunyuanVideo 1.5",
     package=str(__package__),
     order=3,
-    pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
-    transformer_classes=("HunyuanVideo15Transformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
-        "text_encoder_2": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
-        "image_encoder": ("transformers", "SiglipVisionModel"),
-    },
-    tools={
-        "tokenizer": "transformers",
-        "tokenizer_2": "transformers",
-        "scheduler": "diffusers",
-        "guider": "diffusers",
-        "feature_extractor": "transformers",
-    },
-    text_parts=("text_encoder", "text_encoder_2"),
-    multiple=SPATIAL_RATIO,
-    ratio=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
-    effective=GUIDED | {"guidance_rescale", "template", "vision"},
-    pages=(
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-        "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
-    ),
-    optional=("image_encoder", "feature_extractor"),
-    text_width="text_embed_dim",
-    image_required=True,
     memory=MemoryTerms(FIT, reference_tokens=160, text_tokens=64),
-    causal_decoder=True,
-    layouts=LAYOUTS,
-    files={
-        "text_encoder": FileKind("qwen2_5_vl", "text_embed_dim"),
-        "text_encoder_2": FileKind("t5", "text_embed_2_dim"),
-        "image_encoder": FileKind("siglip", "image_embed_dim"),
-        "vae": FileKind("hunyuan_video_15/vae"),
-    },
-    tokenizers={"tokenizer": "qwen2_5_vl", "tokenizer_2": "byt5"},
-    offer=Offer(
-        (
-            Download(
-                "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-                "286be7ce72277246578a3e3cc2487e95ddae5bcf",
-                (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
-                STORED,
-            ),
-        ),
-        {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-        {"transformer": quantised("t2v"), "text": QWEN},
+    files=Files(
+        pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
+        transformer_classes=("HunyuanVideo15Transformer3DModel",),
+        parts={
+            "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+            "text_encoder_2": ("transformers", "T5EncoderModel"),
+            "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+            "image_encoder": ("transformers", "SiglipVisionModel"),
+        },
+        tools={
+            "tokenizer": "transformers",
+            "tokenizer_2": "transformers",
+            "scheduler": "diffusers",
+            "guider": "diffusers",
+            "feature_extractor": "transformers",
+        },
+        text_parts=("text_encoder", "text_encoder_2"),
+        optional=("image_encoder", "feature_extractor"),
+        text_width="text_embed_dim",
+        image_required=True,
+        layouts=LAYOUTS,
+        kinds={
+            "text_encoder": FileKind("qwen2_5_vl", "text_embed_dim"),
+            "text_encoder_2": FileKind("t5", "text_embed_2_dim"),
+            "image_encoder": FileKind("siglip", "image_embed_dim"),
+            "vae": FileKind("hunyuan_video_15/vae"),
+        },
+        tokenizers={"tokenizer": "qwen2_5_vl", "tokenizer_2": "byt5"},
     ),
-    more_offers={
-        "HunyuanVideo 1.5 image to video": Offer(
+    sizes=Sizes(
+        multiple=SPATIAL_RATIO,
+        ratio=SPATIAL_RATIO,
+        stride=TEMPORAL_RATIO,
+        defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+        vae_tile=256,  # the VAE's own
+        most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
+    ),
+    recipes=Recipes(
+        effective=GUIDED | {"guidance_rescale", "template", "vision"},
+        known={
+            "": Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
+            FEW_STEPS: Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
+        },
+    ),
+    rewrites=Rewrites(
+        causal_decoder=True,
+        published_blocks=(
+            ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
+        ),
+        published_vae_sites=35,
+        split=SplitPlan(("freqs_cis",), dim=0),
+    ),
+    published=Published(
+        pages=(
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
+        ),
+        offer=Offer(
             (
                 Download(
-                    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-                    "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
-                    (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider", "image_encoder", "feature_extractor"),
-                    {**STORED, "image_encoder": 856_506_120},
+                    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+                    "286be7ce72277246578a3e3cc2487e95ddae5bcf",
+                    (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                    STORED,
                 ),
             ),
-            {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
-            {"transformer": quantised("i2v"), "text": QWEN},
-        )
-    },
-    musubi=MusubiCache(
-        "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
-    ),
-    others=(
-        OtherModel(
-            "HunyuanVideo 1.5 super-resolution",
-            ("img_in.proj.weight", "byt5_in.fc1.weight"),
-            98,
-            "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit Model before "
-            "the sampler",
+            {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
+            {"transformer": quantised("t2v"), "text": QWEN},
+        ),
+        more_offers={
+            "HunyuanVideo 1.5 image to video": Offer(
+                (
+                    Download(
+                        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+                        "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
+                        (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider", "image_encoder", "feature_extractor"),
+                        {**STORED, "image_encoder": 856_506_120},
+                    ),
+                ),
+                {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
+                {"transformer": quantised("i2v"), "text": QWEN},
+            )
+        },
+        musubi=MusubiCache(
+            "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
+        ),
+        others=(
+            OtherModel(
+                "HunyuanVideo 1.5 super-resolution",
+                ("img_in.proj.weight", "byt5_in.fc1.weight"),
+                98,
+                "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit Model "
+                "before the sampler",
+            ),
         ),
     ),
-    published_blocks=(
-        ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
-    ),
-    published_vae_sites=35,
-    recipes={
-        "": Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
-        FEW_STEPS: Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
-    },
-    vae_tile=256,  # the VAE's own
-    most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
-    split=SplitPlan(("freqs_cis",), dim=0),
 )

@@ -10,8 +10,9 @@ import torch
 
 from ....compat.errors import InputError
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, ImageRequest, Pipeline, Progress, SampleSettings, StageText
+from ...base import ImageCondition, ImageRequest, Progress, SampleSettings, StageText
 from ...pictures import signed
+from ...pipeline import Pipeline
 from ...sampling.loop import NoiseMask, latent_shape, noise_for, noise_mask_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
 from ...text.t5 import bare_pipeline

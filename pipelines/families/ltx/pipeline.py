@@ -29,20 +29,10 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import (
-    Call,
-    Forwards,
-    ImageCondition,
-    Latents,
-    Pipeline,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    StageText,
-)
+from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings, StageText
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
+from ...pipeline import Pipeline
 from ...sampling.loop import (
     Predict,
     denoise,
@@ -52,7 +42,7 @@ from ...sampling.loop import (
     sampled_latents,
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
-from ...settings import recipe_of
+from ...settings import guidance_steps, recipe_of
 from ...sizes import beside_transformer
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
@@ -87,8 +77,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     """
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
-    recipe = SPEC.recipes.get(name, SPEC.recipes[pipeline.variant])
-    return within(recipe, count)
+    recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
+    return _within(recipe, count)
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
@@ -140,8 +130,8 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults with the text length of the checkpoint's own pipeline."""
-    tokens = SPEC.defaults.max_tokens if is_condition(pipeline) else PLAIN_TOKENS
-    return replace(SPEC.defaults, max_tokens=tokens)
+    tokens = SPEC.sizes.defaults.max_tokens if _is_condition(pipeline) else PLAIN_TOKENS
+    return replace(SPEC.sizes.defaults, max_tokens=tokens)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -151,7 +141,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
-    pipe = LTXConditionPipeline if is_condition(pipeline) else LTXPipeline
+    pipe = LTXConditionPipeline if _is_condition(pipeline) else LTXPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)
 
@@ -187,10 +177,10 @@ def sample(
 
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     anchors = anchors_of(image, settings.frames, progress)
-    conditioned = is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
+    conditioned = _is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None  # each variant of LTX-Video has one
-    schedule = ltx_schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
+    schedule = _schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     video = VideoInput(settings, device, clean, schedule.levels[0])
     start = (conditioned_start if conditioned else plain_start)(video, image, anchors, generator)
@@ -211,7 +201,7 @@ def sample(
         checked_leaves(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
-        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.group)
+        predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
         tokens = denoise(
             stepper.initial(),
             schedule,
@@ -227,6 +217,22 @@ def sample(
     return replace(latents, task="image" if anchors else "text")
 
 
+def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
+    """The batch of each call of the transformer: two rows with cfg, and one more call with STG."""
+    recipe = recipe_of(pipeline, settings)
+    assert recipe is not None
+    settings = replace(
+        settings, guidance_steps=settings.guidance_steps or guidance_steps(recipe, settings, settings.cfg)
+    )
+    schedule = _schedule(pipeline.tools["scheduler"], settings, _is_condition(pipeline), recipe, HOST)
+    guidance = LtxGuidance(settings, schedule.levels, recipe.star)
+    for index in range(len(schedule)):
+        step = guidance.at(index)
+        yield 2 if step.cfg > 1.0 else 1
+        if step.stg > 0.0:
+            yield 1
+
+
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     """The velocity, noise minus data, for a sampler of core's."""
     from diffusers import LTXPipeline
@@ -236,7 +242,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
     video = VideoInput(size, call.latents.device, call.latents[:1], 1.0)
-    start = (conditioned_start if is_condition(pipeline) else plain_start)(video, None, (), torch.Generator())
+    start = (conditioned_start if _is_condition(pipeline) else plain_start)(video, None, (), torch.Generator())
     place = {
         name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
         for name, value in start.place.items()
@@ -324,19 +330,19 @@ class LtxGuidance:
         return guided
 
 
-def within(recipe: Recipe, count: int) -> Recipe:
+def _within(recipe: Recipe, count: int) -> Recipe:
     """``recipe`` for a transformer of ``count`` blocks: steps of which it has no block are without STG."""
 
     def kept(step: GuidanceStep) -> GuidanceStep:
         blocks = tuple(block for block in step.blocks if block < count)
         return replace(step, blocks=blocks) if blocks else replace(step, blocks=(), stg=0.0, rescale=0.0)
 
-    second = None if recipe.second is None else within(recipe.second, count)
+    second = None if recipe.second is None else _within(recipe.second, count)
     return replace(recipe, guidance=tuple(map(kept, recipe.guidance)), second=second)
 
 
 @contextmanager
-def without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
+def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
     """``transformer`` whose ``blocks`` take each video token's own value in place of attention.
 
     What is compiled runs as it is written meanwhile: its graphs hold the attention.
@@ -392,7 +398,7 @@ def _predictor(
                 for name, value in stepper.start.place.items()
             }
             branch = "without_attention" if blocks else "cond_uncond"
-            with transformer.cache_context(branch), without_attention(transformer, blocks):
+            with transformer.cache_context(branch), _without_attention(transformer, blocks):
                 output: torch.Tensor = transformer(
                     hidden_states=torch.cat([tokens] * copies).to(dtype),
                     encoder_hidden_states=texts[EMBEDS],
@@ -410,10 +416,10 @@ def _predictor(
     return predict
 
 
-def is_condition(pipeline: Pipeline) -> bool:
+def _is_condition(pipeline: Pipeline) -> bool:
     """Whether the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
     name = pipeline.tools["index"].get("_class_name")
-    if name in SPEC.pipelines:
+    if name in SPEC.files.pipelines:
         return bool(name == CONDITION)
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 
@@ -422,7 +428,7 @@ def _scaling(pipeline: Pipeline) -> float:
     return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
 
 
-def ltx_schedule(
+def _schedule(
     config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
     """The schedule for one sampling.

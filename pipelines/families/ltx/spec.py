@@ -14,13 +14,18 @@ from ...family import (
     Download,
     FamilySpec,
     FileKind,
+    Files,
     Fit,
     GuidanceStep,
     MemoryTerms,
     Offer,
     OtherModel,
+    Published,
     Quantised,
     Recipe,
+    Recipes,
+    Rewrites,
+    Sizes,
 )
 from .layouts import LAYOUTS
 
@@ -121,73 +126,87 @@ SPEC = FamilySpec(
     title="LTX-Video",
     package=str(__package__),
     order=1,
-    pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
-    transformer_classes=("LTXVideoTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=SPATIAL_RATIO,
-    ratio=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256),
-    effective=GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
-    variants=(DEV, DISTILLED, STOCHASTIC),
-    newer_variants=1,
-    recipes=RECIPES,
-    pages=(
-        "https://huggingface.co/Lightricks/LTX-Video",
-        "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
-        "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
-    ),
-    text_width="caption_channels",
     memory=MemoryTerms(FIT, reference_tokens=128),
-    batched_cfg=True,
-    layouts=LAYOUTS,
-    files={"text_encoder": FileKind("t5", "caption_channels"), "vae": FileKind("ltx/vae")},
-    tokenizers={"tokenizer": "t5"},
-    offer=Offer(
-        (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES, STORED),),
-        {"text": 8.9, "transformer": 3.6, "vae": 0.8},
-        {
-            "transformer": (
-                Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
-                Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
-            ),
-            "text": T5_XXL,
+    files=Files(
+        pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
+        transformer_classes=("LTXVideoTransformer3DModel",),
+        parts={
+            "text_encoder": ("transformers", "T5EncoderModel"),
+            "transformer": ("diffusers", "LTXVideoTransformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLLTXVideo"),
         },
+        tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+        text_parts=("text_encoder",),
+        text_width="caption_channels",
+        layouts=LAYOUTS,
+        kinds={"text_encoder": FileKind("t5", "caption_channels"), "vae": FileKind("ltx/vae")},
+        tokenizers={"tokenizer": "t5"},
     ),
-    more_offers={
-        "LTX-Video 0.9.5": Offer(
-            (
-                Download(
-                    "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES, STORED_095
-                ),
-            ),
-            {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+    sizes=Sizes(
+        multiple=SPATIAL_RATIO,
+        ratio=SPATIAL_RATIO,
+        stride=TEMPORAL_RATIO,
+        defaults=Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256),
+    ),
+    recipes=Recipes(
+        effective=GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
+        variants=(DEV, DISTILLED, STOCHASTIC),
+        newer_variants=1,
+        known=RECIPES,
+        batched_cfg=True,
+    ),
+    rewrites=Rewrites(
+        published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
+        published_vae_sites=39,
+        returns_alone=True,
+        split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
+    ),
+    published=Published(
+        pages=(
+            "https://huggingface.co/Lightricks/LTX-Video",
+            "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
+            "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
+        ),
+        offer=Offer(
+            (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES, STORED),),
+            {"text": 8.9, "transformer": 3.6, "vae": 0.8},
             {
-                "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
+                "transformer": (
+                    Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
+                    Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
+                ),
                 "text": T5_XXL,
             },
-        )
-    },
-    others=(
-        OtherModel("LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"),
-        OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
-    ),
-    cautions=(
-        Caution(
-            r"ltxv-13b-0\.9\.7-dev-fp8$",
-            "F8_E4M3",
-            "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' Q8 "
-            "kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it again",
-            "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
+        ),
+        more_offers={
+            "LTX-Video 0.9.5": Offer(
+                (
+                    Download(
+                        "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES, STORED_095
+                    ),
+                ),
+                {"text": 8.9, "transformer": 3.6, "vae": 2.3},
+                {
+                    "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
+                    "text": T5_XXL,
+                },
+            )
+        },
+        others=(
+            OtherModel(
+                "LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"
+            ),
+            OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
+        ),
+        cautions=(
+            Caution(
+                r"ltxv-13b-0\.9\.7-dev-fp8$",
+                "F8_E4M3",
+                "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' "
+                "Q8 kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it "
+                "again",
+                "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
+            ),
         ),
     ),
-    published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
-    published_vae_sites=39,
-    split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
 )

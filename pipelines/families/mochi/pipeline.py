@@ -9,9 +9,9 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
-from ...base import Call, Forwards, ImageCondition, Latents, Pipeline, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
+from ...pipeline import Pipeline
 from ...sampling.core_sampler import TIME
-from ...sampling.guidance import Guidance
 from ...sampling.loop import (
     denoise,
     latent_shape,
@@ -21,7 +21,7 @@ from ...sampling.loop import (
     sampled_latents,
     start_from,
 )
-from ...sampling.schedules import Levels, schedule_for
+from ...sampling.schedules import Guidance, Levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.t5 import EMBEDS, MASK, ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decoded, encoded
@@ -41,7 +41,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of T5."""
-    return t5_forwards(request, SPEC.defaults.max_tokens, _zeroed(pipeline))
+    return t5_forwards(request, SPEC.sizes.defaults.max_tokens, _zeroed(pipeline))
 
 
 def _zeroed(pipeline: Pipeline) -> bool:
@@ -91,7 +91,7 @@ def sample(
                 return output.float()
 
             rows = BOTH if guidance.acts(index) else PROMPTED
-            return guidance.guide_batch(by_halves(pipeline.group, run)(rows))
+            return guidance.guide_batch(by_halves(pipeline.run.group, run)(rows))
 
         latents = denoise(
             start_from(clean, noise, schedule),

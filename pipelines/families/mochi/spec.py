@@ -12,11 +12,16 @@ from ...family import (
     Download,
     FamilySpec,
     FileKind,
+    Files,
     Fit,
     MemoryTerms,
     Offer,
+    Published,
     Quantised,
     Recipe,
+    Recipes,
+    Rewrites,
+    Sizes,
 )
 from .layouts import LAYOUTS
 
@@ -32,44 +37,54 @@ SPEC = FamilySpec(
     title="Mochi 1",
     package=str(__package__),
     order=5,
-    pipelines={"MochiPipeline": "text"},
-    transformer_classes=("MochiTransformer3DModel",),
-    parts={
-        "text_encoder": ("transformers", "T5EncoderModel"),
-        "transformer": ("diffusers", "MochiTransformer3DModel"),
-        "vae": ("diffusers", "AutoencoderKLMochi"),
-    },
-    tools={"tokenizer": "transformers", "scheduler": "diffusers"},
-    text_parts=("text_encoder",),
-    multiple=16,
-    ratio=SPATIAL_RATIO,
-    stride=TEMPORAL_RATIO,
-    defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
-    effective=GUIDED,
-    min_steps=2,
-    pages=("https://huggingface.co/genmo/mochi-1-preview",),
-    text_width="text_embed_dim",
     memory=MemoryTerms(FIT, reference_tokens=256),
-    precision=ModelPrecision({ALL_BF16: IN_FP32}),
-    causal_decoder=True,
-    batched_cfg=True,
-    layouts=LAYOUTS,
-    files={"text_encoder": FileKind("t5", "text_embed_dim"), "vae": FileKind("mochi/vae")},
-    tokenizers={"tokenizer": "t5"},
-    offer=Offer(
-        (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES, STORED),),
-        {"text": 8.9, "transformer": 18.7, "vae": 0.9},
-        {
-            "transformer": (
-                Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
-                # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
-                Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
-            ),
-            "text": T5_XXL,
+    files=Files(
+        pipelines={"MochiPipeline": "text"},
+        transformer_classes=("MochiTransformer3DModel",),
+        parts={
+            "text_encoder": ("transformers", "T5EncoderModel"),
+            "transformer": ("diffusers", "MochiTransformer3DModel"),
+            "vae": ("diffusers", "AutoencoderKLMochi"),
         },
+        tools={"tokenizer": "transformers", "scheduler": "diffusers"},
+        text_parts=("text_encoder",),
+        text_width="text_embed_dim",
+        layouts=LAYOUTS,
+        kinds={"text_encoder": FileKind("t5", "text_embed_dim"), "vae": FileKind("mochi/vae")},
+        tokenizers={"tokenizer": "t5"},
     ),
-    recipes={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
-    published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
-    published_vae_sites=38,
-    split=SplitPlan(("image_rotary_emb",), dim=0),
+    sizes=Sizes(
+        multiple=16,
+        ratio=SPATIAL_RATIO,
+        stride=TEMPORAL_RATIO,
+        defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
+        min_steps=2,
+    ),
+    recipes=Recipes(
+        effective=GUIDED,
+        batched_cfg=True,
+        known={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
+    ),
+    rewrites=Rewrites(
+        precision=ModelPrecision({ALL_BF16: IN_FP32}),
+        causal_decoder=True,
+        published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
+        published_vae_sites=38,
+        split=SplitPlan(("image_rotary_emb",), dim=0),
+    ),
+    published=Published(
+        pages=("https://huggingface.co/genmo/mochi-1-preview",),
+        offer=Offer(
+            (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES, STORED),),
+            {"text": 8.9, "transformer": 18.7, "vae": 0.9},
+            {
+                "transformer": (
+                    Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
+                    # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
+                    Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
+                ),
+                "text": T5_XXL,
+            },
+        ),
+    ),
 )

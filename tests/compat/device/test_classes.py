@@ -59,7 +59,7 @@ def answer(ask, *given):
 def answers(facts) -> dict[str, object]:
     """All that the tables say of a device."""
     models = (
-        *(family.precision for family in FAMILIES.values()),
+        *(family.rewrites.precision for family in FAMILIES.values()),
         precisions.PAINT,
         precisions.HALF_TEXT,
         precisions.PLAIN,
@@ -103,7 +103,7 @@ def test_a_pipeline_is_loaded_and_forecast_the_same(added, tiny_folder, tmp_path
             build("ltx", tiny_folder), device=facts, state=tmp_path, attention="native_flash", quiet=True
         )
         pipeline = load(request)
-        return pipeline.decisions, plan_line(pipeline), memory_plan(pipeline, Size(64, 64, 9))[0]
+        return pipeline.plan.decisions, plan_line(pipeline), memory_plan(pipeline, Size(64, 64, 9))[0]
 
     before, after = told(facts_of("another vendor's")), told(added("another vendor's"))
     assert before == after

@@ -376,7 +376,7 @@ def test_a_cpu_has_no_product_that_widens():
 
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
 def test_no_t5_is_put_into_fp16(family):
-    model = FAMILIES[family].precision
+    model = FAMILIES[family].rewrites.precision
     assert not model.half_text
     assert all(row.text is not HALF for row in (*PRECISION.values(), *model.rows.values()))
     turing = replace(facts_for("cpu"), backend="cuda", arch="sm75", arch_class="cuda-old")

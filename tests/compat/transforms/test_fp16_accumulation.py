@@ -61,7 +61,7 @@ def test_a_load_refuses_it_and_a_sampling_has_it(tiny_folder, recorded):
     with pytest.raises(UnsupportedError, match="fp16_accumulation on cpu"):
         load(LoadRequest(folder, precision="fp32", device="cpu", speed=asked))
     pipeline, seen, progress = load(LoadRequest(folder, precision="fp32", device="cpu")), [], recorded()
-    pipeline.speed.request = asked  # as on a GPU that has it
+    pipeline.plan.speed.request = asked  # as on a GPU that has it
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), progress)
         pipeline.parts.read("transformer").register_forward_hook(lambda *_: seen.append(switch()))

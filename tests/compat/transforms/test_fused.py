@@ -63,7 +63,7 @@ def test_every_site_of_a_published_model_is_fused(name):
     before = {id(p) for p in model.parameters()}
     found = fuse(model, REFERENCE)
     assert found.sites.total() == sites and not found.left
-    assert dict(found.sites) == fused.published_sites(FAMILIES[family].published_blocks)
+    assert dict(found.sites) == fused.published_sites(FAMILIES[family].rewrites.published_blocks)
     assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 

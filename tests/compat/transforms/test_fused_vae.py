@@ -69,7 +69,7 @@ def test_every_site_of_a_published_decoder_is_fused(family):
         vae = getattr(diffusers, CLASSES[family])()
     before = {id(p) for p in vae.parameters()}
     found = fuse_vae(vae, REFERENCE)
-    sites = FAMILIES[family].published_vae_sites
+    sites = FAMILIES[family].rewrites.published_vae_sites
     assert dict(found.sites) == {SITE: sites} and not found.left
     assert str(found) == f"{sites} of {sites} sites fused (reference)"
     assert {id(p) for p in vae.parameters()} == before, "weights were copied"

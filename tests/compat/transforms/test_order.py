@@ -10,8 +10,8 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms.attention_processors import JointProcessor
 from anygpu.compat.transforms.order import Order, Preparation, Step
-from anygpu.pipelines.base import Parts
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Parts
 from torch import nn
 
 
@@ -75,7 +75,7 @@ def test_load_prepares_transformer_and_vae(tiny_folder: Any) -> None:
         type(module.processor).__name__ for module in pipeline.parts["vae"].modules() if hasattr(module, "processor")
     ]
     assert vae and set(vae) == {"MochiVaeProcessor"}
-    _, _, attention, *_ = pipeline.decisions
+    _, _, attention, *_ = pipeline.plan.decisions
     assert (attention.verdict, attention.source) == ("native_math", "chosen") and "plain matrix" in attention.why
     pipeline.parts.undo.pop("transformer")()
     assert type(transformer.transformer_blocks[0].attn1.processor).__name__ == "MochiAttnProcessor2_0"

@@ -75,7 +75,7 @@ def test_a_sampling_has_it_and_says_so(tiny_folder, recorded, monkeypatch, weigh
         pipeline, progress = load(request), recorded()
         embeds = stages.encode_prompt(pipeline, prompt, progress)
         found.append(stages.sample(pipeline, embeds, None, SampleSettings(128, 96, 17, steps=2), progress).samples)
-    assert isinstance(pipeline.speed, Speed)
+    assert isinstance(pipeline.plan.speed, Speed)
     layers = sum(isinstance(one, StoredLinear) for one in pipeline.parts["transformer"].modules())
     if weights == "auto":
         assert torch.equal(*found)

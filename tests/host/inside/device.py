@@ -13,8 +13,9 @@ import tiny
 import torch
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from heavy import GREATER, build_heavy
 from simulated import accelerator
 from tiny import parts
@@ -97,7 +98,7 @@ def encoded(pipeline: Pipeline, name: str, progress: Any = None, device: Any = "
     progress, image, picture = progress or Silent(), None, PICTURE.to(device)
     if CASES[name][2]:
         image = stages.encode_image(pipeline, ImageRequest(picture, SIDE, SIDE), "stretch", progress)
-    looks = "image" in pipeline.spec.effective
+    looks = "image" in pipeline.spec.recipes.effective
     request = PromptRequest("a red fox", "blurry", image=picture if CASES[name][2] and looks else None)
     return stages.encode_prompt(pipeline, request, progress), image
 

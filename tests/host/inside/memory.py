@@ -83,7 +83,7 @@ def deep(name: str, **chosen: Any) -> Any:
     config = dict(pipeline.configs["transformer"])
     deeper = 2 if pipeline.family == "framepack" else 1  # its history is many tokens
     depth = {key: value * deeper for key, value in DEPTH.items() if key in config}
-    kind: Any = attribute("diffusers", pipeline.spec.transformer_classes[0])
+    kind: Any = attribute("diffusers", pipeline.spec.files.transformer_classes[0])
 
     def read(progress: Any) -> nn.Module:
         with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
@@ -418,7 +418,7 @@ def handle(name: str) -> dict[str, Any]:
         "seen": seen,
         "dynamic": pipeline.is_dynamic(),
         "models": sorted(type(patcher.model).__name__ for patcher in pipeline.get_models()),
-        "one": model is pipeline.patcher and vae.patcher in pipeline.get_models(),
+        "one": model is pipeline.offloader.patcher and vae.patcher in pipeline.get_models(),
         "text": repr(pipeline),
     }
 

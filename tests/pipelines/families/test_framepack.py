@@ -235,6 +235,11 @@ def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
     assert _sampled(made, 2, image=made.end).frames == 17 > _sampled(made, 2).frames == 9
     _sampled(made, 2, watched, image=made.end)
     assert "frames 9 -> 17, the end of the last section, where the end image is" in watched.said
+    for image in (made.start, made.end):  # a forecast counts what a run draws
+        latents, settings = _sampled(made, 2, image=image), FramePackSettings(_frames(2) / 30, WINDOW)
+        ended = settings.ended_by((frame, strength) for _, frame, strength in image.anchors)
+        sections, frames = made.pipeline.spec.code.sections_for(settings, _frames(2), ended)
+        assert (sections, frames) == (len(latents.extra["section_lengths"]), latents.frames)
 
 
 def test_images_join_in_either_order(run: Any) -> None:
@@ -249,7 +254,7 @@ def test_images_join_in_either_order(run: Any) -> None:
 def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     pipeline = replace(made.pipeline, parts=type(made.pipeline.parts)({"vae": lambda _: made.pipeline.parts["vae"]}))
-    pipeline = replace(pipeline, offloader=_Held(pipeline.parts))
+    pipeline = replace(pipeline, plan=replace(pipeline.plan, offloader=_Held(pipeline.parts)))
     vision = torch.randn(1, 729, 32)
     request = ImageRequest(START, WIDTH, HEIGHT, vision=vision, strength=0.5)
     condition = stages.encode_image(pipeline, request, "stretch", watched)
@@ -346,7 +351,9 @@ def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
 def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:
     made = run(I2V)
     held = _Held(made.pipeline.parts)
-    spied = SimpleNamespace(**{**vars(made), "pipeline": replace(made.pipeline, offloader=held)})
+    spied = SimpleNamespace(
+        **{**vars(made), "pipeline": replace(made.pipeline, plan=replace(made.pipeline.plan, offloader=held))}
+    )
     _sampled(spied, 2)
     assert held.names == ["transformer"]
 
@@ -487,7 +494,7 @@ def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_fold
     (other / "image_encoder").symlink_to(tiny_folder / "siglip" / "image_encoder")
     watched = recorded()
     pipeline = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
-    assert (pipeline.family, pipeline.task, pipeline.variant) == ("framepack", "image", F1)
+    assert (pipeline.family, pipeline.model.task, pipeline.variant) == ("framepack", "image", F1)
     assert "base from b-hunyuan_video (auto)" in watched.said
     assert "image_encoder from b-siglip (auto)" in watched.said
     assert pipeline.parts["transformer"].config.has_image_proj
@@ -503,5 +510,5 @@ def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Pa
         (tmp_path / name).symlink_to(source if source.is_dir() else tiny_folder / "siglip" / name)
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     pipeline = _loaded(tmp_path)
-    assert (pipeline.family, pipeline.task) == ("framepack", "image")
+    assert (pipeline.family, pipeline.model.task) == ("framepack", "image")
     assert pipeline.configs["transformer"]["has_image_proj"]

@@ -15,9 +15,10 @@ import tiny
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.pipeline import Tools
 from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import llama
 from PIL import Image
@@ -231,7 +232,7 @@ def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_finite(run: Any, name: str) -> None:
     made = run(name)
-    pipeline = _loaded(made.pipeline.source, precision="bf16")
+    pipeline = _loaded(made.pipeline.model.source, precision="bf16")
     request = PromptRequest(PROMPT, NEGATIVE, image=None if name == TEXT else FRAME)
     prompt = stages.encode_prompt(pipeline, request, Silent())
     assert prompt.embeds["prompt_embeds"].dtype == torch.bfloat16
@@ -242,7 +243,7 @@ def test_bf16_is_finite(run: Any, name: str) -> None:
 
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:
     """6 as in upstream's examples; the 33-channel transformer takes none, and it is said."""
-    guidances = {name: of_checkpoint(run(name).pipeline).defaults.guidance for name in NAMES}
+    guidances = {name: of_checkpoint(run(name).pipeline).sizes.defaults.guidance for name in NAMES}
     assert guidances == {TEXT: 6.0, REPLACE: 6.0, CONCAT: 0.0}
     watched = recorded()
     found = _sampled(run(CONCAT), watched, guidance=4.0)
@@ -338,17 +339,17 @@ def test_core_conditioning(run: Any) -> None:
 
 def test_a_lone_transformer_finds_a_pipeline_of_its_own_task(run: Any, recorded: Any, tmp_path: Path) -> None:
     for name in NAMES:
-        (tmp_path / name).symlink_to(run(name).pipeline.source)
+        (tmp_path / name).symlink_to(run(name).pipeline.model.source)
     for name in NAMES:
-        shutil.copytree(run(name).pipeline.source / "transformer", tmp_path / f"lone_{name}")
+        shutil.copytree(run(name).pipeline.model.source / "transformer", tmp_path / f"lone_{name}")
         pipeline = _loaded(tmp_path / f"lone_{name}")
-        assert pipeline.task == ("text" if name == TEXT else "image")
+        assert pipeline.model.task == ("text" if name == TEXT else "image")
         assert (
             hunyuan_video.image_condition(pipeline.configs["transformer"])
             == {TEXT: None, REPLACE: "token_replace", CONCAT: "latent_concat"}[name]
         )
         assert ("vision_config" in pipeline.configs["text_encoder"]) == (name != TEXT)
     assert hunyuan_video.image_condition({"in_channels": 33, "out_channels": 16}) == "latent_concat"
-    wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).pipeline.source)
+    wrong = _loaded(tmp_path / f"lone_{REPLACE}", base=run(TEXT).pipeline.model.source)
     with pytest.raises(CheckpointError, match="text encoder for text only"):
         stages.encode_prompt(wrong, PromptRequest(PROMPT, image=FRAME), Silent())

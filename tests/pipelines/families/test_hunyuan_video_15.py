@@ -14,9 +14,10 @@ import tiny
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
 from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.pipeline import Tools
 from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import qwen
 from PIL import Image
@@ -287,7 +288,7 @@ def test_noise_mask_keeps_what_it_covers(run: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_runs_finite(run: Any, name: str) -> None:
     made = run(name)
-    half = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.source, precision="bf16")})
+    half = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.model.source, precision="bf16")})
     half.prompt = stages.encode_prompt(half.pipeline, PromptRequest(PROMPT, NEGATIVE), Silent())
     half.image = None if made.image is None else _image(half.pipeline, FRAME)
     latents = _sampled(half)
@@ -311,7 +312,9 @@ def test_defaults_are_the_checkpoints(
 ) -> None:
     pipeline = run(TEXT).pipeline
     configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "target_size": target}}
-    defaults = of_checkpoint(_with_guider(replace(pipeline, configs=configs), guider)).defaults
+    defaults = of_checkpoint(
+        _with_guider(replace(pipeline, model=replace(pipeline.model, configs=configs)), guider)
+    ).sizes.defaults
     assert (defaults.width, defaults.height, defaults.cfg) == expected
     assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
 
@@ -335,7 +338,12 @@ def test_vision_states_of_core_replace_our_own(run: Any, recorded: Any) -> None:
     assert any("first of 2 images" in line for line in progress.said)
     with pytest.raises(InputError, match=r"\(1, 700, 32\).*\(1, 729, 32\)"):
         _image(made.pipeline, FRAME, vision=states[:, :700])
-    bare = replace(made.pipeline, configs={k: v for k, v in made.pipeline.configs.items() if k != "image_encoder"})
+    bare = replace(
+        made.pipeline,
+        model=replace(
+            made.pipeline.model, configs={k: v for k, v in made.pipeline.configs.items() if k != "image_encoder"}
+        ),
+    )
     with pytest.raises(InputError, match="no image_encoder"):
         _image(bare, FRAME)
 
@@ -425,7 +433,7 @@ def test_a_lone_transformer_borrows_the_rest(run: Any, tiny_folder: Path, tmp_pa
     (tmp_path / "lone").symlink_to(tiny_folder / IMAGE / "transformer", target_is_directory=True)
     request = loading.LoadRequest(tmp_path / "lone", base=tiny_folder / IMAGE, device="cpu", precision="fp32")
     pipeline = loading.load(request, recorded())
-    assert (pipeline.task, "image_encoder" in pipeline.configs) == ("image", True)
+    assert (pipeline.model.task, "image_encoder" in pipeline.configs) == ("image", True)
     assert torch.equal(_image(pipeline, FRAME).tensors["image_embeds"], made.image.tensors["image_embeds"])
 
 
@@ -446,8 +454,10 @@ def test_meanflow_checkpoints_are_told_the_next_time(run: Any) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = HunyuanVideo15Transformer3DModel.from_config(config).eval().requires_grad_(False)
-    own = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.source)})
-    own.pipeline = replace(own.pipeline, configs={**own.pipeline.configs, "transformer": config})
+    own = SimpleNamespace(**{**vars(made), "pipeline": _loaded(made.pipeline.model.source)})
+    own.pipeline = replace(
+        own.pipeline, model=replace(own.pipeline.model, configs={**own.pipeline.configs, "transformer": config})
+    )
     own.pipeline.parts["transformer"] = transformer
     latents, _ = _one_shot(made, {"transformer": transformer, "vae": made.pipeline.parts["vae"]})
     assert _distance(_sampled(own).samples, latents) < TRIMMED

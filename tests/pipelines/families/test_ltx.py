@@ -14,22 +14,13 @@ from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import (
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Pipeline,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-    Tools,
-)
+from anygpu.pipelines.base import ImageCondition, ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
+from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline, Tools
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
@@ -374,7 +365,7 @@ def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
 @pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
 def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, text: torch.dtype) -> None:
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))
-    pipeline = replace(pipeline, precision=replace(pipeline.precision, text=text))
+    pipeline = replace(pipeline, device=replace(pipeline.device, precision=replace(pipeline.precision, text=text)))
     prompt = plain.prompt if text is torch.float32 else stages.encode_prompt(pipeline, PromptRequest(*TEXTS), Silent())
     image = encoded(pipeline, PLACES["first and last frame"])
     latents = stages.sample(pipeline, prompt, image, SETTINGS, Silent())
@@ -438,7 +429,7 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     folder.symlink_to(tiny.build("ltx_condition", tiny_folder))
     progress = recorded()
     pipeline = load(LoadRequest(folder, device="cpu"), progress)
-    decision = next(decision for decision in pipeline.decisions if decision.subject == "variant")
+    decision = next(decision for decision in pipeline.plan.decisions if decision.subject == "variant")
     assert (pipeline.variant, decision.verdict, decision.source) == (variant, variant, "auto")
     assert said in decision.why and decision.brief == f"variant {variant}: {decision.why}"
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows
@@ -456,7 +447,7 @@ def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, conditio
 @pytest.mark.parametrize("steps", [4, 7, 11])
 def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, conditioned: bool, steps: int) -> None:
     settings, config = replace(SETTINGS, steps=steps), plain.pipeline.tools["scheduler"]
-    schedule = ltx_schedule(config, settings, conditioned, DISTILLED, torch.device("cpu"))
+    schedule = _schedule(config, settings, conditioned, DISTILLED, torch.device("cpu"))
     times, trained = schedule.timesteps.tolist(), [1000 * level for level in DISTILLED.timesteps]
     assert len(times) == steps and (times[0], times[-1]) == (trained[0], pytest.approx(trained[-1]))
     assert schedule.levels[-1] == 0.0
@@ -467,7 +458,7 @@ def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, con
 @pytest.mark.parametrize("recipe", [RECIPES["dev"], DISTILLED], ids=lambda recipe: recipe.name)
 def test_the_transformer_sees_a_shift_too(condition: Model, recipe: Recipe) -> None:
     settings, config = replace(SETTINGS, steps=8, shift=5.0), condition.pipeline.tools["scheduler"]
-    schedule = ltx_schedule(config, settings, True, recipe, torch.device("cpu"))
+    schedule = _schedule(config, settings, True, recipe, torch.device("cpu"))
     assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
-    usual = ltx_schedule(config, replace(settings, shift=0.0), True, recipe, torch.device("cpu"))
+    usual = _schedule(config, replace(settings, shift=0.0), True, recipe, torch.device("cpu"))
     assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))

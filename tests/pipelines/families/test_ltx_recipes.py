@@ -11,14 +11,18 @@ import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
+from anygpu.pipelines.base import Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.families.ltx.pipeline import without_attention
+from anygpu.pipelines.families.ltx.pipeline import _without_attention
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import GuidanceStep, Recipe
+from anygpu.pipelines.forecast.counts import batches_of
+from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
+from anygpu.pipelines.sizes import Size
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
 
@@ -86,7 +90,7 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
 
     def of(variant: str, blocks: int) -> Recipe:
         configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "num_layers": blocks}}
-        return ltx.recipe_for(replace(pipeline, configs=configs, variant=variant))
+        return ltx.recipe_for(replace(pipeline, model=replace(pipeline.model, configs=configs, variant=variant)))
 
     assert of("dev", 28) == RECIPES["dev"] and of("dev", 48).guidance[3].blocks == (28,)
     assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
@@ -96,15 +100,32 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
 
 def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], recorded: Any) -> None:
     pipeline = models["linear-quadratic"]
-    (said,) = [decision for decision in pipeline.decisions if decision.subject == "recipe"]
+    (said,) = [decision for decision in pipeline.plan.decisions if decision.subject == "recipe"]
     assert said.verdict.startswith("2B dev: 40 steps; cfg 3") and "ltxv-2b" in said.why and said.source == "auto"
     for variant, steps, size in (("dev", 40, (704, 512)), ("distilled", 7, (1216, 704)), ("distilled_0.9.6", 8, None)):
-        found = of_checkpoint(replace(pipeline, variant=variant)).defaults
+        found = of_checkpoint(replace(pipeline, model=replace(pipeline.model, variant=variant))).defaults
         assert found.steps == steps and (size is None or (found.width, found.height) == size)
         progress = recorded()
         run = replace(SETTINGS, frames=9, steps=0)
-        stages.sample(replace(pipeline, variant=variant), prompt(), None, run, progress)
+        stages.sample(replace(pipeline, model=replace(pipeline.model, variant=variant)), prompt(), None, run, progress)
         assert progress.steps[-1][:2] == (steps, steps)
+
+
+@pytest.mark.parametrize("changes", [{"cfg": 3.0, "stg": 1.0}, {"stg": 1.0}, {"cfg": 3.0, "stg": 0.0, "cfg_end": 0.5}])
+def test_each_call_of_the_transformer_is_counted(models: dict[str, Pipeline], monkeypatch, changes: Any) -> None:
+    rows = GuidanceStep(0.9, 1.0, 0.0), GuidanceStep(0.0, 2.0, 1.0, blocks=(1,))
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: Recipe("", "", 4, rows))
+    pipeline, ran, sizes = models["shifted"], list[int](), list[SampleSettings]()
+    monkeypatch.setattr(ltx, "LtxGuidance", lambda *a, real=ltx.LtxGuidance: sizes.append(a[0]) or real(*a))
+    hook = pipeline.parts["transformer"].register_forward_pre_hook(
+        lambda _module, _given, named: ran.append(len(named["hidden_states"])), with_kwargs=True
+    )
+    stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, steps=4, **changes), Silent())
+    hook.remove()
+    assert list(batches_of(pipeline, sizes[0])) == ran and len(ran) > 4 - ("cfg_end" in changes)
+    asked = replace(SETTINGS, frames=9, steps=4, **changes)
+    run = planned_run(pipeline, Size(asked.width, asked.height, asked.frames), asked)
+    assert list(batches_of(pipeline, run.settings)) == ran
 
 
 def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +213,7 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
 def test_attention_comes_back(models: dict[str, Pipeline]) -> None:
     transformer = models["shifted"].parts.read("transformer", Silent())
     before = [vars(block.attn1).get("forward") for block in transformer.transformer_blocks]
-    with pytest.raises(ZeroDivisionError), without_attention(transformer, (0, 1)):
+    with pytest.raises(ZeroDivisionError), _without_attention(transformer, (0, 1)):
         assert all("forward" in vars(block.attn1) for block in transformer.transformer_blocks)
         1 / 0  # noqa: B018
     assert [vars(block.attn1).get("forward") for block in transformer.transformer_blocks] == before

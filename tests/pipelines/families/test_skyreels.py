@@ -66,8 +66,8 @@ def test_the_latents_are_those_of_diffusers(skyreels: SimpleNamespace) -> None:
 
 
 def test_its_recipe_is_its_publishers(skyreels: SimpleNamespace, recorded: Any) -> None:
-    defaults, pipeline, watched = of_checkpoint(skyreels.pipeline).defaults, skyreels.pipeline, recorded()
-    assert (pipeline.variant, pipeline.task) == ("skyreels", "image")
+    defaults, pipeline, watched = of_checkpoint(skyreels.pipeline).sizes.defaults, skyreels.pipeline, recorded()
+    assert (pipeline.variant, pipeline.model.task) == ("skyreels", "image")
     size = (defaults.width, defaults.height, defaults.frames, defaults.fps)
     assert (*size, defaults.steps, defaults.cfg, defaults.guidance) == (960, 544, 97, 24.0, 30, 6.0, 1.0)
     stages.encode_prompt(pipeline, PromptRequest("a cat"), watched)
@@ -84,6 +84,6 @@ def test_text_to_video_is_told_by_its_name(tiny_folder: Path, tmp_path: Path, na
     folder.symlink_to(tiny.build("hunyuan_video", tiny_folder), target_is_directory=True)
     pipeline = load(LoadRequest(folder, device="cpu"))
     assert pipeline.variant == variant
-    assert [d.why for d in pipeline.decisions if d.subject == "variant"] == [f"the name {name!r} says so"] * (
+    assert [d.why for d in pipeline.plan.decisions if d.subject == "variant"] == [f"the name {name!r} says so"] * (
         variant == "skyreels"
     )

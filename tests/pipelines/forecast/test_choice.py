@@ -103,6 +103,6 @@ def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, 
 
 def test_a_device_that_nobody_timed_is_named(tiny_folder):
     pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
-    pipeline = replace(pipeline, facts=replace(pipeline.facts, name="Someone's card"))
+    pipeline = replace(pipeline, device=replace(pipeline.device, facts=replace(pipeline.facts, name="Someone's card")))
     text, _ = memory_plan(pipeline, Size(64, 64, 9))
     assert "time unknown: Someone's card was not timed yet, and no data sheet of it is known" in text.splitlines()

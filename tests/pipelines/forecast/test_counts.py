@@ -34,11 +34,11 @@ def test_sampling_and_decode_are_counted_within_two_percent(tiny_folder, name):
     case = CASES[name]
     pipeline, progress = loaded_for(case, tiny_folder, "cpu"), Silent()
     image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", progress) if case.pictured else None
-    looks = PICTURE if case.pictured and "image" in pipeline.spec.effective else None
+    looks = PICTURE if case.pictured and "image" in pipeline.spec.recipes.effective else None
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry", image=looks), progress)
     settings = SampleSettings(64, 64, case.frames, steps=2, seed=3, cfg=2.0)
     with counting() as sampled:
-        if pipeline.spec.sections:
+        if pipeline.spec.recipes.sections:
             framepack = FramePackSettings(case.frames / 30, window=2)
             latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
         else:
@@ -55,7 +55,7 @@ def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     with counting() as ran:
         condition = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", Silent())
-    size = Size(condition.width, condition.height, pipeline.spec.stride + 1)
+    size = Size(condition.width, condition.height, pipeline.spec.sizes.stride + 1)
     assert close(counts.image_work(pipeline, size).flops, ran.flops)
 
 
@@ -71,7 +71,7 @@ def test_a_prompt_is_counted_within_two_percent(tiny_folder, name, text):
 def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
     pipeline = loaded_for(CASES["hunyuan_video"], tiny_folder, "cpu")
     config = {**pipeline.configs["transformer"], "num_layers": 5, "num_single_layers": 7}
-    pipeline = replace(pipeline, configs={**pipeline.configs, "transformer": config})
+    pipeline = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, "transformer": config}))
     size = Size(64, 64, 5, text=6)
     call = counts._call(pipeline, size, 1)
     module = counts._built(pipeline, "transformer", config, torch.float32).to_empty(device="cpu")

@@ -16,20 +16,23 @@ from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines.base import Pipeline, SampleSettings, Silent
+from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Checkpoint, Device, Pipeline, PipelinePlan, RunOptions
 from anygpu.pipelines.sizes import Size
-from anygpu.pipelines.speed import Speed, SpeedRequest, running
+from anygpu.pipelines.speed import Speed, SpeedRequest
 from anygpu.pipelines.stages import DECODING as DECODE
 from anygpu.pipelines.stages import SAMPLING as SAMPLE
+from anygpu.pipelines.stages import running
 from anygpu.pipelines.vae.plan import Form
 from tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
 ASKED = Size(64, 64, 9)
+GROUPS = ("model", "device", "plan", "run")  # of a pipeline, whose fields are the choices
 SPEED = {  # each field of SpeedRequest with another value
     "kernels": "torch",
     "compile": CompileSettings(),
@@ -43,13 +46,14 @@ CACHED = {"kind": "taylor", "threshold": 0.5, "interval": 7, "start": 0.2, "end"
 
 def sped(pipeline: Pipeline, attention: Attention | None = None, **asked: Any) -> Pipeline:
     """The pipeline with other speed choices, whether or not this machine can have them."""
-    own = pipeline.speed
+    own = pipeline.plan.speed
     speed = Speed(replace(own.request, **asked), own.forms, own.kernels, attention or own.attention)
-    return replace(pipeline, speed=speed)
+    return replace(pipeline, plan=replace(pipeline.plan, speed=speed))
 
 
 def with_lora(pipeline: Pipeline) -> Pipeline:
-    return replace(pipeline, offloader=pipeline.offloader.with_adapters(SimpleNamespace(key=("a file", 1.0))))
+    offloader = pipeline.offloader.with_adapters(SimpleNamespace(key=("a file", 1.0)))
+    return replace(pipeline, plan=replace(pipeline.plan, offloader=offloader))
 
 
 def after_a_fallback(pipeline: Pipeline) -> Pipeline:
@@ -62,15 +66,15 @@ CHOICES: dict[str, Callable[[Pipeline], Pipeline]] = {
     **{name: lambda p, name=name: sped(p, **{name: SPEED[name]}) for name in SPEED},
     "attention": lambda p: sped(p, Attention("sage")),
     "fastest attention": lambda p: sped(p, Attention(fastest="native_cudnn")),
-    "step cache": lambda p: replace(p, step_cache=StepCacheSettings("first_block")),
-    "precision": lambda p: replace(p, precision=precisions._EXPLICIT["bf16"]),
-    "stored weights": lambda p: replace(p, storage={"transformer": "fp8"}),
+    "step cache": lambda p: replace(p, plan=replace(p.plan, step_cache=StepCacheSettings("first_block"))),
+    "precision": lambda p: replace(p, device=replace(p.device, precision=precisions._EXPLICIT["bf16"])),
+    "stored weights": lambda p: replace(p, model=replace(p.model, storage={"transformer": "fp8"})),
     "lora": with_lora,
-    "cards": lambda p: replace(p, group=SimpleNamespace(world=SimpleNamespace(size=2), fewest=2)),
-    "doctor": lambda p: replace(p, doctor=object()),
-    "demo": lambda p: replace(p, stands_in_for="LTX-Video 2B"),
+    "cards": lambda p: replace(p, run=RunOptions(group=SimpleNamespace(world=SimpleNamespace(size=2), fewest=2))),
+    "doctor": lambda p: replace(p, run=RunOptions(doctor=object())),
+    "demo": lambda p: replace(p, model=replace(p.model, stands_in_for="LTX-Video 2B")),
     "fallback": after_a_fallback,
-    "torch": lambda p: replace(p, facts=replace(p.facts, torch_version="1.0")),
+    "torch": lambda p: replace(p, device=replace(p.device, facts=replace(p.facts, torch_version="1.0"))),
 }
 
 
@@ -148,7 +152,8 @@ def test_rows_of_an_earlier_release_are_read_and_say_nothing_of_time(plain):
 
 
 def names(cls: type) -> set[str]:
-    return {field.name for field in fields(cls)}
+    groups = (Checkpoint, Device, PipelinePlan, RunOptions) if cls is Pipeline else ()
+    return {field.name for each in (cls, *groups) for field in fields(each)} - ({*GROUPS} if groups else set())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,7 @@ def test_every_field_of_a_speed_choice_is_in_the_key(plain, asked, others):
 
     def key(choice: Any) -> str:
         if isinstance(choice, StepCacheSettings):
-            return forecast.work_key(replace(plain, step_cache=choice), SAMPLING, run)
+            return forecast.work_key(replace(plain, plan=replace(plain.plan, step_cache=choice)), SAMPLING, run)
         if isinstance(choice, CompileSettings):
             return forecast.work_key(sped(plain, compile=choice), SAMPLING, run)
         return forecast.work_key(sped(plain, **{name: getattr(choice, name) for name in others}), SAMPLING, run)

@@ -29,7 +29,7 @@ UNPICTURED = [cell for cell in FAMILIES if not str(cell.values[0]).endswith("ima
 
 def rows_of(pipeline) -> dict[str, Precision]:
     """Every row that a card may give this model, and each choice; those of the same dtypes once."""
-    rows = (*PRECISION.values(), *pipeline.spec.precision.rows.values(), *precisions._EXPLICIT.values())
+    rows = (*PRECISION.values(), *pipeline.spec.rewrites.precision.rows.values(), *precisions._EXPLICIT.values())
     return {f"{row}, {row.residual}": row for row in rows}
 
 
@@ -48,24 +48,29 @@ def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     run = forecast.planned_run(pipeline, Size(64, 64, CASES[name].frames))
     for title, row in rows_of(pipeline).items():
-        time = forecast.time_forecast(replace(pipeline, precision=row), run)
+        time = forecast.time_forecast(replace(pipeline, device=replace(pipeline.device, precision=row)), run)
         assert time is not None and time.seconds > 0, title
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_folder, name):
     pipeline, size = loaded_for(CASES[name], tiny_folder, "cpu"), Size(64, 64, CASES[name].frames)
-    bf16 = counts.transformer_work(replace(pipeline, precision=Precision(BF16, BF16, BF16, "")), size)
+    bf16 = counts.transformer_work(
+        replace(pipeline, device=replace(pipeline.device, precision=Precision(BF16, BF16, BF16, ""))), size
+    )
     for status in (UNUSABLE, OK):
         probes = {counts.FP32_OUTPUT: ProbeResult(status, "")}
-        safe = counts.transformer_work(replace(pipeline, precision=SAFE, probes=probes), size)
+        safe = counts.transformer_work(
+            replace(pipeline, device=replace(pipeline.device, precision=SAFE, probes=probes)), size
+        )
         assert computing(safe) == computing(bf16) and safe.bytes > bf16.bytes
 
 
 @pytest.mark.parametrize("name", UNPICTURED)
 def test_safe_fp16_moves_what_its_rewrite_moves(tiny_folder, name):
     """Counted without data beside a run of the rewritten transformer, which a CPU has without fp32-output products."""
-    pipeline = replace(loaded_for(CASES[name], tiny_folder, "cpu"), precision=SAFE)
+    pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
+    pipeline = replace(pipeline, device=replace(pipeline.device, precision=SAFE))
     size = Size(64, 64, CASES[name].frames, text=6)
     call = counts._call(pipeline, size, 1)
     given = {key: getattr(call, key) for key in call.__slots__ if isinstance(getattr(call, key), torch.Tensor)}

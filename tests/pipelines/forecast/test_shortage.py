@@ -11,9 +11,9 @@ from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.forecast.shortage import Shortage, explain_shortage, lowered, shortage_in
+from anygpu.pipelines.pipeline import RunOptions
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.speed import running
-from anygpu.pipelines.stages import DECODING, SAMPLING
+from anygpu.pipelines.stages import DECODING, SAMPLING, running
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free. "
@@ -30,7 +30,15 @@ def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
     facts = SimpleNamespace(name="RTX")
     parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(
-        spec=FAMILIES["ltx"], family="ltx", variant="dev", offloader=offloader, facts=facts, speed=None, parts=parts
+        spec=FAMILIES["ltx"],
+        family="ltx",
+        variant="dev",
+        offloader=offloader,
+        facts=facts,
+        parts=parts,
+        plan=SimpleNamespace(speed=SimpleNamespace(profile=None, compiled={})),
+        run=RunOptions(),
+        model=None,
     )
 
 
@@ -51,19 +59,19 @@ def test_the_message_is_read(text, found):
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.id)
 def test_what_is_proposed_is_smaller_and_on_the_grid(family):
-    own = family.defaults
+    own = family.sizes.defaults
     size = SampleSettings(own.width, own.height, own.frames)
     short = Shortage(4 * 2**30, 2**30)
     words = " ".join(lowered(pipeline(), family, size, short))
     assert "ffload to group" in words
     width, height = (int(edge) for edge in words.rsplit(" to ", 1)[1].split("x"))
-    assert width % family.multiple == 0 and height % family.multiple == 0
+    assert width % family.sizes.multiple == 0 and height % family.sizes.multiple == 0
     assert width * height <= short.share * own.width * own.height
     if family.id == "framepack":
         assert "frames" not in words
     else:
         fewer = int(words.split("lower frames from")[1].split(" to ")[1].split(",")[0].split(" ")[0])
-        assert (fewer - 1) % family.stride == 0 and fewer <= max(1, short.share * own.frames)
+        assert (fewer - 1) % family.sizes.stride == 0 and fewer <= max(1, short.share * own.frames)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.shortage import shortage_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
 
 ERRORS = (
     RuntimeError("Invalid buffer size: 24.00 GiB"),

@@ -139,9 +139,9 @@ def test_a_composed_pipeline_has_the_weights_of_its_folder(tiny_folder, tmp_path
     files, base = layouts.whole_set(model, tiny_folder, tmp_path), layouts.tools_only(model, tiny_folder, tmp_path)
     whole = load(LoadRequest(tiny.build(model, tiny_folder), device="cpu"))
     single = load(LoadRequest(files["transformer"], base=base, device="cpu", files=Files(files)))
-    assert (single.family, single.task, single.tools.readers.keys()) == (
+    assert (single.family, single.model.task, single.tools.readers.keys()) == (
         whole.family,
-        whole.task,
+        whole.model.task,
         whole.tools.readers.keys(),
     )
     for part in whole.parts.readers:

@@ -14,9 +14,10 @@ import torch
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 
@@ -189,7 +190,9 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
                 own = reference[name].weight
                 step = own.abs().amax(1, keepdim=True) * ROUNDING.get(choice, 0.0)
                 assert bool(((owner.weight - own).abs() <= step * 1.001).all()), name
-    assert len(kept.storage) == sum(decision.subject.endswith(" weights") for decision in kept.decisions) == 2
+    assert (
+        len(kept.model.storage) == sum(decision.subject.endswith(" weights") for decision in kept.plan.decisions) == 2
+    )
     modules = kept.parts["transformer"].named_modules()
     values = {name: owner.weight for name, owner in modules if isinstance(owner, packed.StoredLinear)}
     if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy

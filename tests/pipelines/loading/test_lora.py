@@ -18,10 +18,11 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.memory import parts as part_module
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import save_file
 
 RANK = 4
@@ -185,7 +186,7 @@ def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: An
 
 def test_notes_and_keys_tell_pipelines_apart(made: Any) -> None:
     first, stronger = put(made, made.pipeline), put(made, made.pipeline, strength=2.0)
-    assert str(first.decisions[-1]) == "LoRA first 1, separate"
+    assert str(first.plan.decisions[-1]) == "LoRA first 1, separate"
     assert repr(first.offloader.adapters) != repr(stronger.offloader.adapters)
     assert made.pipeline.offloader.adapters is None
     assert first.offloader.adapters.key == stronger.offloader.adapters.key

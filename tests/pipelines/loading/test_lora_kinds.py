@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora_keys import matched
 from anygpu.pipelines.loading.lora_kinds import share_of
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import save_file
 from torch import Tensor

@@ -18,8 +18,9 @@ from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, KeptSteps
+from anygpu.pipelines.pipeline import Resuming
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
-from anygpu.pipelines.sampling.resume import Resuming, StepState, resume_key
+from anygpu.pipelines.sampling.resume import StepState, resume_key
 from resumed import SOLVERS, STEPS, Told, opened, sampled
 
 KEY = "ab" * 32
@@ -115,7 +116,7 @@ def replace_cut(watched: Told) -> Told:
 
 def test_a_step_cache_keeps_no_steps_and_says_so(tiny_folder: Path, tmp_path: Path) -> None:
     from anygpu.compat.transforms.step_cache import StepCacheSettings
-    from anygpu.pipelines.speed import with_step_cache
+    from anygpu.pipelines.settings import with_step_cache
 
     watched = Told()
     pipeline = with_step_cache(opened("ltx", tiny_folder), "balanced", StepCacheSettings())
@@ -176,7 +177,7 @@ def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None
     store.keep(KEY, STATE)
     pipeline.parts.fallbacks = {"transformer": lambda: None}
     watched = Told()
-    changed = replace(pipeline, resuming=Resuming(store, KEY, watched))
+    changed = replace(pipeline, run=replace(pipeline.run, resuming=Resuming(store, KEY, watched)))
     assert fall_back_to_fp32(changed, watched, NotFinite("NaN", expected="numbers", fix="None."))
     assert changed.resuming.broken and not list(tmp_path.iterdir())
 

@@ -14,9 +14,10 @@ from anygpu.compat.errors import CheckpointError
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_vae import fuse_vae
-from anygpu.pipelines.base import Latents, Pipeline, Silent
+from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
 from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import load_file, save_file
@@ -131,7 +132,7 @@ def test_windows_of_16_are_named(opened, monkeypatch, recorded, form):
 
 def test_hunyuan_video_is_decoded_in_tencents_tiles_where_the_whole_is_larger_than_one(opened):
     spec = opened("hunyuan_video")[0].spec
-    assert spec.tile_for((17, 32, 32)) == 0 and spec.tile_for((33, 90, 160)) == 256
+    assert spec.sizes.tile_for((17, 32, 32)) == 0 and spec.sizes.tile_for((33, 90, 160)) == 256
 
 
 @pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, TILED], ids=str)

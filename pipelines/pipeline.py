@@ -1,0 +1,231 @@
+"""The pipeline that everybody is handed: its model, parts, device and plan, and the options of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..compat.decision import Decision
+from ..compat.device.facts import DeviceFacts, value_or
+from ..compat.device.precision import Precision
+from ..compat.device.probe_store import ProbeStore
+from ..compat.doctor import Doctor
+from ..compat.memory.offloader import Offloader
+from ..compat.memory.parts import KnownToHost, PartBytes, Parts
+from ..compat.ranks import Group, Value
+from ..compat.transforms.step_cache import StepCacheSettings
+from .base import Progress
+from .family import FamilySpec
+from .requests import LoadRequest
+from .speed import Speed
+
+DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that ship with the pack
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """The state of a sampling between two steps.
+
+    Args:
+        done: steps.
+        section: of a sampling in sections, else 0.
+        latents: as the loop has them.
+        solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
+        generator_state: for noise that later steps draw.
+    """
+
+    done: int
+    section: int
+    latents: torch.Tensor
+    solver: Mapping[str, Any]
+    generator_state: bytes
+
+
+class StepStore(Protocol):
+    """Saves unfinished steps, and returns them when the same video is sampled again."""
+
+    def found(self, key: str) -> StepState | None:
+        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
+
+    def due(self) -> bool:
+        """Whether enough time has passed that keeping a state costs next to nothing."""
+
+    def keep(self, key: str, state: StepState) -> bool:
+        """Replace what is kept of this sampling; returns whether that was done."""
+
+    def drop(self, key: str) -> None:
+        """Forget this sampling: it has ended."""
+
+
+@dataclass(slots=True)
+class Resuming:
+    """The store of the steps of one sampling, and how far it is.
+
+    Args:
+        store: where.
+        key: of the sampling.
+        progress: told where it goes on.
+        seed: of the request, which a user must give again.
+        broken: whether nothing more is kept, since what was kept may be what went wrong.
+        skipped: steps that an earlier run had done.
+    """
+
+    store: StepStore
+    key: str
+    progress: Progress
+    seed: int = 0
+    broken: bool = False
+    skipped: int = 0
+
+    def abandon(self) -> None:
+        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
+        self.broken = True
+        self.store.drop(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The model that a pipeline runs, by its files.
+
+    Args:
+        task: ``text`` or ``image``.
+        variant: of its family.
+        source: the folder or file it was loaded from.
+        request: the one it was loaded by.
+        configs: contents of each part's ``config.json``.
+        weights: bytes of each part, for forecasts.
+        storage: choice of storage of each part whose weights are kept smaller than they compute.
+        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
+    """
+
+    task: str
+    variant: str
+    source: Path
+    request: LoadRequest
+    configs: Mapping[str, Mapping[str, Any]]
+    weights: Mapping[str, PartBytes]
+    storage: Mapping[str, str]
+    stands_in_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device that a pipeline was loaded for.
+
+    Args:
+        facts: of it.
+        precision: dtype of each part there.
+        probes: answers of the device, kept as they come; None asks it nothing.
+    """
+
+    facts: DeviceFacts
+    precision: Precision
+    probes: ProbeStore | None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """How a pipeline runs.
+
+    Args:
+        offloader: moves its parts.
+        speed: kernels, compile, profile.
+        decisions: of loading, in order.
+        step_cache: steps that its samplings skip; None for none.
+    """
+
+    offloader: Offloader
+    speed: Speed
+    decisions: tuple[Decision, ...] = ()
+    step_cache: StepCacheSettings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of one run, put on the pipeline that this run is handed.
+
+    Args:
+        doctor: watches its samplings; None for none.
+        resuming: keeps the steps of its sampling; None for none.
+        group: the processes that render one video together; None for this one alone.
+    """
+
+    doctor: Doctor | None = None
+    resuming: Resuming | None = None
+    group: Group | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline(KnownToHost):
+    """A pipeline that is ready to run; ``tools`` are its tokenizers, scheduler and image processors."""
+
+    spec: FamilySpec
+    model: Checkpoint
+    parts: Parts
+    tools: Tools
+    device: Device
+    plan: PipelinePlan
+    run: RunOptions = RunOptions()
+
+    def __repr__(self) -> str:
+        return f"<{self.family} {self.variant} {self.model.source.name!r}: {self.precision}; {self.offloader}>"
+
+    @property
+    def family(self) -> str:
+        """The frozen id of its family, as files have it."""
+        return self.spec.id
+
+    @property
+    def variant(self) -> str:
+        """The variant of its family."""
+        return self.model.variant
+
+    @property
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """The contents of each part's ``config.json``."""
+        return self.model.configs
+
+    @property
+    def weights(self) -> Mapping[str, PartBytes]:
+        """The bytes of each part."""
+        return self.model.weights
+
+    @property
+    def facts(self) -> DeviceFacts:
+        """The facts of its device."""
+        return self.device.facts
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of each part."""
+        return self.device.precision
+
+    @property
+    def offloader(self) -> Offloader:
+        """The offloader of its parts."""
+        return self.plan.offloader
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
+        return DEMOS in value_or(self.model.source.resolve, self.model.source).parents
+
+    def on_leader(self, call: Callable[[], Value]) -> Value:
+        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
+        return call() if self.run.group is None else self.run.group.on_leader(call)
+
+
+class Tools:
+    """Tokenizers, scheduler and processors by name, each read on first use."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
+        self.readers, self._read = dict(readers), dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._read:
+            self._read[name] = self.readers[name]()
+        return self._read[name]
