@@ -13,6 +13,8 @@ import pytest
 from anygpu.compat.device.rates import RATES
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae.plan import METHODS
+from help_pages import pages
+from words import MOST, counted
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "web" / "docs").rglob("*.md")]
@@ -90,6 +92,14 @@ def test_every_input_of_every_node_is_explained_and_no_other(node_id):
     named = [re.match(r"`\w+`(, `\w+`)*", item) for item in items(text, "Inputs")]
     explained = [name for names in named if names for name in re.findall(r"\w+", names[0])]
     assert sorted(explained) == sorted(NODES[node_id][1])
+
+
+def test_the_lists_of_inputs_are_those_of_the_schemas():
+    assert not [path for path, text in pages() if text != path.read_text(encoding="utf-8")], "run `make words`"
+
+
+def test_the_documents_can_be_read_in_an_afternoon():
+    assert sum(count for _, count in counted()) <= MOST
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "web" / "docs").rglob("*.md")), ids=lambda path: path.parent.name)
