@@ -1,7 +1,7 @@
 """Write the list of inputs of each help page from the node's schema: ``python tests/help_pages.py`` (make help).
 
-An English item takes its words from the input's tooltip in ``nodes/``, a Chinese one from ``locales/zh``. ComfyUI is not
-needed: the schemas are read as source, and what a machine answers (its folders, its limits) is left out.
+An English item takes its words from the input's tooltip in ``nodes/``, a Chinese one from ``locales/zh``. The schemas
+are read as source, without ComfyUI; what a machine answers (its folders, its limits) is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Input:
     given: dict[str, Any]
 
 
-class _Elsewhere(Exception):  # noqa: N818 - a signal, not an error
+class _Elsewhere(Exception):
     """The value is known only to a running ComfyUI or to one machine."""
 
 
@@ -78,7 +78,7 @@ class _Reader:
                 return left
         names = {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
         known = {name: self.values[name]() for name in names if name in self.values and name not in local}
-        return eval(compile(ast.Expression(node), "<schema>", "eval"), {**known, **local})
+        return eval(compile(ast.Expression(node), "<schema>", "eval"), {**known, **local})  # noqa: S307 - our own source
 
 
 def _imported(item: ast.ImportFrom, name: str) -> Any:
