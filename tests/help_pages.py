@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HELP = ROOT / "web" / "docs"
 HEADINGS = {"en": "Inputs", "zh": "输入"}
 WIDTH = 118
+FIRST, LONG = "AnyGPULoadPipeline", 12  # what this node says in more words than that is not said again
 LINKS = {
     "Model",
     "Vae",
@@ -38,8 +39,8 @@ LINKS = {
 MOST_CHOICES = 12
 SHORT = {"en": "{} to {}", "zh": "{} 到 {}"}
 WORDS = {
-    "en": {"advanced": "advanced", "link": "link", "switch": "off, on", "; ": "; ", ", ": ", ", "text": "text"},
-    "zh": {"advanced": "高级", "link": "连接", "switch": "关、开", "; ": "；", ", ": "、", "text": "文本"},
+    "en": {"advanced": "advanced", "link": "link", "switch": "off, on", "; ": "; "},
+    "zh": {"advanced": "高级", "link": "连接", "switch": "关、开", "; ": "；"},
 }
 
 
@@ -151,8 +152,8 @@ def _called(path: Path, call: ast.Call, local: dict[str, Any]) -> Iterator[Input
 
 
 @cache
-def schemas() -> dict[str, list[Input]]:
-    """Node id -> its inputs in their order."""
+def schemas() -> dict[str, tuple[str, list[Input]]]:
+    """Node id -> display name, and the inputs in their order."""
     found = {}
     for path in sorted((ROOT / "nodes").glob("*.py")):
         for method in (item for item in ast.walk(_tree(path)) if isinstance(item, ast.FunctionDef)):
@@ -164,7 +165,8 @@ def schemas() -> dict[str, list[Input]]:
                 for item in method.body:
                     if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
                         local[item.targets[0].id] = _known(_reader(path), item.value, local)
-                found[ast.literal_eval(given["node_id"])] = list(_inputs(path, given["inputs"], local))
+                node_id, title = (ast.literal_eval(given[name]) for name in ("node_id", "display_name"))
+                found[node_id] = title, list(_inputs(path, given["inputs"], local))
     return found
 
 
@@ -197,19 +199,30 @@ def _translated(language: str) -> dict[str, Any]:
     return found
 
 
+@cache
+def _tips(node_id: str) -> set[str]:
+    return {entry.given["tooltip"].replace("`", "").strip() for entry in schemas()[node_id][1]}
+
+
 def item(node_id: str, entry: Input, language: str) -> str:
     """One input as an item of the list, without line breaks."""
     kind = _kind(entry, language)
+    tip = entry.given["tooltip"].replace("`", "").strip()
+    elsewhere = node_id != FIRST and len(tip.split()) > LONG and tip in _tips(FIRST)
     if language == "en":
-        return f"- `{entry.name}`{f' ({kind})' if kind else ''}: {entry.given['tooltip'].replace('`', '').strip()}"
+        said = f"As on {schemas()[FIRST][0]}." if elsewhere else tip
+        return f"- `{entry.name}`{f' ({kind})' if kind else ''}: {said}"
     names = _translated(language)[node_id]["inputs"][entry.name]
-    tip = re.sub(r"\{'([{}@|])'\}", r"\1", names["tooltip"].replace("`", ""))
-    return f"- {names['name']} `{entry.name}`{f'（{kind}）' if kind else ''}：{tip}"
+    if elsewhere:
+        said = f"与“{_translated(language)[FIRST]['display_name']}”相同。"
+    else:
+        said = re.sub(r"\{'([{}@|])'\}", r"\1", names["tooltip"].replace("`", ""))
+    return f"- {names['name']} `{entry.name}`{f'（{kind}）' if kind else ''}：{said}"
 
 
 def list_of(node_id: str, language: str) -> str:
     """The list of a node's inputs in a language; English lines are broken."""
-    found = [item(node_id, entry, language) for entry in schemas()[node_id]]
+    found = [item(node_id, entry, language) for entry in schemas()[node_id][1]]
     if language == "en":
         found = [
             textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -219,10 +232,9 @@ def list_of(node_id: str, language: str) -> str:
 
 
 def with_list(node_id: str, language: str, text: str) -> str:
-    """A page with the list that the schema gives; a page without that heading stays as it is."""
+    """A page with the list that the schema gives below its heading."""
     head, heading, rest = text.partition(f"\n## {HEADINGS[language]}\n\n")
-    if not heading:
-        return text
+    assert heading, f"{node_id} {language}: no list of inputs"
     return f"{head}{heading}{list_of(node_id, language)}\n{rest[rest.find(chr(10) * 2) + 1 :]}"
 
 
