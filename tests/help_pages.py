@@ -70,7 +70,7 @@ class _Reader:
                 self.values[item.targets[0].id] = lambda i=item: self.value(i.value, {})
 
     def value(self, node: ast.expr, local: dict[str, Any]) -> Any:
-        """What an expression comes to; a call of the host, which asks this machine, ends a tooltip's first part."""
+        """The value of an expression; of a sum whose second half asks this machine, that of the first."""
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             left = self.value(node.left, local)
             try:
@@ -176,7 +176,7 @@ def _range(given: dict[str, Any], language: str) -> str:
 
 
 def _kind(entry: Input, language: str) -> str:
-    """What stands in brackets: whether it is advanced, and what it takes."""
+    """The words in brackets: advanced or not, and the values that the input takes."""
     words, given = WORDS[language], entry.given
     choices = given.get("options")
     taken = ""
