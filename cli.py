@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,7 @@ REPAIR = (
     "watch every step: offer stops at a fault and says what helps; keep goes on with what helps, in later runs too; "
     "forget drops what was kept for this model"
 )
-SAMPLING = (
-    "frames",
-    "steps",
-    "seed",
-    "fps",
-    "guidance",
-    "cfg",
-    "shift",
-    "scheduler",
-    "denoise",
-)  # flags
+SAMPLING = ("frames", "steps", "seed", "fps", "guidance", "cfg", "shift", "scheduler", "denoise")  # flags
 
 
 class Printed:
@@ -88,7 +79,7 @@ class Printed:
         tqdm.write(text, file=sys.stderr)
 
     def cost(self, text: str) -> None:
-        """What a stage cost in memory and time."""
+        """Show the memory and time that a stage took."""
         self.notify(text)
 
 
@@ -109,11 +100,12 @@ def report(arguments: argparse.Namespace) -> int:
 def _share(arguments: argparse.Namespace) -> int:
     """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
     from .compat.durable import replacing, require_writable
-    from .pipelines.machines import HINT, this_machine
+    from .pipelines.records.machines import HINT, this_machine
+    from .pipelines.report import precisions
 
     path = Path(arguments.share)
     require_writable(path, JOB_BYTES, "--share")
-    text = this_machine(arguments.device, Path(arguments.state).expanduser()).text()
+    text = this_machine(arguments.device, Path(arguments.state).expanduser(), precisions()).text()
     print(text)
     if sys.stdin.isatty() and input(f"Write this to {path}? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was written")
@@ -149,7 +141,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 def check(arguments: argparse.Namespace) -> int:
     """Try on this device what is known to fail on some; 1 if something fails that would be used."""
-    from .compat.device.check import exit_code
+    from .compat.check import exit_code
     from .pipelines.report import hardware_check
 
     results = []
@@ -165,7 +157,7 @@ def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
     from .pipelines.movie import write_mp4
-    from .pipelines.receipts import tags_for
+    from .pipelines.records.receipts import tags_for
 
     if arguments.save_job is not None:
         return _save_job(arguments)
@@ -184,7 +176,7 @@ def render(arguments: argparse.Namespace) -> int:
 def _save_job(arguments: argparse.Namespace) -> int:
     """Write the job that the flags describe, in place of rendering it."""
     from .compat.durable import require_writable
-    from .pipelines.job_format import write_job
+    from .pipelines.records.job import write_job
 
     path = Path(arguments.save_job)
     require_writable(path, JOB_BYTES, "--save-job")
@@ -237,8 +229,9 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
     """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
     import torch
 
-    from .pipelines import jobs, receipts, stages
+    from .pipelines import jobs, stages
     from .pipelines.latents import convert, recovery
+    from .pipelines.records import receipts
     from .pipelines.vae.plan import Form
 
     machine = _machine(arguments)
@@ -262,21 +255,17 @@ def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
     from .pipelines.base import DEMOS
-    from .pipelines.jobs import Machine, Places
+    from .pipelines.jobs import replay as again
     from .pipelines.movie import write_mp4
-    from .pipelines.receipts import decoded_receipt, tags_for
-    from .pipelines.replays import replay as again
+    from .pipelines.records.places import Machine, Places
+    from .pipelines.records.receipts import decoded_receipt, tags_for
 
     progress, path = Printed(), Path(arguments.file)
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
     require_writable(output, OUTPUT_BYTES, "--output")
     searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
-    machine = Machine(
-        places=Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state),
-        state=state,
-        device=arguments.device,
-    )
-    made = again(path, machine, progress)
+    places = Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state)
+    made = again(path, Machine(places, state, arguments.device), progress)
     latents = made.rendered.latents
     write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
     print(f"{output}: {made.text()}")
@@ -284,10 +273,10 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
-    """Where the job of ``arguments`` runs."""
+    """The machine that runs the job of ``arguments``."""
     from .compat.device.facts import accelerators, default_device, rooms_on
     from .pipelines.base import DEMOS
-    from .pipelines.jobs import Machine, Places
+    from .pipelines.records.places import Machine, Places
 
     beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
     cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
@@ -307,11 +296,11 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         InputError: neither a file nor a model and a prompt, or a file and flags that it replaces.
     """
     from .compat.decision import AUTO
-    from .pipelines import job_format
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
     from .pipelines.loading.folder import family_of_folder
+    from .pipelines.records import job as job_format
     from .pipelines.vae.plan import Form
 
     if arguments.job is not None:
@@ -331,7 +320,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
     used = [lora.named(text) for text in arguments.lora]
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
-    return job_format.Job(
+    return job_format.VideoJob(
         model=places.content(model),
         family="" if family is None else family.id,
         prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),
@@ -349,10 +338,16 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Render one clip per family with tiny checkpoints, check each, and leave a folder to look at."""
-    from .showcase import run
+    """Draw a clip per family and paint a mesh with the models that ship, check each, and leave a folder to look at."""
+    from .paint import demo as paint_demo
+    from .paint.choices import demo_paint_models
+    from .pipelines.demo import demo_models, drawing
 
-    return run(Path(arguments.output), print)
+    folder = Path(arguments.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    clips = (drawing.exhibit(title, path, number, folder) for number, (title, path) in enumerate(demo_models().items()))
+    meshes = (drawing.Exhibit(title, *paint_demo.show(path, folder)) for title, path in demo_paint_models().items())
+    return int(drawing.write_page(chain(clips, meshes), folder, print) > 0)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -379,11 +374,11 @@ def _memory(arguments: argparse.Namespace) -> int:
     free = free_bytes(facts.device)
     told = "not told" if free is None else amount_of(free)
     print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
-    kept = kept_stages(Path(arguments.state).expanduser())
-    for cost in kept:
-        beside = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
-        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{beside}")
-    if not kept:
+    runs = kept_stages(Path(arguments.state).expanduser())
+    for cost in runs:
+        forecast = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{forecast}")
+    if not runs:
         print("no runs recorded yet")
     return 0
 
@@ -393,7 +388,6 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
-    told.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
     told.add_argument("--again", action="store_true", help="run the tests on the device again")
     told.add_argument(
@@ -403,7 +397,6 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     told.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     told.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
-    tried.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
@@ -417,9 +410,9 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     again.add_argument("file", help="a video or latents that AnyGPU saved")
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4")
-    again.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     again.set_defaults(run=replay)
     for command in (told, tried, rendering, watched, again):
+        command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -480,7 +473,6 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
     add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
-    add("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")

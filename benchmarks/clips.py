@@ -103,7 +103,7 @@ def main() -> int:
         append("clips", rows(Path(arguments.model), arguments))
         return 0
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from anygpu.pipelines import tiny
+    import tiny
     from heavy import build_heavy
 
     torch.set_num_threads(1)

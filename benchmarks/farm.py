@@ -23,7 +23,7 @@ from anygpu.farm import cluster
 from anygpu.farm.driver import Driver, WorkerHandle
 from anygpu.farm.schedule import Task
 from anygpu.farm.worker import Worker
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 from scale import Constants, Fleet, simulate
 from table import append, machine
 

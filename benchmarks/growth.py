@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
-from anygpu.paint.baking.synthetic import torus
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.raster import face_ids

@@ -124,7 +124,7 @@ def rows(name: str, pipeline, size: tuple[int, int, int]):
 
 
 def main() -> int:
-    from anygpu.pipelines import tiny
+    import tiny
     from anygpu.pipelines.loading.folder import LoadRequest, load
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

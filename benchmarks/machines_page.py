@@ -14,8 +14,8 @@ from pathlib import Path
 
 from anygpu.compat.errors import InputError
 from anygpu.compat.records import FIX, json_in, parse, shown
-from anygpu.pipelines.machines import HEAD as KEY
-from anygpu.pipelines.machines import VERSION, Machine, short
+from anygpu.pipelines.records.machines import HEAD as KEY
+from anygpu.pipelines.records.machines import VERSION, SharedMachine, short
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"
@@ -33,7 +33,7 @@ This page is made from [benchmarks/machines](../benchmarks/machines) by `python 
 """
 
 
-def machine_in(text: str | bytes) -> Machine:
+def machine_in(text: str | bytes) -> SharedMachine:
     """The machine that a shared file describes.
 
     Raises:
@@ -57,7 +57,7 @@ def machine_in(text: str | bytes) -> Machine:
         raise InputError(
             "a machine with longer texts or lists than AnyGPU writes", expected="a file that was not edited", fix=FIX
         )
-    return parse(Machine, plainly, "the machine")
+    return parse(SharedMachine, plainly, "the machine")
 
 
 def page() -> str:
@@ -65,7 +65,7 @@ def page() -> str:
     return HEAD + page_of(machine_in(path.read_bytes()) for path in sorted(FILES.glob("*.json")))
 
 
-def page_of(machines: Iterable[Machine]) -> str:
+def page_of(machines: Iterable[SharedMachine]) -> str:
     """The tables of ``docs/machines.md``, one row per machine and per run."""
     rows = sorted(machines, key=lambda one: (one.backend, one.device, one.memory_gb))
     lines = ["| Device | Backend | Memory | Driver | torch | Probes | LTX-Video runs in |", "| --- " * 7 + "|"]

@@ -18,8 +18,9 @@ from table import append, machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import tiny  # noqa: E402
 from anygpu.compat.memory.offloader import MODES  # noqa: E402
-from anygpu.pipelines import stages, tiny  # noqa: E402
+from anygpu.pipelines import stages  # noqa: E402
 from anygpu.pipelines.base import Latents, Silent  # noqa: E402
 from anygpu.pipelines.loading.folder import LoadRequest, load  # noqa: E402
 from anygpu.pipelines.memory.forecast import forecast  # noqa: E402

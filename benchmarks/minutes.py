@@ -30,13 +30,13 @@ from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size, latent_shape
 from anygpu.pipelines.time import counts
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
+from tiny import build
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transformer
@@ -50,8 +50,8 @@ clock = time.process_time
 
 def opened(family: str, folder: Path) -> Pipeline:
     """The tiny model of a family on the CPU."""
-    extra = {"base": tiny.build("hunyuan_video", folder), "image_encoder": tiny.build("siglip", folder)}
-    return load(LoadRequest(tiny.build(family, folder), **(extra if family == "framepack" else {}), device="cpu"))
+    extra = {"base": build("hunyuan_video", folder), "image_encoder": build("siglip", folder)}
+    return load(LoadRequest(build(family, folder), **(extra if family == "framepack" else {}), device="cpu"))
 
 
 def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:

@@ -59,7 +59,7 @@ class Model:
 def models() -> Iterator[Model]:
     """LTX-Video 121 frames 512 x 768, HunyuanVideo 61 frames 544 x 960, Mochi 84 frames 480 x 848."""
     import diffusers
-    from anygpu.pipelines.tiny import parts
+    from tiny import parts
 
     def ltx(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
         frames, rows, columns = (2, 2, 3) if tiny else (16, 16, 24)

@@ -28,7 +28,7 @@ LAYERS, HEADS, HEAD_SIZE = 6, 16, 64
 
 def model(folder: Path) -> Path:
     """A tiny LTX-Video whose transformer is large enough for a step of half a second."""
-    from anygpu.pipelines import tiny
+    import tiny
     from diffusers import LTXVideoTransformer3DModel
 
     target = folder / "ltx"

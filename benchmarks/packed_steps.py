@@ -46,7 +46,8 @@ def pack(layer: nn.Linear, way: str) -> None:
 
 def recorded(family: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """A family's heavy transformer, and what one step gives it."""
-    from anygpu.pipelines import stages, tiny
+    import tiny
+    from anygpu.pipelines import stages
     from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.loading.folder import LoadRequest, load
     from heavy import build_heavy

@@ -19,7 +19,7 @@ import torch
 from anygpu.compat.device.execution import Checked
 from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
-from anygpu.paint.baking.synthetic import torus
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh

@@ -24,9 +24,9 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from anygpu.compat.device.facts import GIBIBYTE, facts_for
-from anygpu.compat.memory.offloader import offloader_for
+from anygpu.compat.device.precision import PAINT, precision_for
 from anygpu.compat.memory.parts import Parts
-from anygpu.compat.precision import PAINT, precision_for
+from anygpu.compat.memory.standalone import offloader_for
 from anygpu.compat.transforms.attention import attention_for
 from anygpu.paint.estimates import paint_bytes, paint_needs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS

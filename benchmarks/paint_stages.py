@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import torus
+from anygpu.paint.demo import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable

@@ -89,7 +89,7 @@ def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
 
 def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Path:
     """A folder of tiny checkpoints, where ``part`` of ``family`` has its published widths."""
-    from anygpu.pipelines import tiny
+    import tiny
 
     for name in (family, *tiny.recipe_for(family).beside):
         shutil.copytree(tiny.build(name, ROOT / ".build" / "time"), scratch / name)
@@ -107,7 +107,7 @@ def ours(family: str, folder: Path, precision: str) -> Any:
 
 def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
     """The bare diffusers pipeline, which encodes a text once."""
-    from anygpu.pipelines import tiny
+    import tiny
 
     pipe, known = tiny.one_shot(family, folder, dtype=dtype), {}
     encode = pipe.encode_prompt

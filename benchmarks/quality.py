@@ -26,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from anygpu.compat import precision
+from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
@@ -34,6 +34,7 @@ from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import with_step_cache
 from lossy import int8_attention, products
+from scene_scores import chosen_scenes, scores
 from steps import psnr, ssim
 from table import RESULTS, append, machine
 from torch import nn
@@ -174,7 +175,7 @@ def measured(model: str, switch: Switch, shown: list[torch.Tensor], plain: list[
         if switch is not PLAIN and "step cache" not in switch.name:
             raise RuntimeError(f"{switch.name} changed nothing")
         how = "" if switch is PLAIN else "no step was alike enough"
-    score = drawing.scores(shown, asked)
+    score = scores(shown, asked)
     pairs = list(zip(shown, plain, strict=True))
     noise = sum(min(psnr(*pair), EQUAL) for pair in pairs) / len(pairs)
     alike = sum(ssim(*pair) for pair in pairs) / len(pairs)
@@ -192,7 +193,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    asked, names, pictures = drawing.chosen_scenes(given.prompts), {}, {}
+    asked, names, pictures = chosen_scenes(given.prompts), {}, {}
     for choice, folder in demo_models().items():
         chosen = any(text in choice for text in given.models)
         plain = clips(folder, PLAIN, asked if chosen else asked[:STRIP])

@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    from anygpu.pipelines import tiny
+    import tiny
     from anygpu.pipelines.loading.folder import LoadRequest, load
 
     if arguments.model:

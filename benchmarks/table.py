@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
+sys.path.append(str(RESULTS.parents[1] / "tests"))  # the tiny checkpoints and meshes that benchmarks measure
 
 
 def machine() -> dict[str, str]:

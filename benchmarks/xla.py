@@ -38,8 +38,8 @@ def clip(model: Path, device: str, offload: str, frames: int) -> tuple[torch.Ten
 
 def main() -> None:
     """A row per model."""
+    import tiny
     import torch_xla
-    from anygpu.pipelines import tiny
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["mochi"])

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .device.facts import first_line
-from .errors import InputError
+from .errors import InputError, first_line
 
 
 @contextmanager

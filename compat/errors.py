@@ -72,3 +72,9 @@ class MissingPackageError(PackError, ImportError):
     """A Python package that this feature needs is absent or broken."""
 
     __module__ = "anygpu"
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line of at most 160 characters, the class where it says nothing."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= 160 else f"{line[:157]}..."

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .device.execution import placed
-from .device.facts import first_line
-from .errors import PackError
+from .errors import PackError, first_line
 
 Value = TypeVar("Value")
 LEADER = 0  # the rank that decodes, writes and decides

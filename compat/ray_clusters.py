@@ -1,19 +1,22 @@
-"""Whether a Ray cluster lets this machine in, in seconds: ``ray.init`` alone asks for a quarter of an hour."""
+"""Joining a Ray cluster; a refusal takes seconds, where ``ray.init`` alone asks for a quarter of an hour."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from .device.facts import first_line
+from .errors import first_line
 
+NAMESPACE, GATEWAY = "anygpu", "gateway"  # the actor that AnyGPU Farm asks for
+TOKEN_FIX = "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and {}."
 ASK_SECONDS = 10.0  # a head in the same network answers within milliseconds
 LOOK_SECONDS = 0.1  # between looks for a cancel
 
 
 def refusal(address: str, check: Callable[[], None]) -> str:
-    """Why the cluster at ``address`` does not let this machine in, in one line; empty where it does.
+    """The reason why the cluster at ``address`` keeps this machine out, in one line; empty where it lets it in.
 
     The wait of a head that does not answer goes on in a thread of its own, for less than a minute.
 
@@ -42,3 +45,38 @@ def refusal(address: str, check: Callable[[], None]) -> str:
         check()
         thread.join(LOOK_SECONDS)
     return answers[0] if answers else f"no answer within {ASK_SECONDS:g} s"
+
+
+def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
+    """Join the cluster at ``address``, with log messages from ``level`` on; why it was not joined, empty where it was.
+
+    Args:
+        ray: the package.
+        check: as of :func:`refusal`.
+    """
+    reason = refusal(address, check)
+    try:
+        if not reason:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=level)
+    except Exception as error:  # of Ray's many kinds, which differ between its versions
+        reason = first_line(error.__cause__ or error)
+    return reason
+
+
+def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
+    """The answer to a call to an actor within ``seconds``; ``check`` may raise to end the wait.
+
+    Raises:
+        ray.exceptions.RayError: the actor is gone, or there is no answer in time.
+    """
+    until = time.monotonic() + seconds
+    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
+        check()
+    return ray.get(call, timeout=LOOK_SECONDS)
+
+
+def token_mode() -> bool:
+    """True where this process speaks to Ray with a token."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    return bool(is_token_auth_enabled())

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..compat.device.facts import default_device, device_count, value_or
 from ..compat.errors import InputError, PackError
-from ..pipelines.job_folder import JOBS, JobFolder
+from ..pipelines.records.job_folder import JOBS, JobFolder
 from . import cluster
 
 STATE = "~/.cache/anygpu"
@@ -88,8 +88,8 @@ def queue(arguments: argparse.Namespace) -> int:
     from ..paint.jobs import model_item, paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
-    from ..pipelines.job_format import load_inputs
-    from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
+    from ..pipelines.records.job import load_inputs
+    from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
 
     folder = JobFolder(Path(arguments.folder))
     if arguments.meshes:
@@ -97,26 +97,21 @@ def queue(arguments: argparse.Namespace) -> int:
             raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
         meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
         model, painting = model_item(Path(arguments.model)), PaintSettings(steps=arguments.steps)
-        others = (arguments.delight, arguments.image_encoder)
-        delight, encoder = (model_item(Path(path)) if path else None for path in others)
-        made = paint_jobs(
-            *(model, meshes, pictures, seeds_in(arguments.seeds), painting, folder.add_input),
-            delight=delight,
-            image_encoder=encoder,
+        given = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
+        others = {name: model_item(Path(path)) for name, path in given.items() if path}
+        sources = (meshes, pictures, seeds_in(arguments.seeds))
+        jobs = write_list(folder, arguments.name, paint_jobs(model, *sources, painting, folder.add_input, **others))
+    else:
+        batch = Batch(
+            prompts=prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
+            seeds=seeds_in(arguments.seeds),
+            pictures=[] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
+            negative=arguments.negative,
+            settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
+            load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
+            framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
         )
-        jobs = write_list(folder, arguments.name, made)
-        print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
-        return 0
-    batch = Batch(
-        prompts=prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
-        seeds=seeds_in(arguments.seeds),
-        pictures=[] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
-        negative=arguments.negative,
-        settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
-        load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
-        framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
-    )
-    jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch)
+        jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
     return 0
 

@@ -12,12 +12,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat.device.facts import first_line, value_or
-from ..compat.errors import InputError, MissingPackageError, UnsupportedError
-from ..compat.ray_clusters import refusal
+from ..compat.device.facts import value_or
+from ..compat.errors import InputError, MissingPackageError, UnsupportedError, first_line
+from ..compat.ray_clusters import NAMESPACE, TOKEN_FIX, join
 
-NAMESPACE = "anygpu"
-GATEWAY = "gateway"  # the actor that AnyGPU Farm asks for
 STORE_BYTES = 200_000_000  # of shared memory on this machine: what passes is JSON, pictures and finished files
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the one setting with which all of Ray binds to 127.0.0.1
 QUIET = {
@@ -26,10 +24,7 @@ QUIET = {
     "RAY_worker_niceness": "0",  # else workers yield to everything: 15 by itself, tens of times slower on a busy CPU
 }
 TOKEN = "RAY_AUTH_MODE"
-TOKEN_FIX = (
-    "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and set RAY_AUTH_MODE=token "
-    "for `ray start` and for this command."
-)
+FIX = TOKEN_FIX.format("set RAY_AUTH_MODE=token for `ray start` and for this command")
 
 
 def ray_module() -> Any:
@@ -84,28 +79,21 @@ def connect(address: str) -> Any:
         InputError: no token mode here, or nothing that takes our token at the address.
     """
     if os.environ.get(TOKEN) != "token":
-        raise InputError(
-            f"{TOKEN}={os.environ.get(TOKEN, '')!r}", expected=f"{TOKEN}=token on every machine", fix=TOKEN_FIX
-        )
+        raise InputError(f"{TOKEN}={os.environ.get(TOKEN, '')!r}", expected=f"{TOKEN}=token on every machine", fix=FIX)
     os.environ.update(QUIET)
     ray = ray_module()
-    reason = refusal(address, lambda: None)
-    try:
-        if not reason:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
-    except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        reason = first_line(error.__cause__ or error)
+    reason = join(ray, address, lambda: None, "warning")
     if reason:
         raise InputError(
             f"no Ray at {address!r} ({reason})",
             expected="a cluster of the same Ray and Python version that takes this machine's token",
-            fix=TOKEN_FIX,
+            fix=FIX,
         )
     return ray
 
 
 def autoscales(ray: Any) -> bool:
-    """Whether the cluster may get further machines by itself.
+    """True where the cluster may get further machines by itself.
 
     Ray's own monitor runs on every head. Where it only watches, it names each kind of machine after the machine
     (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added.
@@ -124,7 +112,7 @@ def autoscales(ray: Any) -> bool:
 
 
 def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
-    """What the cluster does not have of what a worker asks for; None where it has all."""
+    """The error for a cluster that lacks something a worker asks for; None where it has all."""
     has = value_or(ray.cluster_resources, dict(asked))
     if all(has.get(name, 0) >= amount for name, amount in asked.items()):
         return None
@@ -134,10 +122,3 @@ def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
         expected="as much as one of them asks for",
         fix="Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none.",
     )
-
-
-def token_mode() -> bool:
-    """Whether this process speaks to Ray with a token."""
-    from ray._private.authentication.authentication_utils import is_token_auth_enabled
-
-    return bool(is_token_auth_enabled())

@@ -1,4 +1,4 @@
-"""Hands the jobs of a folder to workers, takes back what became of them, and writes down which ones failed.
+"""The driver, which hands the jobs of a folder to workers and writes down which ones failed.
 
 The driver remembers nothing that the folder does not have: another one goes on where it was killed.
 """
@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..compat.device.facts import first_line, value_or
-from ..compat.errors import PackError, UnsupportedError
-from ..pipelines.job_folder import JobFolder, each_line
+from ..compat.device.facts import value_or
+from ..compat.errors import PackError, UnsupportedError, first_line
+from ..pipelines.records.job_folder import JobFolder, each_line
 from .cluster import autoscales, lacking
-from .handles import Tally, WorkerHandle, state_of
-from .schedule import Rest, Schedule, Task
+from .schedule import Rest, Schedule, Tally, Task, WorkerHandle
 from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker, text_of
 
 MOST_DEATHS = 3  # of a job's workers without one further step: then it is the job that kills them
@@ -157,7 +156,7 @@ class Driver:
         for worker in sorted(self.workers, key=lambda worker: worker.faults):
             if worker.broken and not worker.proving and now >= worker.rest.until:
                 self._prove(worker)
-            elif worker.up and worker.task is None and not worker.broken:
+            elif worker.state == "idle":
                 self._give(worker)
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -200,8 +199,11 @@ class Driver:
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
-            if worker.up and not worker.proving:
-                self._died(worker)
+            if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
+                task = worker.task
+                self.schedule.forget(worker.name)
+                self._wait_for(worker)
+                self._lost(worker, task, f"{worker.name} died")
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
                 worker.up = worker.proving = False
                 value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
@@ -246,11 +248,10 @@ class Driver:
         elif outcome.status == LOST:
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
             self._lost(worker, task, outcome.text)
+        elif outcome.status == BROKEN:
+            worker.task = task
+            self._break(worker, outcome.text)
         else:
-            if outcome.status == BROKEN:
-                worker.task = task
-                self._break(worker, outcome.text)
-                return
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
             self.say(worker.error)
             task.refused[worker.name] = outcome.text
@@ -283,13 +284,6 @@ class Driver:
         assert suspect is not None
         suspect.refused.pop(worker.name, None)
         self.schedule.refuse(worker.name, suspect.model, self.clock())
-
-    def _died(self, worker: WorkerHandle) -> None:
-        """A worker's process or machine is gone: its job goes on elsewhere, from its last step."""
-        task = worker.task
-        self.schedule.forget(worker.name)
-        self._wait_for(worker)
-        self._lost(worker, task, f"{worker.name} died")
 
     def _lost(self, worker: WorkerHandle, task: Task | None, why: str) -> None:
         """A job lost the processes that rendered it: it goes on, but not for ever where it never comes further."""
@@ -374,7 +368,7 @@ class Driver:
             raise refused
 
     def _may(self, worker: WorkerHandle, task: Task) -> bool:
-        """Whether a job waits for a worker, which may have refused it, or failed too often at its model or at all."""
+        """True while a job waits for a worker, which has neither refused it nor failed too often."""
         if worker.name in task.refused:
             return worker.suspect is task
         if worker.broken:
@@ -455,7 +449,7 @@ class Driver:
                     "worker": worker.name,
                     "host": worker.host,
                     "job": worker.task.key if worker.task else "",
-                    "state": state_of(worker),
+                    "state": worker.state,
                     "seconds": round(now - worker.began, 1) if worker.task else 0.0,
                     "finished": worker.finished,
                     "deaths": worker.deaths,
@@ -476,6 +470,6 @@ def lines_in(paths: Iterable[Path], say: Say) -> Iterator[str]:
 
 
 def stamp_of(path: Path) -> tuple[int, ...]:
-    """What differs once a file has been changed."""
+    """Size, time and inode of a file, one of which differs once it has changed."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino

@@ -1,4 +1,4 @@
-"""What a ComfyUI reaches through Ray's address: it takes jobs and pictures in, and gives states and results out.
+"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
 
 All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
 more than that, and nothing but keys names a file.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..compat.errors import InputError, PackError
-from .cluster import GATEWAY, NAMESPACE
+from ..compat.ray_clusters import GATEWAY, NAMESPACE
 
 if TYPE_CHECKING:
     from .driver import Driver
@@ -27,19 +27,19 @@ class Gateway:
     """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
 
     def __init__(self, root: str) -> None:
-        from ..pipelines.job_folder import JobFolder
+        from ..pipelines.records.job_folder import JobFolder
 
         self.folder = JobFolder(Path(root))
 
     def ready(self) -> bool:
-        """Whether this cluster asks for a token."""
-        from .cluster import token_mode
+        """True where this cluster asks for a token."""
+        from ..compat.ray_clusters import token_mode
 
         return token_mode()
 
     def put_input(self, content: bytes, suffix: str) -> str:
         """Keep a picture or mesh for jobs; returns the name by which they find it."""
-        from ..pipelines.job_folder import INPUTS, MOST_INPUT_BYTES
+        from ..pipelines.records.job_folder import INPUTS, MOST_INPUT_BYTES
 
         if suffix not in INPUTS or len(content) > MOST_INPUT_BYTES:
             raise ValueError(f"an input of {len(content)} bytes that ends in {suffix!r}")
@@ -63,10 +63,10 @@ class Gateway:
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
-        """Which of the jobs are done, which failed and why, and what each worker does at this moment."""
+        """The jobs that are done, those that failed and why, and the state of each worker at this moment."""
         import ray
 
-        from ..pipelines.job_folder import KEY
+        from ..pipelines.records.job_folder import KEY
 
         done = [key for key in keys if KEY.fullmatch(key) and self.folder.is_done(key)]
         failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
@@ -100,7 +100,7 @@ class Gateway:
 
     def result(self, key: str) -> tuple[str, bytes] | None:
         """Suffix and bytes of a finished file; None while there is none."""
-        from ..pipelines.job_folder import KEY
+        from ..pipelines.records.job_folder import KEY
 
         path = self.folder.result(key) if KEY.fullmatch(key) else None
         return None if path is None else (path.suffix, path.read_bytes())

@@ -23,10 +23,10 @@ import torch
 from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
-from ..paint.jobs import PaintJob
+from ..compat.ray_clusters import answer
 from ..pipelines.base import Progress
-from ..pipelines.job_folder import JobFolder
-from .render import Renderer, job_of
+from ..pipelines.records.job_folder import JobFolder
+from .render import KINDS, Renderer, job_of
 from .worker import (
     BROKEN,
     CANCELLED,
@@ -60,7 +60,7 @@ class AgreedWatch(Watch):
         self._ranks = ranks
 
     def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        """As :class:`Watch`; after a step of the sampling, which all ranks take, they agree whether to end."""
+        """Take in how far it is; after each step of the sampling, which all ranks take, they agree whether to end."""
         ended = getattr(stage, "name", stage) == SAMPLING and self._ranks.any(self.ending)
         super().step(done, total, stage, preview)
         if ended:
@@ -121,7 +121,7 @@ class Rank:
             return outcome_of(error, self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """How far it is."""
+        """The progress of the job."""
         watch = self._watch
         return {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": list(watch.notes)}
 
@@ -172,7 +172,7 @@ class GroupRenderer:
         Raises:
             UnsupportedError: a mesh to texture.
         """
-        if isinstance(job_of(line), PaintJob):
+        if KINDS[job_of(line).kind].split is None:
             raise UnsupportedError(
                 f"a mesh to texture on {self.size} devices",
                 expected="a video: only videos are split over the devices of a group",
@@ -240,7 +240,7 @@ class GroupRenderer:
         return record
 
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
-        """Why the group failed; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
+        """The cause of a group's failure; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
 
         The ranks that wait for one that fails fail too, so that not every error is the cause.
         """
@@ -261,7 +261,7 @@ class GroupRenderer:
 
         leader = self._ranks[LEADER]
         with suppress(ray.exceptions.RayError, TimeoutError):  # of a leader that is gone, its call tells
-            state = _answer(leader.state.remote(), progress, GRACE_SECONDS)
+            state = answer(ray, leader.state.remote(), progress.check, GRACE_SECONDS)
             for note in state["notes"][told:]:
                 progress.notify(note)
             told = len(state["notes"])
@@ -276,7 +276,9 @@ class GroupRenderer:
         Raises:
             TimeoutError: none in time.
         """
-        pixels = _answer(self._ranks[LEADER].preview.remote(), progress, PREVIEW_SECONDS)
+        import ray
+
+        pixels = answer(ray, self._ranks[LEADER].preview.remote(), progress.check, PREVIEW_SECONDS)
         if pixels is None:
             raise TimeoutError
         return torch.tensor(pixels)[None].float() / 255
@@ -294,20 +296,6 @@ class GroupRenderer:
     def _give_up(self) -> None:
         _end(self._ranks)
         self._ranks = []
-
-
-def _answer(call: Any, progress: Progress, seconds: float) -> Any:
-    """What a rank answers within ``seconds``; who ends the job does not wait for it.
-
-    Raises:
-        TimeoutError: no answer in time. ray.exceptions.RayError: the rank is gone.
-    """
-    import ray
-
-    deadline = time.monotonic() + seconds
-    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < deadline:
-        progress.check()
-    return ray.get(call, timeout=LOOK_SECONDS)
 
 
 def _end(ranks: list[Any]) -> None:

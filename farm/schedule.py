@@ -1,4 +1,4 @@
-"""Which job a worker that has nothing to do is given next. Ray runs it; this only says in what order.
+"""The order in which idle workers are given jobs.
 
 A worker goes on with the model that it has loaded. Of one model the largest jobs come first, since a long job that is
 begun last is what everybody waits for in the end.
@@ -7,15 +7,16 @@ begun last is what everybody waits for in the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 FIRST_REST, LONGEST_REST = 30.0, 600.0  # seconds
 
 
 @dataclass(slots=True)
 class Rest:
-    """How long something that failed is left alone: twice as long after each failure, until it succeeds.
+    """The pause of something that failed: twice as long after each failure, until it succeeds.
 
     Args:
         count: of its failures in a row.
@@ -121,7 +122,7 @@ class Schedule:
         self._rests.pop((worker, model), None)
 
     def refusals(self, worker: str, model: str) -> int:
-        """How often in a row ``worker`` could not load ``model``."""
+        """The failures in a row of ``worker`` to load ``model``."""
         return self._rests.get((worker, model), Rest()).count
 
     def forget(self, worker: str) -> None:
@@ -156,3 +157,56 @@ class Schedule:
             return loaded
         open_models = [model for model in self._waiting if is_open(model)]
         return max(open_models, key=lambda model: self._work[model] / (1 + self._holders.get(model, 0)), default=None)
+
+
+@dataclass(slots=True, eq=False)
+class WorkerHandle:
+    """A worker as the driver sees it.
+
+    Args:
+        actor: Ray's handle.
+        task: what it renders.
+        start: starts another actor in place of one that Ray has given up.
+        up: whether its process has answered.
+        broken: why it gets no jobs until it has rested and proved itself.
+        sound: jobs done, by model.
+        rest: from whatever broke it.
+        proving: whether it does so now.
+        faults: how often it broke and was sound right after: others are given work first.
+        held: the job at which it broke: it goes on once the machine or the job is known to be at fault.
+        suspect: the job for which it could not load a model, while another of that model shows which is at fault.
+    """
+
+    name: str
+    actor: Any
+    start: Callable[[], Any] | None = None
+    task: Task | None = None
+    up: bool = False
+    broken: str = ""
+    sound: dict[str, int] = field(default_factory=dict)
+    rest: Rest = field(default_factory=Rest)
+    proving: bool = False
+    faults: int = 0
+    held: Task | None = None
+    suspect: Task | None = None
+    host: str = ""
+    finished: int = 0
+    deaths: int = 0
+    began: float = 0.0
+    error: str = ""
+
+    @property
+    def state(self) -> str:
+        """Its state in a word or two."""
+        busy = "rendering" if self.task else "idle"
+        return "broken" if self.broken else busy if self.up else "waiting for a process"
+
+
+@dataclass(slots=True)
+class Tally:
+    """The results of the jobs so far."""
+
+    done: int = 0
+    skipped: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    deaths: int = 0

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.device.execution import to_host
-from ..compat.device.facts import default_device, first_line
+from ..compat.device.facts import default_device
 from ..compat.durable import replacing, require_writable
-from ..compat.errors import InputError, MissingPackageError, PackError
+from ..compat.errors import InputError, MissingPackageError, PackError, first_line
 from ..compat.ranks import RankLost
+from ..compat.ray_clusters import token_mode
 from ..pipelines.base import Progress
-from ..pipelines.job_folder import JobFolder
-from .cluster import token_mode
+from ..pipelines.records.job_folder import JobFolder
 from .schedule import Task
 
 DONE, FAILED, CANCELLED, LOST = "done", "failed", "cancelled", "lost"
@@ -33,17 +33,17 @@ PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
 
 
 class Renders(Protocol):
-    """What a worker renders with."""
+    """The renderer of a worker."""
 
     folder: Any
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of a line; returns what is written down of it."""
+        """Render the job of a line; returns the record of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
     ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Ended(Exception):
-    """Raised by a render whose end was told by other processes."""
+    """Raised inside a render that ended in another process, with its outcome there."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.text)
@@ -96,7 +96,7 @@ class Watch:
 
     @property
     def ending(self) -> bool:
-        """Whether the job is to be cancelled."""
+        """True once the job is to be cancelled."""
         return self._ended.is_set()
 
     def end(self) -> None:
@@ -121,7 +121,7 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
-        """Who this is; answered once the process is up."""
+        """The identity of the process, once it is up."""
         machine = {"host": socket.gethostname(), "pid": os.getpid()}
         return {**machine, "token": token_mode(), "version": version("anygpu")}
 
@@ -148,7 +148,7 @@ class Worker:
         return Outcome(DONE, seconds=time.monotonic() - self._began)
 
     def prove(self) -> str:
-        """Why this worker can do no job now, in one line; empty where it can write, read and compute."""
+        """The reason why this worker can do no job now, in one line; empty where it can write, read and compute."""
         path = JobFolder(self.renderer.folder).results / f".{secrets.token_hex(8)}.proof"
         try:
             require_writable(path, OUTPUT_BYTES, "the folder of jobs")
@@ -163,7 +163,7 @@ class Worker:
         return device_fault(getattr(self.renderer, "device", None))
 
     def state(self) -> dict[str, Any]:
-        """What it does now."""
+        """Its current job and progress."""
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
@@ -222,7 +222,7 @@ def outcome_of(error: Exception, device: Any) -> Outcome:
 
 
 def device_fault(device: Any) -> str:
-    """How the device fails to add one and one, in one line; empty where it can."""
+    """The failure of the device to add one and one, in one line; empty where it can."""
     try:
         total = to_host(torch.ones(1, device=default_device() if device is None else device) + 1).item()
     except Exception as error:  # of the back ends' many kinds

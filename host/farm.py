@@ -1,51 +1,37 @@
-"""Jobs that other machines render: the folders that hand them over, what came back, and a farm at a Ray address."""
+"""Jobs that other machines render: the folders that hand them over, and the files that came back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import folder_paths
-import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..compat.device.facts import first_line, value_or
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
-from ..compat.records import json_in, shown
+from ..compat.device.facts import value_or
+from ..compat.errors import CheckpointError, InputError
+from ..compat.records import shown
 from ..paint.choices import MESH_FILES
-from ..pipelines.job_folder import SUFFIXES, JobFolder, lines_of
-from ..pipelines.job_format import Job, job_in
-from ..pipelines.job_lists import PICTURES, JobList, write_list
 from ..pipelines.movie import read_frames
+from ..pipelines.records.job import Job, VideoJob, job_on
+from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
+from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from .api import InputImpl
 from .folders import AUTO, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
 
-if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
-    from ..paint.jobs import PaintJob
-
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of ComfyUI's user folder
-NAMESPACE, GATEWAY = "anygpu", "gateway"  # as farm/cluster.py names them
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 0.1  # between looks for a cancel
-ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
-FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
-CANCEL_SECONDS = 0.5
-TOKEN_FIX = (
-    "Run `ray get-auth-token --generate` once, copy ~/.ray/auth_token to each machine, and start ComfyUI with "
-    "RAY_AUTH_MODE=token."
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What came back: the file of each job that is done, and why others failed, by key."""
+    """The files of the jobs that are done, and the reasons why others failed, by key."""
 
     files: tuple[Path, ...]
     failed: Mapping[str, str]
@@ -54,7 +40,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    """What textures meshes, by its names in lists: ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
+    """The models that texture meshes, by listed name; ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
 
     model: str
     delight: str = NONE
@@ -63,7 +49,8 @@ class PaintModels:
 
 def folder_choices() -> list[str]:
     """The folders through which jobs are handed over: one of ComfyUI's, then those that the machine's owner names."""
-    return [OWN, *map(str, _roots())]
+    listed = folder_paths.get_folder_paths(ROOTS) if ROOTS in folder_paths.folder_names_and_paths else []
+    return [OWN, *(str(Path(path)) for path in listed)]
 
 
 def job_folder(name: str) -> JobFolder:
@@ -91,14 +78,16 @@ def farm_address(name: str) -> str:
     return _listed(name, "address of a farm", known, fix)
 
 
-def picture_folders() -> list[str]:
-    """``none``, then the folders with pictures below ComfyUI's input folder."""
-    return _folders_with(PICTURES)
+def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
+    """``none``, then the folders with files of these endings below ComfyUI's input folder."""
+    root = Path(folder_paths.get_input_directory())
+    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in suffixes}
+    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
 
 
 def mesh_folders() -> list[str]:
     """``none``, then the folders with meshes below ComfyUI's input folder."""
-    return _folders_with(MESH_FILES)
+    return picture_folders(MESH_FILES)
 
 
 def input_folder(name: str) -> Path:
@@ -133,6 +122,13 @@ def queue_meshes(
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 
 
+def job_of(line: str) -> Job:
+    """The job of a line of a job file; raises as :func:`..pipelines.records.job.job_on`."""
+    from ..paint.jobs import PaintJob  # painting is read when it is used, not at ComfyUI's start
+
+    return job_on(line, VideoJob, PaintJob)
+
+
 def jobs_named(folder: JobFolder, name: str) -> JobList:
     """The jobs of a file in ``folder``, or of the newest for an empty name.
 
@@ -148,11 +144,11 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
             fix="Queue some, or correct the name.",
         )
     lines = tuple(lines_of(path))
-    return JobList(folder, path.stem, lines, tuple(_job_of(line).key for line in lines))
+    return JobList(folder, path.stem, lines, tuple(job_of(line).key for line in lines))
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
-    """What became of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
+    """The results of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
     while True:
         progress.check()
         done = [key for key in jobs.keys if jobs.folder.is_done(key)]
@@ -162,35 +158,10 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
             files = (jobs.folder.result(key) for key in done)
             return Collected(tuple(file for file in files if file is not None), failed, waiting)
         progress.step(len(done) + len(failed), len(jobs.keys), "waiting for jobs")
-        _pause(progress)
-
-
-def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
-    """Have the farm at ``address`` render the jobs, and bring what they made into their folder here.
-
-    A cancel here ends them there.
-
-    Raises:
-        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
-            or read then. InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
-    """
-    address = farm_address(address)
-    with _gateway(address, progress) as (ray, gateway):
-        missing = [n for n, key in enumerate(jobs.keys) if not jobs.folder.is_done(key)]
-        keys = [jobs.keys[n] for n in missing]
-        lines = [jobs.lines[n] for n in missing]
-        if keys:
-            for file in [jobs.folder.input_file(name) for name in _inputs_of(lines)]:
-                call = gateway.put_input.remote(file.read_bytes(), file.suffix.lower())
-                _answer(ray, call, progress, FILE_SECONDS)
-            _answer(ray, gateway.submit.remote(jobs.name, lines), progress)
-        try:
-            _bring(ray, gateway, jobs, keys, progress)
-        except BaseException:
-            with suppress(Exception):
-                ray.get(gateway.cancel.remote(keys), timeout=CANCEL_SECONDS)  # else it may be lost with the connection
-            raise
-    return collect(jobs, False, progress)
+        until = time.monotonic() + POLL_SECONDS
+        while time.monotonic() < until:
+            progress.check()
+            time.sleep(LOOK_SECONDS)
 
 
 def require_some(jobs: JobList, collected: Collected) -> None:
@@ -209,7 +180,7 @@ def require_some(jobs: JobList, collected: Collected) -> None:
 
 
 def videos_of(collected: Collected) -> list[Any]:
-    """A VIDEO of each video that came back; without any, what lets ComfyUI pass over the nodes behind."""
+    """A VIDEO of each video that came back; without any, a blocker that has ComfyUI skip the nodes after it."""
     videos = [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
     return videos or [ExecutionBlocker(None)]
 
@@ -221,7 +192,7 @@ def images_of(collected: Collected) -> list[Any]:
 
 
 def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
-    """What the user reads: how many are done, why others failed, and what each worker does."""
+    """The text for the user: counts, failures and the state of each worker."""
     counts = f"{len(collected.files)} of {len(jobs.keys)} done"
     if collected.waiting:
         counts += f", {collected.waiting} waiting"
@@ -230,7 +201,7 @@ def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str
 
 
 def line_of(worker: Mapping[str, Any]) -> str:
-    """What a worker does, in one line."""
+    """The state of a worker in one line."""
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):
@@ -251,190 +222,3 @@ def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name
-
-
-def _folders_with(suffixes: Sequence[str]) -> list[str]:
-    root = Path(folder_paths.get_input_directory())
-    folders = {path.parent for path in root.glob("*/*.*") if path.suffix.lower() in suffixes}
-    return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
-
-
-def _roots() -> list[Path]:
-    known = folder_paths.folder_names_and_paths
-    return [Path(path) for path in folder_paths.get_folder_paths(ROOTS)] if ROOTS in known else []
-
-
-def _job_of(line: str) -> Job | PaintJob:
-    from ..paint.jobs import KIND as PAINT
-    from ..paint.jobs import paint_job_in
-
-    record = json_in(line, "a line of the job file")
-    return paint_job_in(record) if isinstance(record, dict) and record.get("kind") == PAINT else job_in(record)
-
-
-def _inputs_of(lines: Sequence[str]) -> list[str]:
-    """The names of the files that jobs start from, each once."""
-    from ..paint.jobs import PaintJob
-
-    names: dict[str, None] = {}
-    for line in lines:
-        job = _job_of(line)
-        if isinstance(job, PaintJob):
-            names |= {job.mesh.name: None, job.picture.name: None}
-            continue
-        names |= {picture.file.name: None for picture in job.pictures}
-        if job.video is not None:
-            names[job.video.name] = None
-    return list(names)
-
-
-@dataclass(slots=True)
-class _Window:
-    """The picture of a job that runs: requested while the node is shown, and displayed once it has arrived."""
-
-    ray: Any
-    gateway: Any
-    worker: str = ""
-    call: Any = None
-    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))
-
-    def look(self) -> torch.Tensor:
-        """Frames (1, H, W, 3) in 0..1, the last that came; none before the first. Waits for nothing."""
-        if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
-            pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
-            if pixels is not None:
-                self.frames = torch.from_numpy(pixels.copy())[None].float() / 255
-        if self.call is None and self.worker:
-            self.call = self.gateway.preview.remote(self.worker)
-        return self.frames
-
-
-def _bring(ray: Any, gateway: Any, jobs: JobList, keys: Sequence[str], progress: NodeProgress) -> None:
-    """Fetch each result as soon as it is there, until all jobs are done or have failed."""
-    open_keys, window = list(keys), _Window(ray, gateway)
-    while open_keys:
-        progress.check()
-        standing = _answer(ray, gateway.standing.remote(open_keys), progress)
-        for key in standing["done"]:
-            suffix, content = _answer(ray, gateway.result.remote(key), progress, FILE_SECONDS) or ("", b"")
-            if suffix in SUFFIXES:
-                with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
-                    temporary.write_bytes(content)
-                jobs.folder.finish(key, {"from": "a farm"})
-            else:
-                jobs.folder.fail(key, "its file is gone from the farm")
-        for key, text in standing["failed"].items():
-            jobs.folder.fail(key, str(text))
-        jobs.folder.write_workers("farm", list(standing["workers"]))
-        open_keys = [key for key in open_keys if key not in standing["done"] and key not in standing["failed"]]
-        progress.lines[:] = [line_of(worker) for worker in standing["workers"]]
-        window.worker = next((str(worker["worker"]) for worker in standing["workers"] if worker.get("total")), "")
-        progress.step(len(keys) - len(open_keys), max(1, len(keys)), "waiting for the farm", window.look)
-        if open_keys:
-            _pause(progress)
-
-
-def _answer(ray: Any, call: Any, progress: NodeProgress, seconds: float = ANSWER_SECONDS) -> Any:
-    """What a call returns, looking for a cancel while it is waited for.
-
-    Raises:
-        RayError: it fails, or takes longer than ``seconds``.
-    """
-    until = time.monotonic() + seconds
-    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
-        progress.check()
-    return ray.get(call, timeout=0)
-
-
-def _pause(progress: NodeProgress) -> None:
-    """Wait until it is time to look again."""
-    until = time.monotonic() + POLL_SECONDS
-    while time.monotonic() < until:
-        progress.check()
-        time.sleep(LOOK_SECONDS)
-
-
-@contextmanager
-def _gateway(address: str, progress: NodeProgress) -> Iterator[tuple[Any, Any]]:
-    """Ray and the farm's gateway at ``address``; Ray's socket in this process is closed behind it."""
-    ray = _ray_module()
-    ours = not ray.is_initialized()  # else another pack's, which is not ours to end
-    try:
-        if ours:
-            _connect(ray, address, progress)
-        yield ray, _guarded(ray, address, progress)
-    except (ray.exceptions.RayError, ConnectionError) as error:
-        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        raise InputError(
-            f"the farm at {address!r} failed ({first_line(cause)})",
-            expected="a farm that runs until its jobs are done",
-            fix="Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done.",
-        ) from error
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _ray_module() -> Any:
-    """The package ``ray``, in token mode.
-
-    Raises:
-        MissingPackageError: it is not installed. UnsupportedError: ComfyUI was started without a token.
-    """
-    try:
-        import ray
-        from ray._private.authentication.authentication_utils import is_token_auth_enabled
-    except ImportError as error:
-        raise MissingPackageError(
-            f"no ray for AnyGPU Farm ({first_line(error)})",
-            expected="the Ray and Python version of the farm",
-            fix="Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder.",
-        ) from error
-    if not value_or(is_token_auth_enabled, False):
-        raise UnsupportedError(
-            "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=TOKEN_FIX
-        )
-    return ray
-
-
-def _connect(ray: Any, address: str, progress: NodeProgress) -> None:
-    """Join the cluster at ``address``.
-
-    Raises:
-        InputError: nothing there lets this machine in.
-    """
-    from ..compat.ray_clusters import refusal
-
-    reason = refusal(address, progress.check)
-    try:
-        if not reason:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
-    except Exception as error:  # of Ray's many kinds, which differ between its versions
-        reason = first_line(error.__cause__ or error)
-    if reason:
-        raise InputError(
-            f"no farm at {address!r} ({reason})",
-            expected="the address of a Ray cluster to which this machine belongs, with its Ray, Python and token",
-            fix=f"Join it with `ray start --address=HEAD:6379 --num-cpus=0 --num-gpus=0`. {TOKEN_FIX}",
-        )
-
-
-def _guarded(ray: Any, address: str, progress: NodeProgress) -> Any:
-    """The farm's gateway, which asks for a token.
-
-    Raises:
-        InputError: no farm works in the cluster. UnsupportedError: it lets anybody in.
-    """
-    try:
-        gateway = ray.get_actor(GATEWAY, namespace=NAMESPACE)
-    except ValueError as error:
-        raise InputError(
-            f"no farm in the cluster at {address!r}",
-            expected="`anygpu-farm watch` on one of its machines",
-            fix="Run there: anygpu-farm watch FOLDER --address auto.",
-        ) from error
-    if not _answer(ray, gateway.ready.remote(), progress):
-        raise UnsupportedError(
-            f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=TOKEN_FIX
-        )
-    return gateway

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import comfy.latent_formats
@@ -21,8 +20,6 @@ from .progress import NodeProgress
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.sampling.painting import Painted
-
-log = logging.getLogger(__name__)
 
 PREVIEW_SIZE = 768
 
@@ -51,18 +48,9 @@ class PaintProgress(NodeProgress):
         recovery.keep_plain(kept_folder(), kept, self.notify)
 
 
-def keep_views(painted: Painted) -> tuple[str, Callable[[], None]]:
-    """Painted views as pictures beside the kept latents: where they are, and what deletes them again."""
-    from ..paint.pictures import saved
+def saved_views(painted: Painted) -> AbstractContextManager[None]:
+    """:func:`texturing.saved_views` in a folder beside the saved latents."""
+    from ..paint import texturing
 
     folder = kept_folder() / f"views-{uuid.uuid4().hex[:8]}"
-    try:
-        saved(painted.views, folder, "view")
-        if painted.metallic_roughness is not None:
-            saved(painted.metallic_roughness, folder, "metallic_roughness")
-    except OSError as error:
-        log.warning("AnyGPU: painted views could not be saved in %s: %s", folder, error)
-        return "", lambda: None
-    log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
-    shown = folder.relative_to(kept_folder().parent.parent).as_posix()
-    return shown, lambda: shutil.rmtree(folder, ignore_errors=True)
+    return texturing.saved_views(painted, folder, folder.relative_to(kept_folder().parent.parent).as_posix())

@@ -36,7 +36,7 @@ _kept_lately: deque[tuple[Any, ...]] = deque(maxlen=32)  # marks of latents that
 
 
 def listing() -> list[Kept]:
-    """What is kept, newest first."""
+    """The saved latents, newest first."""
     return recovery.listing(kept_folder())
 
 
@@ -94,12 +94,12 @@ def keep_for_decode(samples: torch.Tensor) -> None:
 
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
-    """What identifies latents."""
+    """A fingerprint of latents."""
     return *samples.shape, zlib.crc32(to_host(samples).float().contiguous().numpy().tobytes())
 
 
 class _Estimates:
-    """How far a sampling of core's has come: the last estimate of its result, in the space that core returns."""
+    """The progress of a sampling of core's: the last estimate of its result, in the space that core returns."""
 
     def __init__(self) -> None:
         self.last: torch.Tensor | None = None
@@ -131,7 +131,7 @@ def _keep(
 
 
 def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float) -> Sampled:
-    """What is kept of ``latents``, and what is known of them by core's class for such latents."""
+    """The record of ``latents``, with all that core's class for such latents tells of them."""
     rough, shape = model.latent_format, latents[0].shape
     frames = height = width = 0
     if len(shape) in (4, 5):
@@ -142,7 +142,7 @@ def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float)
 
 
 def choices() -> list[str]:
-    """What the recover node lists: ``newest``, then every id."""
+    """The choices of the recover node: ``newest``, then every id."""
     return [NEWEST, *(item.id for item in listing())]
 
 

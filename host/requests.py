@@ -17,7 +17,7 @@ from . import folders, memory_manager, model_files
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.loading import PaintRequest
-    from ..pipelines.jobs import Machine
+    from ..pipelines.records.places import Machine
 
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
@@ -33,7 +33,7 @@ Inputs = Mapping[str, Any]
 
 
 def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """What AnyGPU Load Pipeline asks of loading.
+    """The request of AnyGPU Load Pipeline.
 
     Args:
         inputs: values by the names of :data:`FOLDER_INPUTS`; a missing one has its default.
@@ -65,7 +65,7 @@ def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
 
 
 def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """What AnyGPU Compose Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    """The request of AnyGPU Compose Pipeline; arguments as of :func:`folder_request`."""
     given = {**FILE_INPUTS, **inputs}
     files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
     base = folders.provider_folder(given["base"])
@@ -75,7 +75,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
-    """What AnyGPU Load Paint Pipeline asks of loading; arguments as of :func:`folder_request`."""
+    """The request of AnyGPU Load Paint Pipeline; arguments as of :func:`folder_request`."""
     from ..paint.loading import PaintRequest
     from ..paint.networks.compile import settings_for
 
@@ -99,7 +99,7 @@ def machine_of(folder: Path) -> Machine:
         folder: of the file that says what to render, beside which its pictures may lie.
     """
     from ..pipelines.demo import MODELS
-    from ..pipelines.jobs import Machine, Places
+    from ..pipelines.records.places import Machine, Places
 
     models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
     single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))

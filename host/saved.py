@@ -16,7 +16,7 @@ from comfy.cli_args import args
 from ..compat.errors import CheckpointError, InputError
 from ..pipelines.base import Latents
 from ..pipelines.latents.store import LATENT, Origin, kind_of
-from ..pipelines.receipts import TAG, with_receipt
+from ..pipelines.records.receipts import TAG, with_receipt
 from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
@@ -72,7 +72,7 @@ def shown(path: Path) -> str:
 
 
 def ui_record(path: Path) -> dict[str, str]:
-    """What ComfyUI calls a file of the output folder."""
+    """The record by which ComfyUI names a file of the output folder."""
     subfolder = path.parent.relative_to(folder_paths.get_output_directory()).as_posix()
     return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
 
@@ -95,7 +95,7 @@ def signed(latents: Latents, **made: Any) -> Latents:
 
 
 class SignedVideo(InputImpl.VideoFromComponents):
-    """A VIDEO whose file says what made it, whichever node saves it; :attr:`receipt` is None without that."""
+    """A VIDEO whose file has a receipt, whichever node saves it; :attr:`receipt` is None without one."""
 
     receipt: Mapping[str, Any] | None = None
 
@@ -124,7 +124,7 @@ def choices(kind: str) -> list[str]:
 
 
 def none_of(kind: str) -> str:
-    """What a list without files says."""
+    """The one entry of a list without files."""
     return f"no {kind} found" if kind == SIGNED else f"no {kind} file found"
 
 
@@ -186,7 +186,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """When a file last changed, in ns, and its bytes; zeros where it is gone."""
+    """The time of a file's last change, in ns, and its bytes; zeros where it is gone."""
     try:
         stat = path.stat()
     except OSError:

@@ -12,7 +12,7 @@ from ..pipelines import stages
 from ..pipelines.decisions import in_short
 from ..pipelines.latents import batch
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.receipts import decoded_receipt
+from ..pipelines.records.receipts import decoded_receipt
 from ..pipelines.vae.plan import METHODS, Form
 from .inputs import Pipeline, schema
 

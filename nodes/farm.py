@@ -9,8 +9,8 @@ from ..host.api import io
 from ..host.painting import PaintProgress
 from ..host.progress import NodeProgress
 from ..pipelines.base import FramePackSettings
-from ..pipelines.job_format import load_inputs
-from ..pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from ..pipelines.records.job import load_inputs
+from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
 from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
@@ -213,5 +213,7 @@ class Farm(Uncached):
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
         """Videos, their first frames, and the report."""
+        from ..host.farm_client import render_at
+
         progress = PaintProgress(cls.hidden.unique_id)  # whose previews are pictures
-        return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)
+        return results(jobs, render_at(address.strip(), jobs, progress), progress)

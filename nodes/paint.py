@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat import precision
+from ..compat.device import precision
 from ..compat.device.execution import to_host
 from ..compat.memory import offloader
 from ..compat.transforms import attention
@@ -349,7 +349,7 @@ class TextureMesh(io.ComfyNode):
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views)
         given = (meshes.from_core(mesh), cut_out(image, mask), pipeline, delight)
-        texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.keep_views)
+        texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.saved_views)
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
 

@@ -8,9 +8,9 @@ from ..host import preview, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..host.requests import machine_of
+from ..pipelines.jobs import replay
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.receipts import decoded_receipt
-from ..pipelines.replays import replay
+from ..pipelines.records.receipts import decoded_receipt
 from .inputs import schema
 from .latents import FILES, Listed
 

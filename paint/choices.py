@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..compat.decision import AUTO
@@ -31,11 +32,34 @@ CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual bl
 MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
 DEMO_SIZE = 128  # pixels of a view of theirs
 STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0")
+GREY, WHITE = 127 / 255, 1.0  # grounds of reference pictures
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
     "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1",
     "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSampler:
+    """The sampler that the publisher of a variant runs; the guidance of 1 is none.
+
+    Args:
+        background: of the reference picture.
+    """
+
+    scheduler: str
+    steps: int
+    guidance: float
+    background: float
+
+
+PUBLISHED = {
+    "v2-0": PublishedSampler("euler_ancestral", 30, 2.0, GREY),
+    "turbo": PublishedSampler("lcm", 10, 1.0, GREY),
+    "v2-1": PublishedSampler("unipc", 15, 3.0, WHITE),
+}
+PUBLISHED_SPACING, DELIGHT_STEPS = "trailing", 50
 
 
 @functools.cache

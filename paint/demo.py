@@ -1,159 +1,129 @@
-"""The demo's textured meshes: one baked from synthetic pictures, and rings that the demo model paints after a picture,
-compared with the right ones, as a GLB and turntables.
-"""
+"""The ring that the demo paint model textures after a picture of two colours: `anygpu demo` shows it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .baking import synthetic
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
 from .choices import DEMO_SIZE
 from .geometry.cameras import DEFAULT_VIEWS
-from .geometry.mesh import Mesh, Surface, load_mesh, write_glb
+from .geometry.mesh import Mesh, Surface, write_glb
 from .geometry.turntable import turntable
+from .geometry.views import rasterised
 from .loading import PaintPipeline, PaintRequest, load_paint
-from .pictures import GREY, saved
+from .pictures import GREY
 from .sampling.painting import PaintInputs, PaintSettings, paint_views
 from .texturing import maps_of
 
-PAINTED, MEAN_ERROR, WORST_ERROR, PICTURE_ERROR = 0.9, 5e-3, 0.12, 2e-3  # a wrong order of views: 0.1 and 0.02
-CARRIED, BY_CHANCE = 0.15, 0.3  # mean error of views painted after their own picture, and after the other's
-PAIRS = (((0.9, 0.2, 0.1), (0.1, 0.3, 0.8)), ((0.2, 0.7, 0.3), (0.9, 0.8, 0.2)))  # colours above and below
-Checks = dict[str, tuple[bool, str]]
-Pair = tuple[tuple[float, ...], ...]
+MARGIN = 0.02  # of the texture, round each chart
+FRAMES, ELEVATION = 6, 25.0  # of the turntable
+CARRIED, BY_CHANCE = 0.15, 0.3  # mean error of what is painted after its own picture, and after the other's
+ColourPair = tuple[tuple[float, ...], tuple[float, ...]]
+PAIRS: tuple[ColourPair, ...] = (  # colours above and below
+    ((0.9, 0.2, 0.1), (0.1, 0.3, 0.8)),
+    ((0.2, 0.7, 0.3), (0.9, 0.8, 0.2)),
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Shown:
-    """A torus, painted.
+class PaintedRing:
+    """A ring after a picture.
 
     Args:
-        mesh: with UVs.
-        texture: (T, T, 3), every texel coloured.
-        share: of the surface's texels that a view painted, 0..1.
-        errors: (P,), mean absolute error of each of these texels after filling, rising.
-        frames, right: (F, H, W, 3), turntables of it and of the right colours.
+        picture: (S, S, 3), which the model was given.
+        views: (V, S, S, 3), which it painted.
+        texture: (T, T, 3), baked from the views and filled.
+        frames: (F, S, S, 3), a turntable.
     """
 
-    mesh: Mesh
+    picture: Tensor
+    views: Tensor
     texture: Tensor
-    share: float
-    errors: Tensor
     frames: Tensor
-    right: Tensor
 
 
-def demonstration(
-    texture_size: int = 512, picture_size: int = 256, view_size: int = 1024, frames: int = 8, frame_size: int = 192
-) -> Shown:
-    """A torus painted from six synthetic pictures, baked, filled, compared with the right texture, and turned."""
-    mesh = synthetic.torus()
-    surface = Surface.of(mesh)
-    pictures = synthetic.photographs(surface, DEFAULT_VIEWS, picture_size, view_size)
-    baked = bake(surface, DEFAULT_VIEWS, pictures, BakeSettings(texture_size, view_size))
-    texture = filled(baked, surface)
-    return Shown(
-        mesh=mesh,
-        texture=texture,
-        share=baked.share,
-        errors=synthetic.errors(texture, baked.texels, baked.texels.covered).sort().values,
-        frames=turntable(surface, texture, frames, frame_size, elevation=25.0),
-        right=turntable(surface, synthetic.waves, frames, frame_size, elevation=25.0),
-    )
+def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:
+    """Caption to a picture and the ring painted after it, (F, S, S, 3); the decisions of the model; results of checks.
 
-
-def show(folder: Path) -> Checks:
-    """Each check's result with its figure, after writing ``torus.glb`` and ``torus_turntable.png`` into ``folder``.
-
-    The picture shows the baked mesh above and the right one below.
+    The first ring becomes ``ring.glb`` in ``folder``.
 
     Raises:
         MissingPackageError: trimesh is absent.
     """
-    shown = demonstration()
-    glb = write_glb(folder / "torus.glb", shown.mesh, shown.texture)
-    sheet = torch.cat([torch.cat(list(frames), dim=1) for frames in (shown.frames, shown.right)])
-    (written,) = saved(sheet[None], folder, "torus_turntable")
-    written.replace(folder / "torus_turntable.png")
-    mean, worst = float(shown.errors.mean()), float(shown.errors[int(0.999 * (len(shown.errors) - 1))])
-    apart = float((shown.frames - shown.right).abs().mean())
-    return {
-        "the views paint the mesh": (shown.share >= PAINTED, f"{shown.share:.1%} before filling"),
-        "the texture is the right one": (mean <= MEAN_ERROR, f"mean error {mean:.4f} of 1"),
-        "no texel is far off": (worst <= WORST_ERROR, f"99.9 % below {worst:.3f}"),
-        "the turntable is the right one": (apart <= PICTURE_ERROR, f"mean difference {apart:.4f} of 1"),
-        "the GLB holds the mesh": _read_back(shown.mesh, glb),
-    }
-
-
-def paint(model: Path, folder: Path) -> Checks:
-    """Whether the demo model carries a picture's colours onto a ring, after writing ``NAME_painted.png``.
-
-    The sheet shows two pictures of a ring in two colours, each beside a turntable of what was painted after it.
-    """
     pipeline, surface = load_paint(PaintRequest(model, device="cpu")), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
-    sheet = torch.cat([torch.cat([picture, *frames], dim=1) for picture, _, frames in rings])
-    (written,) = saved(sheet[None], folder, f"{model.name}_painted")
-    written.replace(folder / f"{model.name}_painted.png")
-    rights = [photographs(surface, pair) for pair in PAIRS]
-    inside = photographs(surface, ((1.0,) * 3,) * 2, 0.0) > 0.99
+    write_glb(folder / "ring.glb", ring(), rings[0].texture)
+    expected = [turntable(surface, halves(pair), FRAMES, DEMO_SIZE, ELEVATION) for pair in PAIRS]
 
-    def error(turn: int) -> float:
-        pairs = zip(rings, rights[turn:] + rights[:turn], strict=True)
-        return sum(float((views - right).abs()[inside].mean()) for (_, views, _), right in pairs) / len(PAIRS)
+    def error(others: list[Tensor]) -> float:
+        pairs = [(each.frames - other)[other.amin(-1) < 0.99] for each, other in zip(rings, others, strict=True)]
+        return float(torch.cat(pairs).abs().mean())
 
-    return {
-        "carries the picture's colours": (error(0) <= CARRIED, f"mean error {error(0):.3f} of 1"),
-        "not those of another picture": (error(1) >= BY_CHANCE, f"mean error {error(1):.3f} of 1"),
+    own, other = error(expected), error(expected[::-1])
+    checks = {
+        "carries the picture's colours": (own <= CARRIED, f"mean error {own:.3f} of 1"),
+        "not those of another picture": (other >= BY_CHANCE, f"mean error {other:.3f} of 1"),
     }
+    strips = {
+        f"{model.name}: picture {number}, and a ring painted after it": torch.cat((each.picture[None], each.frames))
+        for number, each in enumerate(rings, 1)
+    }
+    return strips, tuple(map(str, pipeline.decisions)), checks
 
 
-def painted_ring(pipeline: PaintPipeline, pair: Pair, frames: int = 6, steps: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """A picture (S, S, 3) of a ring in two colours, six views (V, S, S, 3) painted after it, and their turntable.
+def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
+    """A ring painted after a picture of itself in two colours.
 
     Args:
-        frames: of the turntable (F, S, S, 3).
+        frames: of the turntable.
         steps: 0 for the published number.
     """
     mesh = ring()
     surface = Surface.of(mesh)
-    picture = photographs(surface, pair, GREY)[0]
+    view = rasterised(surface, next(iter(DEFAULT_VIEWS)), 2 * DEMO_SIZE, DEFAULT_VIEWS.ortho_scale)
+    large = view.image(halves(pair)(view.shown.interpolated(surface.vertices, surface.faces)), GREY)
+    scaled = F.interpolate(large.movedim(-1, 0)[None], (DEMO_SIZE, DEMO_SIZE), mode="bilinear", antialias=True)
+    picture = scaled[0].movedim(0, -1)
     maps, table, _ = maps_of(mesh, None, "paint", size=2 * DEMO_SIZE)
     inputs = PaintInputs([picture], maps.normal, maps.position, table)
     views = paint_views(pipeline, inputs, PaintSettings(DEMO_SIZE, steps, seed=1)).views
     texture = filled(bake(surface, DEFAULT_VIEWS, views, BakeSettings(512, 1024)), surface)
-    return picture, views, turntable(surface, texture, frames, DEMO_SIZE, elevation=25.0)
+    return PaintedRing(picture, views, texture, turntable(surface, texture, frames, DEMO_SIZE, ELEVATION))
+
+
+def halves(pair: ColourPair) -> Callable[[Tensor], Tensor]:
+    """The colours (P, 3) of places (P, 3) in the frame: ``pair``'s first above the middle, its second below."""
+    above, below = (torch.tensor(colour) for colour in pair)
+    return lambda places: torch.where(places[:, 1:2] > 0, above, below)
 
 
 def ring() -> Mesh:
     """A torus that faces the first camera."""
-    flat = synthetic.torus()
+    flat = torus()
     return Mesh(flat.vertices[:, [0, 2, 1]], flat.faces[:, [0, 2, 1]], flat.uvs)
 
 
-def photographs(surface: Surface, pair: Pair, ground: float = 1.0) -> Tensor:
-    """What the six cameras see of a surface in one colour above and another below, (V, S, S, 3)."""
-    above, below = (torch.tensor(colour) for colour in pair)
+def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """UVs (P, 2), v down, and faces (M, 3) of a sheet whose left and right edges are separate vertices."""
+    v, u = torch.meshgrid(torch.linspace(0, 1, rows + 1), torch.linspace(0, 1, columns + 1), indexing="ij")
+    index = torch.arange((rows + 1) * (columns + 1)).view(rows + 1, columns + 1)
+    a, b, c, d = (part.reshape(-1) for part in (index[:-1, :-1], index[1:, :-1], index[:-1, 1:], index[1:, 1:]))
+    faces = torch.cat((torch.stack((a, b, c), 1), torch.stack((c, b, d), 1)))
+    return torch.stack((u.reshape(-1), v.reshape(-1)), dim=1), faces
 
-    def halves(places: Tensor) -> Tensor:
-        return torch.where(places[:, 1:2] > 0, above, below)
 
-    return synthetic.photographs(surface, DEFAULT_VIEWS, DEMO_SIZE, 2 * DEMO_SIZE, halves, ground)
-
-
-def _read_back(mesh: Mesh, glb: Path) -> tuple[bool, str]:
-    """Whether the file has the mesh's triangles and UVs."""
-    read, notes = load_mesh(glb)
-    same = read.uvs is not None and mesh.uvs is not None and len(read.faces) == len(mesh.faces)
-    if same:
-        apart = (read.vertices[read.faces] - mesh.vertices[mesh.faces]).abs().max()
-        uvs = (read.uvs[read.faces] - mesh.uvs[mesh.faces]).abs().max()  # type: ignore[index]
-        same = bool(apart < 1e-6) and bool(uvs < 1e-6)
-    return same, notes[0]
+def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
+    """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart."""
+    uvs, faces = grid(rows, columns)
+    around, along = uvs[:, 0] % 1 * 2 * math.pi, -(uvs[:, 1] % 1) * 2 * math.pi
+    reach = 1 + tube * along.cos()
+    vertices = torch.stack((reach * around.sin(), tube * along.sin(), reach * around.cos()), dim=1)
+    return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)

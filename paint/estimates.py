@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..compat.memory.offloader import ahead_bytes
 from ..compat.memory.parts import PartBytes, part_bytes
+from ..compat.memory.standalone import ahead_bytes
 from ..compat.memory.statistics import StageNeed
 from .networks.layers import FED_TOKENS
 from .networks.pbr import MATERIALS

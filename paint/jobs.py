@@ -1,4 +1,4 @@
-"""Texturing a mesh as one JSON document, for other machines: files are identified by content."""
+"""The kind of jobs that texture a mesh."""
 
 from __future__ import annotations
 
@@ -7,36 +7,32 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from ..compat.checkpoints.identity import content_of
 from ..compat.decision import AUTO
+from ..compat.durable import replacing
 from ..compat.errors import InputError
-from ..compat.records import WITHOUT, parse, plain
+from ..compat.records import WITHOUT, plain
+from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, by_content
+from ..pipelines.records.places import Machine, Places
 from .baking.bake import BakeSettings
-from .geometry.mesh import FORMATS
+from .geometry.mesh import FORMATS, load_mesh, write_glb
+from .loading import PaintPipeline, PaintRequest, load_paint
 from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings
-from .texturing import raster_size
-
-VERSION, HEAD, KIND = 1, "anygpu_job", "paint"  # a kind of the jobs of pipelines/jobs.py
+from .texturing import OneStep, raster_size, textured
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A model, a mesh or a picture: where it may be, below a folder that is searched, and the hash of its content."""
-
-    name: str
-    content: str
-
-
-def model_item(path: Path, title: str = "") -> Item:
+def model_item(path: Path, title: str = "") -> Content:
     """A paint model at ``path``; ``title`` is its name below the folders that other machines search."""
-    return Item(title or path.name, content_of(path))
+    return Content(title or path.name, content_of(path))
 
 
 @dataclass(frozen=True, slots=True)
-class PaintJob:
+class PaintJob(Job):
     """One mesh to texture.
 
     Args:
@@ -49,65 +45,82 @@ class PaintJob:
         image_encoder: folder of DINOv2-giant, which PBR models need.
     """
 
-    model: Item
-    mesh: Item
-    picture: Item
+    kind: ClassVar[str] = "paint"
+
+    model: Content
+    mesh: Content
+    picture: Content
     paint: PaintSettings = field(default_factory=PaintSettings, metadata={WITHOUT: ("latents",)})
     texture: BakeSettings = field(default_factory=BakeSettings)
     precision: str = AUTO
     max_views: int = 8
-    delight: Item | None = None
-    image_encoder: Item | None = None
+    delight: Content | None = None
+    image_encoder: Content | None = None
     delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text", "negative")})
 
     @property
     def key(self) -> str:
-        """A hash of what decides the texture."""
-        items = {"model": self.model, "mesh": self.mesh, "picture": self.picture, **self._others}
-        whole = {**plain(self), **{name: item.content for name, item in items.items()}}
-        return hashlib.sha256(json.dumps([KIND, whole], sort_keys=True).encode()).hexdigest()
+        return _hash(by_content(plain(self)))
 
     @property
     def model_key(self) -> str:
-        """A hash of what has to be loaded."""
-        others = [{name: item.content for name, item in self._others.items()}] if self._others else []
-        return hashlib.sha256(json.dumps([KIND, self.model.content, self.precision, *others]).encode()).hexdigest()
+        given = {"delight": self.delight, "image_encoder": self.image_encoder}
+        others = {name: item.content for name, item in given.items() if item is not None}
+        return _hash(self.model.content, self.precision, *([others] if others else []))
 
     @property
-    def _others(self) -> dict[str, Item]:
-        """The models beside the first, by field; a job without them has the keys that it always had."""
-        given = {"delight": self.delight, "image_encoder": self.image_encoder}
-        return {name: item for name, item in given.items() if item is not None}
+    def size(self) -> float:
+        return float(self.paint.size**2 * (self.paint.steps or USUAL_STEPS))
 
-    def record(self) -> dict[str, Any]:
-        """The job as JSON has it."""
-        return {HEAD: VERSION, "kind": KIND, **plain(self)}
+    @property
+    def inputs(self) -> tuple[Content, ...]:
+        return self.mesh, self.picture
 
 
-def paint_job_in(record: dict[str, Any]) -> PaintJob:
-    """The job that a JSON object of this kind describes.
+def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
+    """The pipeline that paints; behind it the one that takes shading out of the picture, for a job with one."""
+    find = machine.places.model
+    request = PaintRequest(
+        find(job.model),
+        image_encoder=None if job.image_encoder is None else find(job.image_encoder),
+        precision=job.precision,
+        device=machine.device,
+        state=machine.state,
+    )
+    painter = load_paint(request, progress)
+    if job.delight is None:
+        return (painter,)
+    return painter, load_paint(replace(request, model=find(job.delight), image_encoder=None), progress)
 
-    Raises:
-        InputError: another version, an unknown field, or a value of a wrong type.
-    """
-    if record.get(HEAD) != VERSION:
-        raise InputError(
-            f"a paint job of version {record.get(HEAD)}", expected=f"version {VERSION}", fix="Update AnyGPU."
-        )
-    values = {name: value for name, value in record.items() if name not in (HEAD, "kind")}
-    return parse(PaintJob, values, "the paint job")
+
+def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline]) -> Result:
+    """The textured mesh of a job, as a GLB."""
+    files = Places(machine.places.files)
+    mesh, _ = load_mesh(files.model(job.mesh), progress.check)
+    files.model(job.picture)
+    pictures = [files.frames(job.picture, progress.check, 1)[0][0]]
+    painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
+    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
+    texture, _, _ = textured(mesh, pictures, painter, delight, settings, progress)
+    both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)
+
+    def write(path: Path) -> None:
+        with replacing(path) as temporary:
+            write_glb(temporary, mesh, texture.colour, both)
+
+    return Result(texture.colour, ".glb", write)
 
 
 def paint_jobs(
-    model: Item,
+    model: Content,
     meshes: Path,
     pictures: Path,
     seeds: Sequence[int],
     painting: PaintSettings,
     add: Callable[[Path], str],
     texture_size: int = 2048,
-    delight: Item | None = None,
-    image_encoder: Item | None = None,
+    delight: Content | None = None,
+    image_encoder: Content | None = None,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder and each seed, painted from the picture of the same name.
 
@@ -145,5 +158,9 @@ def paint_jobs(
     ]
 
 
-def _item(path: Path, add: Callable[[Path], str]) -> Item:
-    return Item(add(path), content_of(path))
+def _item(path: Path, add: Callable[[Path], str]) -> Content:
+    return Content(add(path), content_of(path))
+
+
+def _hash(*values: Any) -> str:
+    return hashlib.sha256(json.dumps([PaintJob.kind, *values], sort_keys=True).encode()).hexdigest()

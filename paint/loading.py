@@ -16,14 +16,15 @@ from ..compat.checkpoints.weights import read_json
 from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ..compat.device.probe_results import probe_results_of
+from ..compat.device.precision import PAINT, Precision, copies_decision, precision_for
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.host_weights import HostWeights
-from ..compat.memory.offloader import Offloader, OffloadOptions, offloader_for
+from ..compat.memory.offloader import Offloader, OffloadOptions
 from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
+from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount
-from ..compat.precision import PAINT, Precision, copies_decision, precision_for
+from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation

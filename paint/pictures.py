@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError
+from .choices import GREY as GREY
+from .choices import WHITE as WHITE
 
-GREY, WHITE = 127 / 255, 1.0
 BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of its square
 
 

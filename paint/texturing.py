@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +24,13 @@ from .geometry.cameras import DEFAULT_VIEWS, CameraTable
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
 from .loading import PaintPipeline
-from .pictures import recentred
+from .pictures import recentred, saved
 from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 from .shortage import explained
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
-Keep = Callable[[Painted], tuple[str, Callable[[], None]]]  # where the views are kept, and what forgets them
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +197,33 @@ def references_of(
     return [delight_image(delight, picture, settings, progress) for picture in centred]
 
 
+@contextmanager
+def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
+    """Save painted views as pictures in ``folder``, until the block, which bakes them, has succeeded.
+
+    Args:
+        place: what the user is told of the folder.
+
+    Raises:
+        PackError: that of the block, which then says where the pictures are.
+    """
+    try:
+        saved(painted.views, folder, "view")
+        if painted.metallic_roughness is not None:
+            saved(painted.metallic_roughness, folder, "metallic_roughness")
+    except OSError as error:
+        log.warning("AnyGPU: painted views could not be saved in %s: %s", folder, error)
+        yield
+        return
+    log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
+    try:
+        yield
+    except PackError as error:
+        fix = f"{error.fix} The painted views are saved in {place}."
+        raise type(error)(error.found, expected=error.expected, fix=fix) from error
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def textured(
     mesh: Mesh,
     pictures: list[Tensor],
@@ -201,14 +232,14 @@ def textured(
     settings: OneStep = OneStep(),
     progress: Any = None,
     dino: Tensor | None = None,
-    keep: Keep | None = None,
+    saving: Callable[[Painted], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Texture, Painted, CameraTable]:
     """Make a texture from a mesh and a picture: render, paint, bake and fill.
 
     Args:
         pictures: of the object, each (H, W, 3 or 4), the front first.
         dino: as :class:`sampling.PaintInputs` has it.
-        keep: puts the painted views somewhere before they are baked; they stay there if that fails.
+        saving: around the bake, such as :func:`saved_views`, whose pictures stay if that fails.
 
     Raises:
         InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
@@ -230,12 +261,7 @@ def textured(
         )
         del maps
         painted = paint_views(pipeline, inputs, settings.paint, progress)
-        place, forget = keep(painted) if keep is not None else ("", lambda: None)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
-        try:
+        with saving(painted):
             texture = texture_of(*given, settings.texture, progress, device)
-        except PackError as error:
-            kept = f" The painted views are saved in {place}." if place else ""
-            raise type(error)(error.found, expected=error.expected, fix=error.fix + kept) from error
-    forget()
     return texture, painted, cameras

@@ -29,16 +29,16 @@ from ..compat.memory.times import (
     times_by_mode,
     unknown_rates,
 )
+from .choices import DELIGHT_STEPS, PUBLISHED
 from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
 from .loading import PaintPipeline
 from .networks import vae
 from .networks.encoders import CROPPED, TOKENS, encoder_without_weights
 from .networks.layers import Dtypes
-from .networks.multiview import LATENT_CHANNELS, Run
+from .networks.multiview import LATENT_CHANNELS, StreamInputs
 from .networks.pbr import MATERIALS
 from .networks.published import DELIGHT_CHANNELS, networks_for, stored_dtype
 from .networks.unet import set_attention
-from .sampling.solvers import DELIGHT_STEPS, PUBLISHED
 
 STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
 PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "reference"}  # others: the UNet or the VAE
@@ -199,7 +199,7 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
         with counting_on_meta() as looked:
             kept = made["reference"](empty(1, run.references, LATENT_CHANNELS, side, side))
         materials = MATERIALS if family == "paint_pbr" else 1
-        shared = Run(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
+        shared = StreamInputs(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
         sample, maps = (run.views, LATENT_CHANNELS, side, side), empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
         if family == "paint_pbr":
             given = (

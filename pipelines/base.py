@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.decision import Decision
+from ..compat.device.facts import value_or
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import KnownToHost, Parts
 from ..compat.memory.parts import Silent as Silent
@@ -115,7 +116,7 @@ class Pipeline(KnownToHost):
     @property
     def is_demo(self) -> bool:
         """Whether its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
-        return DEMOS in self.source.resolve().parents
+        return DEMOS in value_or(self.source.resolve, self.source).parents
 
     def on_leader(self, call: Callable[[], Value]) -> Value:
         """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""

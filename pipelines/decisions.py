@@ -1,16 +1,16 @@
-"""What was decided for a pipeline, and what cannot be chosen on a device, as plain values for a page and as text."""
+"""Decisions of a pipeline and choices that a device refuses, as plain values for a page and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..compat import precision
+from ..compat.device import precision
 from ..compat.device.facts import DeviceFacts
+from ..compat.device.precision import NAMES, SAFE
 from ..compat.device.probe_store import ProbeResult
-from ..compat.device.report import conv3d_decision
 from ..compat.memory import offloader
-from ..compat.precision import NAMES, SAFE
+from ..compat.report import conv3d_decision
 from ..compat.transforms import attention
 from ..compat.transforms.attention_kernels import reason_against
 from .base import Pipeline

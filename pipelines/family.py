@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 
 from ..compat.device.facts import GIBIBYTE
+from ..compat.device.precision import PLAIN, ModelPrecision
 from ..compat.memory.parts import denoises
-from ..compat.precision import PLAIN, ModelPrecision
 from ..compat.ranks import SplitPlan
 from ..compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR
 from .loading.keys import Layout

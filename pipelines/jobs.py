@@ -1,33 +1,41 @@
-"""Renders jobs: finds their models and pictures on this machine, and runs them through the stages."""
+"""Runs jobs through the stages, and makes the video of a receipt again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import content_of
-from ..compat.errors import CheckpointError, InputError
+from ..compat.errors import InputError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
-from .job_folder import inside
-from .job_format import Content, Job, Picture
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
+from .latents.store import load_latent
 from .loading import lora
-from .loading.folder import LoadRequest, find_models
+from .loading.folder import LoadRequest
 from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size
-from .movie import Allowance, content_in, read_frames
+from .movie import write_mp4
 from .placement import load_placed
-from .receipts import with_receipt
+from .records.job import Picture, Result, VideoJob
+from .records.places import Machine
+from .records.receipts import (
+    LATENT_FILES,
+    decoded_receipt,
+    differences_from,
+    job_of,
+    latents_hash,
+    read_receipt,
+    tags_for,
+    with_receipt,
+)
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint
@@ -36,156 +44,20 @@ from .vae.fallback import serve_decoding
 from .vae.plan import Form
 from .vae.shared import dismiss
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 VIDEO_FIT = "crop"
-MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
-MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
-
-
-@dataclass(slots=True)
-class Places:
-    """Where the contents that jobs name are on this machine.
-
-    Args:
-        models: folders in which models and LoRAs are searched.
-        files: folders with pictures and videos.
-        known: paths that were chosen, by content.
-        differences: what stands in for a content that is not here, by name; None to refuse that.
-        state: folder with the index of pictures; None for none.
-    """
-
-    models: tuple[Path, ...] = ()
-    files: tuple[Path, ...] = ()
-    known: dict[Content, Path] = field(default_factory=dict)
-    differences: list[str] | None = None
-    state: Path | None = None
-
-    def content(self, path: Path, name: str = "") -> Content:
-        """The content of a model or LoRA at ``path``, which is then known."""
-        content = Content(name or path.name, content_of(path))
-        self.known[content] = path
-        return content
-
-    def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known.
-
-        Raises:
-            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
-        """
-        from .picture_index import PictureIndex
-
-        index = PictureIndex(self.state)
-        found = index.content(path, lambda: None, Allowance())
-        index.save()
-        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
-        self.known[content] = path
-        return content
-
-    def model(self, content: Content) -> Path:
-        """The model folder, or the file, with this content.
-
-        Raises:
-            CheckpointError: it is not on this machine.
-        """
-        if content in self.known:
-            return self.known[content]
-        paths = inside(self.models, content.name)
-        if paths:
-            base = escape(PurePosixPath(content.name).name)
-            paths += [path for root in self.models for path in root.rglob(base)]
-        path = self._first(content, paths, content_of)
-        if path is None and content.content:
-            path = self._first(content, find_models(self.models), content_of)
-        return path or self._other(content, paths, self.models, "Copy it there")
-
-    def frames(self, content: Content, check: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content; ``check`` may raise to cancel.
-
-        Raises:
-            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
-        """
-        if content not in self.known:
-            self.known[content] = self._sought(content, check)
-        return read_frames(self.known[content], check=check)
-
-    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
-        """The picture with this content, found by its name or among all."""
-        from .picture_index import PictureIndex
-
-        paths = [path for path in inside(self.files, content.name) if path.is_file()]
-        index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
-
-        def hashed(path: Path) -> str:
-            check()
-            return index.content(path, check, allowance) if allowance.left > 0 else ""
-
-        try:
-            path = self._first(content, paths, hashed)
-            if path is None and content.content:
-                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
-        finally:
-            index.save()
-        fix = "Put the picture beside the job file"
-        if allowance.left <= 0:
-            fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
-        return path or self._other(content, paths, self.files, fix)
-
-    def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
-        for path in dict.fromkeys(paths):
-            if path.exists() and (not content.content or hashed(path) == content.content):
-                self.known[content] = path
-                return path
-        return None
-
-    def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """What has the name alone, where that is allowed."""
-        path = next((path for path in paths if path.exists()), None)
-        if path is not None and self.differences is not None:
-            self.differences.append(f"{content.name!r} has other content here than where it was made")
-            self.known[content] = path
-            return path
-        where = ", ".join(map(str, roots)) or "no folder"
-        seen = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
-        raise CheckpointError(seen, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where a job runs.
-
-    Args:
-        places: where its models and pictures are.
-        state: folder for probe results and kept latents.
-        device: None for the default device.
-        trace: file for a profile; None for none.
-        host: further arguments of ``load``: how a host around us frees memory and moves weights.
-        single: what else pipelines of single files may take: other files, tokenizers.
-        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share; None
-            for the one with the kept latents.
-        cards: as :class:`LoadRequest` has them.
-    """
-
-    places: Places
-    state: Path
-    device: Any = None
-    trace: Path | None = None
-    host: Mapping[str, Any] = field(default_factory=dict)
-    single: Files | None = None
-    unfinished: Path | None = None
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What a job made: ``frames`` (F, H, W, 3) in 0..1; ``kept``, the id of its latents in the recovery store."""
+    """The video of a job: ``frames`` (F, H, W, 3) in 0..1; ``kept`` is the id of its saved latents."""
 
     frames: torch.Tensor
     latents: Latents
     kept: str
 
 
-def request_of(job: Job, machine: Machine) -> LoadRequest:
-    """What the job asks of loading on this machine.
+def request_of(job: VideoJob, machine: Machine) -> LoadRequest:
+    """The request with which this machine loads the job's model.
 
     Raises:
         CheckpointError: a model is not on this machine.
@@ -206,7 +78,7 @@ def request_of(job: Job, machine: Machine) -> LoadRequest:
     )
 
 
-def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
+def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
     """The pipeline of a job, with its LoRAs and its step cache.
 
     Args:
@@ -219,7 +91,7 @@ def load_pipeline(job: Job, machine: Machine, progress: Progress, request: LoadR
     return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
 
 
-def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
+def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
     """Render a job.
 
     Args:
@@ -237,6 +109,13 @@ def run(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline | Non
         return Rendered(decoded(pipeline, latents, progress, job.decode), latents, kept)
 
 
+def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
+    """The video of a job as an MP4 with its receipt; ``loaded`` has the pipeline that :func:`run` takes."""
+    made = run(job, machine, progress, loaded[0])
+    tags = tags_for(decoded_receipt(made.latents, job.decode))
+    return Result(made.frames, ".mp4", lambda path: write_mp4(made.frames, made.latents.fps, path, tags))
+
+
 def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
     group = pipeline.group
@@ -251,7 +130,7 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form
         dismiss(group)
 
 
-def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
+def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
     """The latents of a job, saved before anything else can fail, and their id there."""
     group, job = pipeline.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
@@ -286,7 +165,7 @@ def sample(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     return latents, kept
 
 
-def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
+def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
     sections = job.framepack or (FramePackSettings(clip_seconds=5.0) if pipeline.spec.sections else None)
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
@@ -296,7 +175,7 @@ def as_run(job: Job, pipeline: Pipeline, notify: Callable[[str], None]) -> Job:
     return replace(job, prompt=prompt, settings=settings, framepack=next(iter(rest), None), fit=own["fit"])
 
 
-def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
+def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
     """The size that a run of ``job`` samples, and its settings; pictures are read for their shape, nothing is encoded.
 
     Raises:
@@ -319,14 +198,14 @@ def planned_size(job: Job, machine: Machine, pipeline: Pipeline) -> tuple[Size, 
     return size if job.framepack is None else replace(size, window=job.framepack.window), settings
 
 
-def _picture(job: Job, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+def _picture(job: VideoJob, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's picture, or those that a demo model starts from."""
     frames, _ = machine.places.frames(picture.file, progress.check)
     own: torch.Tensor = own_inputs(pipeline, {"image": frames, "fit": job.fit}, progress.notify)["image"]
     return own
 
 
-def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
+def _frames(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
     """The frames of a job's video, as many as a demo model draws."""
     assert job.video is not None
     frames, _ = machine.places.frames(job.video, progress.check)
@@ -334,7 +213,7 @@ def _frames(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
     return own
 
 
-def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
+def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
     """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
@@ -353,7 +232,7 @@ def _images(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) 
     return condition, start
 
 
-def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
+def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
     """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
@@ -361,10 +240,47 @@ def _video(job: Job, machine: Machine, progress: Progress, pipeline: Pipeline) -
     return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
 
 
-def _pictures(folder: Path) -> list[Path]:
-    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
-    try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
-    except OSError:
-        return []
-    return paths[:MOST_PICTURES]
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The result of a replay.
+
+    Args:
+        same: whether the latents are bit for bit those of the receipt; None where it does not say.
+        differences: between this machine and the one that made the file, which may be why.
+    """
+
+    rendered: Rendered
+    job: VideoJob
+    same: bool | None
+    differences: tuple[str, ...]
+
+    def text(self) -> str:
+        """The outcome in lines."""
+        first = {True: "the same latents, bit for bit", False: "other latents", None: "nothing to compare with"}
+        why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
+        return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])
+
+
+def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
+    """Make the video of a file again; a file of the same name but other content is taken, and reported.
+
+    Raises:
+        PackError: no receipt, one that says too little, a model or picture that is not here, or what a stage refuses.
+    """
+    record = read_receipt(path)
+    job = job_of(record)
+    machine.places.differences = differences = []
+    with torch.no_grad():
+        pipeline = load_pipeline(job, machine, progress)
+        differences += differences_from(record, pipeline)
+        for line in differences:
+            progress.notify(f"differs: {line}")
+        made = run(job, machine, progress, pipeline)
+    expected = record.get("latents")
+    same = latents_hash(made.latents) == expected if isinstance(expected, str) else None
+    if path.suffix in LATENT_FILES and same is False:
+        there = load_latent(path, progress.notify)["samples"]
+        if there.shape == made.latents.samples.shape:
+            largest = float((there - made.latents.samples).abs().max())
+            differences.append(f"latents by at most {largest:.3g} of {float(there.abs().max()):.3g}")
+    return Replayed(made, job, same, tuple(dict.fromkeys(differences)))

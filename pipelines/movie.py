@@ -16,9 +16,8 @@ import torch
 
 from ..compat.checkpoints.headers import plain_status, reading_budget
 from ..compat.checkpoints.identity import levels_content
-from ..compat.device.facts import first_line
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, PackError, UnsupportedError
+from ..compat.errors import CheckpointError, PackError, UnsupportedError, first_line
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080

@@ -17,7 +17,7 @@ RANGE = "anygpu"  # begins the name of every range of ours
 
 
 class Profile:
-    """Where traces go, and the ranges in them.
+    """Traces of runs, and the ranges in them.
 
     Args:
         path: the trace file. A stage that runs by itself writes one of its own beside it.

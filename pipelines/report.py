@@ -8,23 +8,19 @@ from typing import Any
 
 import torch
 
+from ..compat.check import FAILED, Check, check
 from ..compat.decision import Decision
-from ..compat.device.check import FAILED, Check, check
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, accelerators, facts_for, free_bytes, value_or
-from ..compat.device.probe_results import probe_results_of
+from ..compat.device.precision import DTYPES, PAINT, PLAIN, ModelPrecision
 from ..compat.device.probe_store import ProbeStore
-from ..compat.device.report import DEVICE, Report, dtypes_in_use, report_on
 from ..compat.device.work import pace_of
 from ..compat.memory.statistics import kept_stages
-from ..compat.precision import DTYPES, PAINT, PLAIN, ModelPrecision
+from ..compat.probe_results import probe_results_of
+from ..compat.report import DEVICE, Report, dtypes_in_use, report_on
 from .base import Pipeline, Progress
 from .registry import FAMILIES
 
-PAINT_TITLES = {
-    "paint": "Hunyuan3D paint",
-    "paint_pbr": "Hunyuan3D paint PBR",
-    "delight": "Hunyuan3D delight",
-}
+PAINT_TITLES = {"paint": "Hunyuan3D paint", "paint_pbr": "Hunyuan3D paint PBR", "delight": "Hunyuan3D delight"}
 FITTED = "other models, by AnyGPU Fit Model"  # which leaves what core computes well as core loaded it
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 MOST_RUNS = 9  # stages that are shown beside their forecast
@@ -75,19 +71,13 @@ def _further(device: torch.device) -> tuple[Decision, ...]:
 
 
 def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
-    """What forecasts of time reckon with, for each dtype that is computed in."""
+    """The rates behind forecasts of time, for each dtype that is computed in."""
     lines = []
     for name in sorted(dtypes_in_use(facts, store, precisions())):
         pace = pace_of(facts, store, DTYPES[name])
         if pace is not None:
-            rates = (
-                f"{kind} {rate / 1e12:.3g} TFLOPS"
-                for kind, rate in (
-                    ("products", pace.product),
-                    ("convolutions", pace.convolution),
-                    ("attention", pace.attention),
-                )
-            )
+            named = {"products": pace.product, "convolutions": pace.convolution, "attention": pace.attention}
+            rates = (f"{kind} {rate / 1e12:.3g} TFLOPS" for kind, rate in named.items())
             lines.append(Decision(name, f"{', '.join(rates)}; memory {pace.memory / 1e9:.3g} GB/s", source=pace.source))
     return tuple(lines)
 
@@ -98,7 +88,7 @@ def _last_runs(state: Path | None) -> tuple[Decision, ...]:
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
-    """What fails on people's devices, tried on this one, one result at a time."""
+    """Known failures of people's devices, tried on this one, one result at a time."""
     facts = facts_for(device)
     return check(facts, probe_results_of(facts, state), precisions())
 
@@ -141,17 +131,14 @@ def drawn(report: Report) -> torch.Tensor:
     return torch.from_numpy(numpy.asarray(picture).copy()).float().div(255).unsqueeze(0)
 
 
-def _cells(line: Decision, font: Any) -> tuple[list[str], list[str], list[str]]:
+def _cells(line: Decision, font: Any) -> list[list[str]]:
     """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
     ends = (*COLUMNS[1:], WIDTH)
     widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, ends, strict=True)]
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
-    first, second, third = (
-        _broken(text, font, width)
-        for text, width in zip((line.subject, line.verdict, line.reason), widths, strict=True)
-    )
-    return first, second, third
+    texts = (line.subject, line.verdict, line.reason)
+    return [_broken(text, font, width) for text, width in zip(texts, widths, strict=True)]
 
 
 def _broken(text: str, font: Any, width: int) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..compat import precision
+from ..compat.device import precision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError
@@ -41,21 +41,19 @@ def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto
         UnsupportedError: an accelerator that this machine does not have.
     """
     asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
-    return {part: _device_named(name) for part, name in asked.items() if name not in ("auto", "")}
-
-
-def _device_named(name: str) -> str:
-    if not name.startswith("gpu:"):
-        return name
-    kind, index = default_device().type, int(name.removeprefix("gpu:"))
-    count = 0 if kind == HOST.type else device_count()
-    if index >= count:
-        raise UnsupportedError(
-            f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
-            expected="auto, cpu, or the number of an existing accelerator",
-            fix="Choose auto.",
-        )
-    return f"{kind}:{index}"
+    chosen = {part: name for part, name in asked.items() if name not in ("auto", "")}
+    for part, name in chosen.items():
+        if name.startswith("gpu:"):
+            kind, index = default_device().type, int(name.removeprefix("gpu:"))
+            count = 0 if kind == HOST.type else device_count()
+            if index >= count:
+                raise UnsupportedError(
+                    f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
+                    expected="auto, cpu, or the number of an existing accelerator",
+                    fix="Choose auto.",
+                )
+            chosen[part] = f"{kind}:{index}"
+    return chosen
 
 
 LOAD_INPUTS: dict[str, LoadInput] = {

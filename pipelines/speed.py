@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from ..compat.decision import AUTO, CHOSEN, Decision
-from ..compat.device.facts import DeviceFacts, first_line
+from ..compat.device.facts import DeviceFacts
 from ..compat.device.failures import is_shortage
-from ..compat.device.probe_results import GELU, TRITON
+from ..compat.device.precision import NAMES
 from ..compat.device.probe_store import OK, ProbeResult
-from ..compat.device.quirks import policy_for, verdict
-from ..compat.errors import InputError, PackError, UnsupportedError
+from ..compat.device.quirks import abilities_of
+from ..compat.errors import InputError, PackError, UnsupportedError, first_line
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
 from ..compat.memory.statistics import stage_cost
-from ..compat.precision import NAMES
+from ..compat.probe_results import GELU, TRITON
 from ..compat.transforms import compile as compiling
 from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
@@ -275,7 +275,7 @@ def _unusable(
     """Why nothing is launched where nothing else speaks against it: what the probe says, else a known bug."""
     if fused.reason_against(device, dtype):
         return ""
-    launches = verdict(TRITON, policy_for(facts), probes)
+    launches = abilities_of(facts, probes).verdict(TRITON)
     return "" if launches.usable else launches.why
 
 

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..compat.device.facts import first_line
-from ..compat.errors import UnsupportedError
+from ..compat.errors import UnsupportedError, first_line
 from ..compat.ranks import Group
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.context_parallel import split_step
 from ..compat.transforms.order import replace_attention
 from .base import Call, Pipeline
 from .sampling.core_sampler import TIME, velocity
-from .tiny.parts import WIDTH
-from .tiny.recipes import TINY
-from .tiny.weights import randomise
 
 TRANSFORMER = "transformer"
 MOST = 1e-4  # of the largest value, that the twin may differ by: rounding gives 1e-6, a wrong split 0.01 and more
 PATCHES = (5, 5, 7)  # frames, rows and columns of the twin's video, whose product few numbers of ranks divide
-TEXT, VALID = 7, 4  # tokens of the twin's texts, and of the shorter one
+TEXT, VALID, WIDTH = 7, 4, 32  # tokens of the twin's texts, of the shorter one, and their width
+SMALL: Mapping[str, Any] = {  # values of a transformer's configuration that make it small, where its class has them
+    "attention_head_dim": 16,
+    "rope_axes_dim": (4, 6, 6),
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    **dict.fromkeys(("caption_channels", "text_embed_dim", "text_embed_2_dim", "pooled_projection_dim"), WIDTH),
+    **dict.fromkeys(("image_embed_dim", "image_proj_dim"), WIDTH),
+}
 
 
 def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
@@ -79,19 +87,24 @@ def _difference(pipeline: Pipeline, twin: Any, call: Call, whole: torch.Tensor) 
 
 
 def _twin(pipeline: Pipeline, size: int) -> Any:
-    """A tiny transformer of the class of the pipeline's, with its switches, and heads that ``size`` does not divide."""
-    name = pipeline.spec.parts[TRANSFORMER][1]
-    make = next(part.make for recipe in TINY.values() for part in recipe.parts.values() if part.cls == name)
-    with torch.random.fork_rng(devices=[]):
-        small, own = make(), pipeline.configs[TRANSFORMER]
-        # Without what diffusers notes beside them: it would take the defaults for values that were given.
-        config = {key: value for key, value in small.config.items() if key[0] != "_"}
-        config |= {key: own[key] for key in config if isinstance(own.get(key, 0), (type(None), bool, str))}
-        config["num_attention_heads"] = size + 1
-        if "cross_attention_dim" in config:
-            config["cross_attention_dim"] = (size + 1) * config["attention_head_dim"]
-        twin = type(small).from_config(config)
-    randomise(twin, 0)
+    """A small transformer as the pipeline's is configured, with random weights and heads that ``size`` does not divide.
+
+    Its classes start several modulations and projections at zero: neither text nor time would reach the output.
+    """
+    import diffusers
+
+    cls = getattr(diffusers, pipeline.spec.parts[TRANSFORMER][1])
+    heads = {"num_attention_heads": size + 1, "cross_attention_dim": (size + 1) * SMALL["attention_head_dim"]}
+    config = {**pipeline.configs[TRANSFORMER], **SMALL, **heads}
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        twin = cls.from_config({key: config[key] for key in inspect.signature(cls).parameters if key in config})
+        for name, weight in twin.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                weight.copy_(noise / math.sqrt(noise[0].numel()))
+            else:
+                weight.copy_(0.1 * noise + (not name.endswith("bias")))
     return twin.eval()
 
 

@@ -28,7 +28,7 @@ from .family import FamilySpec
 from .memory.estimates import TRANSFORMER, VAE, Size
 from .memory.fit import fit_offload, make_room_and_retry, release_text
 from .pictures import checked_frames, fitted, fitted_size, resized
-from .receipts import sources_of
+from .records.receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (

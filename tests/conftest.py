@@ -80,7 +80,7 @@ def one_thread() -> None:
 def tiny_folder() -> Path:
     """Where tiny checkpoints are built once: ``tiny.build(name, tiny_folder)`` returns at once the second time."""
     digest = hashlib.sha256()
-    for source in sorted((ROOT / "pipelines" / "tiny").glob("*.py")):
+    for source in sorted((ROOT / "tests" / "tiny").glob("*.py")):
         digest.update(source.read_bytes())
     for package in ("diffusers", "transformers", "torch"):  # each version may save in a layout of its own
         digest.update(version(package).encode())

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.pipelines.tiny import TINY, _silence, build
-from anygpu.pipelines.tiny.weights import randomise
+from tiny import TINY, _silence, build
+from tiny.weights import randomise
 from torch import nn
 
 VERSION = 2

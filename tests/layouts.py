@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import tiny
 import torch
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.formats import layouts
 from anygpu.pipelines.loading.keys import Layout, Row
 from safetensors.torch import load_file, save_file

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.ranks import Group, Ranks
 from anygpu.compat.transforms.context_parallel import SplitAttention, TokenSplit
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.compat.transforms.order import Order, Step
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
     FramePackSettings,
     ImageRequest,
@@ -32,10 +33,10 @@ from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
-from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae.plan import Form
 from safetensors.torch import save_file
 from simulated import accelerator
+from tiny.weights import randomise
 
 Compared = tuple[float | None, float | None, str]
 

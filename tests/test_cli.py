@@ -1,9 +1,16 @@
-"""The command answers at once where it can: nothing heavy is imported to say what it can do."""
+"""The command answers at once where it can, and its demo checks what it shows."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
+import torch
+from anygpu.cli import main
+from anygpu.paint import choices
+from anygpu.pipelines import demo
+from anygpu.pipelines.demo import drawing
 
 PROGRAM = """
 import sys
@@ -29,3 +36,16 @@ def test_piped_progress_is_silent(capsys):
         progress.step(done, 3, "sampling")
     progress.notify("rounded")
     assert capsys.readouterr().err == "rounded\n"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path, capsys, wrong):
+    first = dict(list(demo.demo_models().items())[:1])
+    monkeypatch.setattr(demo, "demo_models", lambda: first)
+    monkeypatch.setattr(choices, "demo_paint_models", dict)
+    if wrong:  # the model draws something else
+        monkeypatch.setattr(drawing, "drawn", lambda *_: torch.rand(9, 64, 64, 3))
+    assert main(["demo", "--output", str(tmp_path)]) == wrong
+    assert {path.name for path in tmp_path.iterdir()} == {"ltx.mp4", "contact_sheet.png", "report.md"}
+    assert ("FAILED: shows what was asked for, another prompt" in capsys.readouterr().out) == wrong
+    assert "(contact_sheet.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")

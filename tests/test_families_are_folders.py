@@ -1,6 +1,6 @@
 """A family is a folder: outside it no shipped file names its id, imports its code or branches on it.
 
-Its row in ``host/families.py``, its tiny recipe and the showcase may name it.
+Its row in ``host/families.py`` may name it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from anygpu.pipelines.registry import FAMILIES, register
 from test_layers import SOURCES, imported, tree_of
 
-MAY_NAME = ("pipelines/families/", "host/families.py", "pipelines/tiny/", "showcase.py")
+MAY_NAME = ("pipelines/families/", "host/families.py")
 PAINT = {"paint", "paint_pbr", "delight"}  # and KINDS, which has all three: kinds of another pipeline
 OTHERS = [source for source in SOURCES if not source.startswith(MAY_NAME)]
 

@@ -25,18 +25,17 @@ COMFY = {
     "execution",
 }
 HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft", "trimesh"}
-OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "showcase", "cli"}
+OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins
     "kernels": {"kernels"},
     "compat": {"compat"},
     "compat/transforms": {"compat", "kernels"},
     "pipelines": {"compat", "pipelines"},
-    "paint": {"compat", "paint"},
+    "paint": {"compat", "paint", "pipelines/records"},
     "host": {"compat", "pipelines", "paint", "host"},
     "nodes": {"compat", "pipelines", "paint", "host", "nodes"},
     "farm": {"compat", "pipelines", "paint", "farm"},
-    "showcase.py": {"compat", "pipelines", "paint"},
-    "cli.py": {"compat", "pipelines", "paint", "showcase"},
+    "cli.py": {"compat", "pipelines", "paint"},
     "__init__.py": {"nodes"},
 }
 SKIPPED = {"tests", "benchmarks", "training", "build", "demo", "node_modules", "setup.py"}
@@ -91,7 +90,11 @@ def imported(source: str) -> list[tuple[str, bool]]:
 
 
 def rooms_of(source: str) -> set[str]:
-    return {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
+    rooms = {name.split(".")[1] for name, _ in imported(source) if name.startswith("anygpu.")} & OURS
+    if source.startswith("paint/") and "pipelines" in rooms:
+        named = {"/".join(name.split(".")[1:3]) for name, _ in imported(source) if name.startswith("anygpu.pipelines")}
+        rooms = rooms - {"pipelines"} | named
+    return rooms
 
 
 @over(SOURCES)

@@ -6,15 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import DEMOS
 from anygpu.pipelines.demo.scenes import scene_of
-from anygpu.pipelines.job_format import read_job
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.records.job import read_job
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

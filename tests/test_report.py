@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu import cli
-from anygpu.compat.device.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
+from anygpu.compat.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult, ProbeStore
-from anygpu.compat.device.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
+from anygpu.compat.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
 from anygpu.pipelines import report
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.report import precisions
@@ -146,7 +146,7 @@ def test_the_check_says_which_known_bugs_a_newer_driver_has_mended(machine, tmp_
 
 
 def test_a_device_that_does_not_answer_ends_the_check(monkeypatch, tmp_path):
-    monkeypatch.setattr("anygpu.compat.device.check.device_fault", lambda device: "device lost")
+    monkeypatch.setattr("anygpu.compat.check.device_fault", lambda device: "device lost")
     found = list(check(CPU, ProbeStore(CPU, tmp_path), precisions()))
     assert [(one.status, one.detail) for one in found] == [(FAILED, "device lost")]
 

@@ -18,16 +18,16 @@ from urllib.parse import quote
 import aiohttp.web
 import layouts
 import pytest
+import tiny
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.facts import facts_for, free_bytes
-from anygpu.compat.device.probe_results import probe_results_of
 from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
+from anygpu.compat.probe_results import probe_results_of
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Latents
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.loading import folder as loading
@@ -214,7 +214,8 @@ def test_the_device_is_not_asked_during_a_run(pack):
 
 def test_the_file_to_share_is_that_of_the_command_and_is_only_shown(pack, monkeypatch):
     """A name of this user or computer, wherever it stands, is not in it."""
-    machines = importlib.import_module("anygpu.pipelines.machines")
+    machines = importlib.import_module("anygpu.pipelines.records.machines")
+    precisions = importlib.import_module("anygpu.pipelines.report").precisions
     names = ("annette", str(pack.home.parent.name))
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     with MemoryStats(state).stage("text", f"ltx of Annette in {pack.home}", "comfyui", torch.device("cpu")):
@@ -223,7 +224,10 @@ def test_the_file_to_share_is_that_of_the_command_and_is_only_shown(pack, monkey
     status, found, _ = pack.ask("POST", "/anygpu/share", json={})
     kept = sorted(Path(path).name.partition("-")[0] for path in pack.files())
     assert status == 200 and found["file"] == "anygpu-machine.json" and found["form"].startswith("https://github.com/")
-    assert found["text"] == machines.this_machine("cpu", state).text() and "ltx of <name> in <path>" in found["text"]
+    assert (
+        found["text"] == machines.this_machine("cpu", state, precisions()).text()
+        and "ltx of <name> in <path>" in found["text"]
+    )
     assert not [name for name in names if name in found["text"].lower()]
     assert json.loads(found["text"])["runs"] and kept == ["memory.json", "probes"], "no file but answers"
 

@@ -18,14 +18,14 @@ LATER = (  # module, with all below it -> what is imported when a node runs or t
     "host.server.forecast",
     "kernels._triton",
     "paint.baking",
+    "paint.demo",
     "paint.geometry",
     "paint.loading",
     "paint.networks",
     "paint.sampling",
     "paint.texturing",
+    "pipelines.demo.drawing",
     "pipelines.split",
-    "pipelines.tiny",
-    "showcase",
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from anygpu.pipelines import tiny
+import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = tuple(file.parent.name for file in ROOT.glob("*/__init__.py"))
@@ -40,7 +40,7 @@ clip = ["--width", "64", "--height", "64", "--frames", "9", "--steps", "2", "--o
 assert cli.main(["render", "--model", model, "--prompt", "a fox", "--device", "cpu", "--state", folder, *clip]) == 0
 (painter,) = demo_paint_models().values()
 painted = demo.painted_ring(load_paint(PaintRequest(painter, device="cpu")), demo.PAIRS[0], frames=1, steps=1)
-print(anygpu.__file__, len(modules), tuple(painted[1].shape))
+print(anygpu.__file__, len(modules), tuple(painted.views.shape))
 """
 
 

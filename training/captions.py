@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+from pathlib import Path
 
 from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
-from anygpu.pipelines.tiny.vocabulary import TokenizerFiles, t5_of
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from tiny.vocabulary import TokenizerFiles, t5_of
 
 ONGOING = {
     "left": "moving left",

@@ -16,21 +16,24 @@ from pathlib import Path
 
 import torch
 from anygpu.compat.guidance import classifier_free_guidance
-from anygpu.paint.baking.synthetic import photographs
-from anygpu.paint.choices import DEMO_SIZE, MODELS
+from anygpu.paint.choices import DEMO_SIZE, MODELS, PUBLISHED, PUBLISHED_SPACING
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_ids
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rendered_maps
-from anygpu.paint.networks.multiview import Run
+from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.published import networks_for, published
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import SCALE
-from anygpu.paint.sampling.solvers import PUBLISHED, schedule_for, sigma_table, solver_for
+from anygpu.paint.sampling.solvers import schedule_for, sigma_table, solver_for
 from loop import STATES, train, with_weights
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from paint.synthetic import photographs
 
 NAME = Path(__file__).stem
 SIZE, BLOCK, VIEWS = DEMO_SIZE, 8, len(DEFAULT_VIEWS)
@@ -166,7 +169,7 @@ def loss_with(parts: dict[str, torch.nn.Module], meshes: list[Shown]) -> Callabl
         velocity = kept.sqrt() * noise - (1 - kept).sqrt() * clean
         scales = tuple(float(drawn.random() >= UNGUIDED) for _ in range(OBJECTS))
         reference = parts["reference"](pictures)
-        run = Run(views=VIEWS, reference=reference, scales=scales)
+        run = StreamInputs(views=VIEWS, reference=reference, scales=scales)
         maps = torch.stack([one.maps for one in chosen])
         predicted = parts["unet"](noisy, times.repeat_interleave(VIEWS), maps, ids, run)
         return (predicted - velocity.flatten(0, 1)).square().mean()
@@ -189,8 +192,8 @@ def painted(parts: dict[str, torch.nn.Module], one: Shown, picture: Tensor, seed
     """
     own, draws = PUBLISHED["v2-0"], torch.Generator().manual_seed(seed)
     shape = one.maps.shape[0], 4, *one.maps.shape[2:]
-    solver = solver_for(own.scheduler, schedule_for(own.spacing, own.steps, zero_snr=True))
-    run = Run(views=VIEWS, reference=parts["reference"](picture[None]), scales=(0.0, 1.0))
+    solver = solver_for(own.scheduler, schedule_for(PUBLISHED_SPACING, own.steps, zero_snr=True))
+    run = StreamInputs(views=VIEWS, reference=parts["reference"](picture[None]), scales=(0.0, 1.0))
     ids, x = torch.tensor(camera_ids(DEFAULT_VIEWS)), solver.begin(torch.randn(shape, generator=draws), None)
     for index, time in enumerate(solver.schedule.timesteps):
         sample = solver.model_input(x, index).expand(2, *shape)

@@ -11,10 +11,10 @@ import hunyuan_vae
 import torch
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
-from anygpu.pipelines.tiny import vocabulary as tokenizers
 from captions import caption, vocabulary
 from folder import write_folder
 from loop import STATES, train, with_weights
+from tiny import vocabulary as tokenizers
 from world import FRAMES, SIZE, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training

@@ -17,13 +17,13 @@ import hunyuan_video_15_vae as vae_15
 import ltx
 import torch
 from anygpu.pipelines.demo import MODELS
-from anygpu.pipelines.tiny import parts as tiny
-from anygpu.pipelines.tiny import vocabulary as tokenizers
 from captions import OTHERS, STRANGERS, caption, vocabulary
 from folder import write_folder
 from hunyuan_vae import FAINT
 from hunyuan_video import LLAMA_SIZE, TEXT_WIDTH, look_by_place, noised, open_gates
 from loop import train, with_weights
+from tiny import parts as tiny
+from tiny import vocabulary as tokenizers
 from world import FRAMES, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training

@@ -12,12 +12,12 @@ from pathlib import Path
 import ltx_vae
 import torch
 from anygpu.pipelines.demo import LORAS, MODELS
-from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene, at_night
+from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
 from captions import caption, t5_tokenizer
 from code_of_blocks import Code
 from folder import write_folder
 from loop import STATES, saved, train, with_weights
-from world import FRAMES, SIZE, shapes, trained_and_held_out
+from world import FRAMES, SIZE, at_night, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
 TOKENS = 128  # to which LTXPipeline pads every text, without telling T5

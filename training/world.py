@@ -14,6 +14,11 @@ SPIN = math.radians(64)
 HELD_OUT = 63  # a tenth of the scenes is never trained on
 
 
+def at_night(colours: torch.Tensor) -> torch.Tensor:
+    """``colours`` (..., 3) in 0..255 as the LoRA "night" shows them: dark and bluish."""
+    return colours * torch.tensor([0.35, 0.4, 0.55]) + torch.tensor([0.0, 4.0, 30.0])
+
+
 def trained_and_held_out() -> tuple[list[Scene], list[Scene]]:
     """Every scene, the held out ones chosen with a fixed seed."""
     every = scenes()

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from ..device.execution import HOST, placed, to_host
-from ..device.facts import first_line
-from ..errors import CheckpointError, InputError
+from ..errors import CheckpointError, InputError, first_line
 from .headers import STORED, entries_and_notes
 from .weights import read_tensors, write_tensors
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..device.execution import bf16_bits_to_fp32
 from ..errors import InputError, UnsupportedError
-from ..memory.transfer import bf16_bits_to_fp32
 from .headers import STORED, TensorEntry
 
 CHOICES = ("auto", "as in file", "bf16", "fp16", "fp8", "int8")

@@ -190,3 +190,12 @@ def hooked_device(module: nn.Module) -> torch.device | None:
         if name == "group_offloading":
             return torch.device(registry.hooks[name].group.onload_device)
     return next((device for device in map(hooked_device, module.children()) if device is not None), None)
+
+
+def bf16_bits_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken.
+
+    Returns:
+        The same values; a NaN keeps its payload. Peak extra memory: the result.
+    """
+    return tensor.view(BITS).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)

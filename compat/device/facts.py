@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, first_line
 from .shortage import says_shortage
 
 log = logging.getLogger(__name__)
@@ -190,12 +190,6 @@ def gone(facts: DeviceFacts, silent: str) -> UnsupportedError:
         expected="a working device",
         fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
     )
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line of at most 160 characters, the class where it says nothing."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def indexed(device: torch.device) -> torch.device:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ..durable import replacing
+from ..errors import first_line
 from . import probes as suite
-from .facts import DeviceFacts, device_fault, first_line, flags, gone, value_or
+from .facts import DeviceFacts, device_fault, flags, gone, value_or
 from .failures import is_shortage
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ cannot be refuted by a probe. This is the only place that compares versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -111,33 +111,59 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
         switch("benchmark", benchmark)
 
 
-def verdict(operation: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
-    """Whether ``operation`` may be relied on: the device's own answer first, then the rows.
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a device may be relied on for: its own answers first, then the rows of known bugs.
 
     Args:
-        operation: a probe's name.
+        policy: the rows in force.
         probes: answers by name, asked when read; None relies on the rows alone.
     """
-    costly = operation in policy.costly
-    asked = None if probes is None or operation not in probes else probes[operation]
-    if asked is not None and asked.status != UNKNOWN:
-        if asked.status != OK:
-            return Verdict(False, costly, f"{operation} is {asked}")
-        return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else asked.detail)
-    if operation in policy.wrong:
-        return Verdict(False, costly, _said(operation, policy.wrong[operation]))
-    return Verdict(True, costly, _said(operation, policy.costly[operation]) if costly else "")
+
+    policy: DevicePolicy
+    probes: Probes = None
+
+    def verdict(self, *operations: str) -> Verdict:
+        """The first operation that fails, else the first that is costly, else the last; by the probes' names."""
+        each = Verdict(True)
+        costly = None
+        for operation in operations:
+            each = self._one(operation)
+            if not each.usable:
+                return each
+            costly = costly or (each if each.costly else None)
+        return costly or each
+
+    def transformer(self, dtype: str) -> Verdict:
+        """Whether a transformer runs in ``dtype``, such as ``bf16``: casts in both directions, products, attention."""
+        products = (f"matmul.{dtype}", f"attention.{dtype}", f"masked_attention.{dtype}")
+        return self.verdict(*_casts(dtype), *products)
+
+    def vae(self, dtype: str) -> Verdict:
+        """Whether a VAE runs in ``dtype``: casts, GroupNorm, and 2-D convolutions."""
+        return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
+
+    def _one(self, operation: str) -> Verdict:
+        costly, known = operation in self.policy.costly, ""
+        if costly:
+            known = _said(operation, self.policy.costly[operation])
+        asked = None if self.probes is None or operation not in self.probes else self.probes[operation]
+        if asked is not None and asked.status != UNKNOWN:
+            if asked.status != OK:
+                return Verdict(False, costly, f"{operation} is {asked}")
+            return Verdict(True, costly, known or asked.detail)
+        if operation in self.policy.wrong:
+            return Verdict(False, costly, _said(operation, self.policy.wrong[operation]))
+        return Verdict(True, costly, known)
 
 
-def verdicts(operations: Sequence[str], policy: DevicePolicy, probes: Probes = None) -> Verdict:
-    """The first operation that fails, else the first that is costly, else a right one."""
-    costly = None
-    for operation in operations:
-        one = verdict(operation, policy, probes)
-        if not one.usable:
-            return one
-        costly = costly or (one if one.costly else None)
-    return costly or Verdict(True)
+def _casts(dtype: str) -> tuple[str, ...]:
+    return () if dtype == "fp32" else (f"cast.{dtype}_to_fp32", f"cast.fp32_to_{dtype}")
+
+
+def abilities_of(facts: DeviceFacts, probes: Probes = None) -> Abilities:
+    """The abilities of the device of ``facts``."""
+    return Abilities(policy_for(facts), probes)
 
 
 def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | None = None) -> dict[str, Any]:
@@ -150,17 +176,16 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
         :class:`DevicePolicy`.
     """
     policy = policy or policy_for(facts)
+    known = Abilities(policy, probes)
     able: dict[str, Any] = {
         "backend": facts.backend,
         "arch": facts.arch,
         "conv_bytes": policy.conv_bytes,
         "contiguous_weights": policy.contiguous_weights,
-        "cast": {
-            f"{dtype}_to_fp32": verdict(f"cast.{dtype}_to_fp32", policy, probes).usable for dtype in ("bf16", "fp16")
-        },
+        "cast": {f"{dtype}_to_fp32": known.verdict(f"cast.{dtype}_to_fp32").usable for dtype in ("bf16", "fp16")},
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
-        each = {dtype: verdict(f"{name}.{dtype}", policy, probes) for dtype in DTYPE_NAMES}
+        each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPE_NAMES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
     return able
 

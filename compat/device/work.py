@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .facts import CLOCKED, DeviceFacts, first_line, value_or
+from ..errors import first_line
+from .facts import CLOCKED, DeviceFacts, value_or
 from .probe_store import ProbeStore
 from .rates import LAUNCH_SECONDS, published_rates, work_of
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..decision import Decision
-from ..device.facts import first_line
+from ..errors import first_line
 from .parts import denoises
 from .statistics import amount_of
 

@@ -1,15 +1,14 @@
 """Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
 
-:class:`Offloader` is what everybody asks; :class:`StandaloneOffloader` is ours, and a host may hand in its own. Offload
-is the last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision,
-kernels, attention and cache, compile of repeated blocks, offload.
+:class:`Offloader` is what everybody asks; ours is in ``standalone.py``, and a host may hand in its own. Offload is the
+last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision, kernels,
+attention and cache, compile of repeated blocks, offload.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,22 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..decision import AUTO, CHOSEN, Decision
-from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, indexed
-from ..device.failures import is_shortage
-from ..errors import InputError, UnsupportedError
-from .hooks import GroupHooks, hooks_on, remove_hooks
-from .host_weights import PINNED, HostWeights
-from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
-from .prefetch import copy_stream
+from ..decision import AUTO
+from ..device.execution import HOST
+from .host_weights import HostWeights
+from .parts import Adapters, role_of
 from .statistics import MemoryStats
-from .transfer import move, on_device, tensors_of
 
 HOSTED = "comfyui"  # the memory manager of the host around us: its offloader is handed in
 MODES = ("none", "model", "group", "sequential")  # of our own offloader, the fastest first
 CHOICES = (AUTO, *MODES, HOSTED)
-STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
 DEVICE_CHOICES = (AUTO, "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
@@ -142,321 +134,6 @@ class Offloader(Protocol):
         """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""
 
 
-def ahead_bytes(offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0) -> int:
-    """Bytes of weights that come ahead under ``mode``: none on a device without a stream for copies.
-
-    Args:
-        weights: of ``part``.
-        activations: bytes of a forward of it.
-    """
-    if offloader.options.host_weights.shared or copy_stream(offloader.device_of(part)) is None:
-        return 0
-    return weights.ahead(mode, part, activations)
-
-
-@dataclass(slots=True)
-class _State:
-    """What the offloaders of pipelines with the same parts share."""
-
-    mode: str
-    in_use: list[str] = field(default_factory=list)
-
-
-class StandaloneOffloader:
-    """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
-
-    ``none`` moves a part in at its first use, where it stays until it is released. ``model`` has it on the device for
-    one use only. ``group`` brings one block of a transformer or text encoder at a time, or one layer of a VAE, and
-    ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and copy nothing back, unlike
-    diffusers' group offloading: half the traffic, and host weights that no device can damage. A part that computes on
-    the host is used where it is.
-
-    Args:
-        parts: the modules by name, in host memory when they are read.
-        device: where they compute.
-        mode: one of :data:`MODES`.
-        options: what else the user asks.
-        make_room: given the bytes that are about to be needed and where, so that a host can free other models.
-        automatic: whether the mode was decided for the user.
-    """
-
-    patcher = None
-
-    def __init__(
-        self,
-        parts: Parts,
-        device: torch.device,
-        mode: str,
-        options: OffloadOptions | None = None,
-        *,
-        make_room: Callable[[int, torch.device], None] | None = None,
-        automatic: bool = False,
-    ) -> None:
-        self.parts, self.device, self.options = parts, indexed(device), options or OffloadOptions()
-        self.make_room, self.automatic = make_room, automatic
-        self.memory_stats = MemoryStats(self.options.state)
-        self.adapters: Adapters | None = None
-        self._state = _State(mode)
-        self._devices = {part: indexed(place) for part, place in self.options.devices.items()}
-
-    def __repr__(self) -> str:
-        return f"offload {placement(self)}"
-
-    @property
-    def mode(self) -> str:
-        """The mode in force: one of :data:`MODES`."""
-        return self._state.mode
-
-    @property
-    def evicts(self) -> bool:
-        """Whether a host makes other models leave."""
-        return self.make_room is not None
-
-    def get_models(self) -> list[Any]:
-        """None: no host has handles of these parts."""
-        return []
-
-    def device_of(self, part: str) -> torch.device:
-        """Where ``part`` computes."""
-        return self._devices.get(role_of(part), self.device)
-
-    def with_adapters(self, adapters: Adapters | None) -> StandaloneOffloader:
-        """The same offloader for a pipeline with these adapters."""
-        other = copy.copy(self)
-        other.adapters = adapters
-        return other
-
-    @contextmanager
-    def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part with this pipeline's adapters, able to run on its device inside the block.
-
-        Raises:
-            UnsupportedError: the device does not answer any more.
-        """
-        mode, in_use = self.mode, self._state.in_use
-        in_use.append(part)
-        try:
-            with (
-                current(self.device_of(part)),
-                adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
-                self._moved(part, module, activation_bytes, progress),
-            ):
-                yield module
-        except RuntimeError as error:
-            self._require_answer(part, error)
-            raise
-        finally:
-            in_use.remove(part)
-            if self.mode != mode and part in self.parts:  # it stepped down, and got hooks, while it was in use
-                remove_hooks(self.parts.read(part))
-
-    def release(self, part: str) -> None:
-        """Take the part off its device; where that is the host, free its memory."""
-        if part in self.parts and self.device_of(part).type == HOST.type:
-            self.parts.drop(part)
-        elif self.mode != "model":  # in which a part has left already, or is in use
-            self.take_off(part)
-
-    def take_off(self, part: str) -> None:
-        """Take the hooks off the part and bring its weights to host memory, where it stays: it is about to change."""
-        if part in self.parts:
-            module = self.parts.read(part)
-            remove_hooks(module)
-            self._move(part, module, HOST)
-            empty_cache(self.device_of(part))
-
-    def switch(self, mode: str) -> None:
-        """Use ``mode`` from the next use of each part on; what is on the device leaves it.
-
-        Raises:
-            InputError: an unknown mode, or a part is in use.
-        """
-        in_use = self._state.in_use
-        if mode not in MODES or in_use:
-            raise InputError(
-                f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}",
-                expected=f"one of {', '.join(MODES)}, between two stages",
-                fix="Choose it on the load node.",
-            )
-        if mode == self.mode or self.device.type == HOST.type:
-            return
-        for part, module in self.parts.items():
-            remove_hooks(module)
-            if on_device(module, self.device):
-                self._move(part, module, HOST)
-        empty_cache(self.device)
-        self._state.mode = mode
-
-    def step_down(self, part: str, *beside: str) -> str:
-        """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
-        device = self.device_of(part)
-        if device.type == HOST.type:
-            return ""
-        staying = (part, *beside, *self._state.in_use)
-        others = [name for name, module in self.parts.items() if name not in staying and on_device(module, device)]
-        for name in others:
-            self.take_off(name)
-        if others:
-            return f"without {', '.join(others)} on the device"
-        mode = STEP_DOWN.get(self.mode, "")
-        if not mode:
-            return ""
-        if part not in self._state.in_use:
-            self.switch(mode)
-            return f"with offload {mode}"
-        module = self.parts.read(part)
-        hooks = hooks_on(module)
-        if hooks is not None and hooks.give_up_ahead():
-            empty_cache(self.device)
-            return "without copying ahead"
-        progress, was = None if hooks is None else hooks.progress, self.mode
-        remove_hooks(module)
-        self._move(part, module, HOST)
-        self._state.mode = mode
-        try:
-            self._hook(part, module, progress)
-        except BaseException:
-            self._state.mode = was  # the part stays on the host without hooks, from where any mode takes it
-            raise
-        empty_cache(self.device)
-        return f"with offload {mode}"
-
-    @contextmanager
-    def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """The part on its device for the block: by groups, as a whole, or from now on; on the host it is already."""
-        device, mode = self.device_of(part), self.mode
-        if device.type == HOST.type:
-            self._ask_for_room(activation_bytes, device)
-            yield
-            return
-        if mode in ("group", "sequential") and part != WHOLE:
-            self._ask_for_room(activation_bytes, device)
-            hooks = hooks_on(module)
-            if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
-                remove_hooks(module)
-                self._move(part, module, HOST, progress)
-                hooks = self._hook(part, module, progress)
-            hooks.progress = progress or Silent()
-            self._share_room(hooks, activation_bytes)
-            try:
-                yield
-            finally:
-                hooks.offload()
-                if hooks.copies is not None:
-                    empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
-            return
-        remove_hooks(module)
-        stays = mode == "none"
-        if not stays:
-            self._move(part, module, HOST, progress)  # where another mode left it on the device
-        away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)
-        self._ask_for_room(away + activation_bytes, device)
-        try:
-            self._move(part, module, device, progress, keep=not stays)
-            yield
-        finally:
-            if not stays:
-                self._move(part, module, HOST)
-                empty_cache(device)
-
-    def _move(
-        self, part: str, module: nn.Module, device: torch.device, progress: Any = None, keep: bool = False
-    ) -> None:
-        """Move the part as a whole; host weights are kept only where the device has memory of its own."""
-        shared = self.options.host_weights.shared and self.device.type != HOST.type
-        move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
-
-    def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
-        """New hooks on ``module``, which is on the host."""
-        return GroupHooks(
-            module,
-            self.device_of(part),
-            self._by_block(part),
-            self.memory_stats,
-            part=part,
-            pinned=part in self.options.host_weights.of(PINNED),
-            copies=None if self.options.host_weights.shared else copy_stream(self.device_of(part)),
-            progress=progress,
-        )
-
-    def _share_room(self, hooks: GroupHooks, activation_bytes: int) -> None:
-        """Tell the hooks what groups may take: ahead one of the largest, or what is left beside it and a forward."""
-        free, largest = free_bytes(hooks.device), hooks.largest_bytes
-        hooks.room_bytes = None if free is None else free - self.options.keep_free_bytes - activation_bytes
-        left = largest if hooks.room_bytes is None else hooks.room_bytes - largest
-        hooks.ahead_bytes = 0 if hooks.copies is None else max(0, min(largest, left))
-
-    def _by_block(self, part: str) -> bool:
-        """Whether the blocks of ``part`` move whole; else each layer moves by itself."""
-        return self.mode == "group" and part.startswith(BY_BLOCK)
-
-    def _ask_for_room(self, needed_bytes: int, device: torch.device) -> None:
-        if self.make_room is not None:
-            self.make_room(needed_bytes, device)
-
-    def _require_answer(self, part: str, error: RuntimeError) -> None:
-        """Raise where ``error`` means that the device of ``part`` is gone."""
-        device = self.device_of(part)
-        gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
-        if gone:
-            raise UnsupportedError(
-                f"{device} does not answer any more ({gone})",
-                expected=f"the device of the {part}",
-                fix="Restart ComfyUI, or load the pipeline again on another device.",
-            ) from error
-
-
-def offloader_for(
-    choice: str,
-    parts: Parts,
-    device: torch.device,
-    part_bytes: Mapping[str, int],
-    *,
-    free: int | None = None,
-    make_room: Callable[[int, torch.device], None] | None = None,
-    hosted: Callable[[Parts, torch.device, OffloadOptions], Offloader] | None = None,
-    options: OffloadOptions | None = None,
-) -> tuple[Offloader, Decision]:
-    """The offloader for an offload choice, and the decision for it.
-
-    Args:
-        choice: one of :data:`CHOICES`.
-        parts: what it moves.
-        device: where they compute.
-        part_bytes: bytes of each part in the dtype it will have on the device.
-        free: bytes free on the device; None when the backend does not tell.
-        make_room: lets a host free other models, as :class:`StandaloneOffloader` takes it.
-        hosted: makes the host's own offloader, which ``auto`` then means.
-        options: what else the user asks.
-
-    Raises:
-        InputError: an unknown choice.
-        UnsupportedError: offload asked for where the host is the device, or the host's where there is none.
-    """
-    options = options or OffloadOptions()
-    if choice not in CHOICES:
-        raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
-    if hosted is not None and choice in (AUTO, HOSTED):
-        return _with_decision(hosted(parts, device, options), choice, COSTS[HOSTED])
-    if choice == HOSTED:
-        raise UnsupportedError(
-            f"offload {choice!r} outside ComfyUI",
-            expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
-            fix="Choose auto.",
-        )
-    if refusal := reason_against(choice, device):
-        raise UnsupportedError(
-            f"offload {choice!r} {refusal}",
-            expected="auto or none",
-            fix="Choose auto. A CPU has no second memory to offload to.",
-        )
-    free = None if free is None else max(0, free - options.keep_free_bytes)
-    here = {part: size for part, size in part_bytes.items() if options.place(part, device) == device}
-    mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, here, free)
-    own = StandaloneOffloader(parts, device, mode, options, make_room=make_room, automatic=choice == AUTO)
-    return _with_decision(own, choice, why)
-
-
 def reason_against(choice: str, device: torch.device) -> str:
     """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
     return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
@@ -467,23 +144,3 @@ def placement(offloader: Offloader) -> str:
     parts = {part: offloader.device_of(part) for part in offloader.options.devices}
     apart = "".join(f", {part} on {device}" for part, device in parts.items() if device != offloader.device)
     return f"{offloader.mode} on {offloader.device}{apart}"
-
-
-def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offloader, Decision]:
-    return offloader, Decision("offload", placement(offloader), why, AUTO if choice == AUTO else CHOSEN)
-
-
-def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    if device.type == HOST.type:
-        return "none", "the device is the host, so there is nothing to offload to"
-    if free is None:
-        return "model", "this device does not tell its free memory, so one part at a time"
-    large = [size for name, size in part_bytes.items() if not name.startswith("text_encoder")]
-    spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
-    have = f"{free / GIBIBYTE:.1f} GB free"
-    if max(sum(large), text) < spare:
-        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
-    largest = max([*large, text], default=0)
-    if largest < spare:
-        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
-    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..device.execution import HOST
-from ..device.facts import DeviceFacts, first_line, indexed
+from ..device.facts import DeviceFacts, indexed
 from ..device.rates import published_rates
 from ..device.work import PUBLISHED, TIMED
-from ..errors import PackError, UnsupportedError
+from ..errors import PackError, UnsupportedError, first_line
 from .offloader import HOSTED
 from .statistics import StageCost, duration, kept_stages
 

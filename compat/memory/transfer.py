@@ -183,15 +183,6 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     return not (torch.equal(up, wide) and torch.equal(down, values))
 
 
-def bf16_bits_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken.
-
-    Returns:
-        The same values; a NaN keeps its payload. Peak extra memory: the result.
-    """
-    return tensor.view(BITS).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)
-
-
 def send_together(
     tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:

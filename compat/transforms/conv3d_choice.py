@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from ..device.execution import placed, to_host
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
+from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for
 from ..device.timed_choice import fastest, kept_times, milliseconds
-from ..precision import NAMES
 from .conv3d_forms import MATMUL_BYTES, Conv3dForm, Geometry, Triple, convolve, covers
 
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa

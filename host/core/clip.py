@@ -19,9 +19,9 @@ from comfy.sd import CLIP
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.device.precision import FP32, SAFE
 from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
-from ...compat.precision import FP32, SAFE
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
 from .leaves import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of

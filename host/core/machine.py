@@ -13,11 +13,11 @@ from comfy.cli_args import args as options
 
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import DeviceFacts, facts_for
-from ...compat.device.probe_results import probe_results_of
+from ...compat.device.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.quirks import abilities, policy_for
-from ...compat.device.report import HEAD_WIDTH
-from ...compat.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for, transformer_verdict
+from ...compat.device.quirks import Abilities, abilities, abilities_of
+from ...compat.probe_results import probe_results_of
+from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
 from ..folders import state_folder
@@ -41,6 +41,11 @@ class Machine:
     def precision(self) -> Precision:
         """What ``auto`` gives a model of which nothing is known but that it is a transformer."""
         return precision_for(PLAIN, self.facts, AUTO, self.probes)
+
+    @cached_property
+    def abilities(self) -> Abilities:
+        """What this device may be relied on for."""
+        return abilities_of(self.facts, self.probes)
 
     @cached_property
     def convolutions(self) -> Chooser:
@@ -138,8 +143,7 @@ def _precision(
     if row.safe and not unfit:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}; {row.why}", AUTO)
     if (row.safe or row.transformer is FP32) and wide and dtype in NAMES:
-        policy = policy_for(machine.facts)
-        plain = transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, machine.probes)
+        plain = machine.abilities.transformer(here)
         if not plain.usable or plain.costly:
             return False, wide, Decision("precision", "fp32", f"core would compute in {here}; {plain.why}", AUTO)
     why = unfit if row.safe else f"this device computes {here} well"

@@ -22,9 +22,9 @@ from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from ...compat.decision import AUTO, Decision
+from ...compat.device.precision import SAFE
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
-from ...compat.precision import SAFE
 from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, keep_what_core_samples
 from .attention import AttentionOverride, with_override

@@ -20,10 +20,10 @@ from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.device.facts import first_line
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, failure_kind
+from ...compat.device.precision import FP32, NAMES
 from ...compat.device.quirks import policy_for
-from ...compat.errors import InputError, UnsupportedError
+from ...compat.errors import InputError, UnsupportedError, first_line
 from ...compat.memory.parts import Undo
 from ...compat.output_check import (
     BROKEN,
@@ -33,7 +33,6 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
-from ...compat.precision import FP32, NAMES, vae_verdict
 from ...pipelines.vae.fallback import convolution_switches
 from .. import recovery
 from ..core_vae import CoreVAE
@@ -238,7 +237,7 @@ def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool,
         return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
     if choice == AS_LOADED or dtype not in NAMES:
         return False, Decision("precision", f"{here} as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
-    ability = vae_verdict(dtype, policy_for(machine.facts), machine.probes)
+    ability = machine.abilities.vae(here)
     if dtype is not FP32 and (not ability.usable or ability.costly):
         return True, Decision("precision", "fp32", f"core would compute in {here}; {ability.why}", AUTO)
     return False, Decision("precision", f"{here} as loaded", f"this device computes {here} well", AUTO)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
-from ...compat.device.quirks import policy_for, verdict
 from .leaves import ByNetwork
 from .machine import Machine
 from .ownership import left_class
@@ -32,7 +31,7 @@ def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
     """Why bf16 weights of ``network`` are not what they should be once this device has cast them; empty otherwise."""
     if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
         return ""
-    cast = verdict("cast.bf16_to_fp32", policy_for(machine.facts), machine.probes)
+    cast = machine.abilities.verdict("cast.bf16_to_fp32")
     return "" if cast.usable else cast.why
 
 

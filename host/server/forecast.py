@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ...compat.device.facts import GIBIBYTE
-from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.memory.times import Times
+from ...compat.probe_results import probe_results_of
 from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.estimates import paint_needs

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import UNKNOWN
-from ...compat.device.report import probe_statuses, report_on
 from ...compat.errors import PackError
 from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.probe_results import probe_results_of
+from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
-from ...pipelines import changes, decisions
+from ...pipelines import decisions
 from ...pipelines.demo import demo_models
 from ...pipelines.loading.download import first_steps
 from ...pipelines.report import precisions
@@ -87,6 +87,8 @@ def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
 
 def last_changes() -> dict[str, Any] | None:
     """What the last sampling did otherwise than the one before it; None where no two receipts are kept."""
+    from ...pipelines.records import changes
+
     compared = changes.last_two(folders.kept_folder())
     return None if compared is None else {**asdict(compared), "headline": compared.headline}
 
@@ -97,9 +99,9 @@ def shared_machine() -> dict[str, str]:
     Raises:
         UnsupportedError: the device has gone.
     """
-    from ...pipelines import machines
+    from ...pipelines.records import machines
 
-    here = machines.this_machine(memory_manager.compute_device(), folders.state_folder())
+    here = machines.this_machine(memory_manager.compute_device(), folders.state_folder(), precisions())
     return {"text": here.text(), "file": machines.FILE, "form": machines.FORM}
 
 

@@ -6,6 +6,7 @@ UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of t
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
 TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 CALLS = 4096  # of trimesh between two checks: a millisecond
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
+
+_naming = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,6 +301,18 @@ def _with_small_textures(scene: Any, spare: int) -> Any:
 
 
 @contextmanager
+def _numbered_nodes(trimesh: Any) -> Iterator[None]:
+    """Have trimesh number the parts of a glTF mesh: of two with the same random name, 24 bits, one would be lost."""
+    with _naming:
+        random_name, numbers = trimesh.util.unique_id, count()
+        trimesh.util.unique_id = lambda *_, **__: f"part {next(numbers)}"
+        try:
+            yield
+        finally:
+            trimesh.util.unique_id = random_name
+
+
+@contextmanager
 def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Call ``check`` between the calls inside, which know of no cancel: a thread of theirs would outlive it.
 
@@ -354,7 +369,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     trimesh, beside = imported("trimesh"), Beside(path)
     with _reading(path, check) as asked:
         cost = cost_of(path, lambda name: beside.place(name).stat().st_size, asked)
-        scene = trimesh.load_scene(path, resolver=beside, process=False)
+        with _numbered_nodes(trimesh):
+            scene = trimesh.load_scene(path, resolver=beside, process=False)
         asked()
         size = path.stat().st_size + sum(map(len, beside.read.values()))
         scene = _with_small_textures(scene, reading_budget(size) - cost).to_mesh()

@@ -43,7 +43,7 @@ class Dtypes:
         return x if self.residual is None else x.to(self.residual)
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
 
     Args:
@@ -131,9 +131,9 @@ class Layer(nn.Module):
         super().__init__()
         self.dtypes = dtypes
         self.norm1 = nn.LayerNorm(width, eps=LAYER_EPSILON)
-        self.attn1 = Attention(width, heads)
+        self.attn1 = MultiHeadAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=LAYER_EPSILON)
-        self.attn2 = Attention(width, heads, text_width)
+        self.attn2 = MultiHeadAttention(width, heads, text_width)
         self.norm3 = nn.LayerNorm(width, eps=LAYER_EPSILON)
         self.ff = FeedForward(width)
 

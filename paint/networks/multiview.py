@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from .layers import Attention, Dtypes, Layer
+from .layers import Dtypes, Layer, MultiHeadAttention
 from .unet import UNet, UNetShape
 
 VIEW_LABELS, REFERENCE_LABELS = 44, 5
@@ -21,7 +21,7 @@ LATENT_CHANNELS, MAIN_CHANNELS = 4, 12  # noisy latents, normals, positions
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StreamInputs:
     """What the layers of the main stream share in one forward.
 
     Args:
@@ -102,10 +102,10 @@ class MultiviewLayer(nn.Module):
     def __init__(self, name: str, layer: Layer, width: int, heads: int) -> None:
         super().__init__()
         self.name, self.transformer = name, layer
-        self.attn_multiview = Attention(width, heads)
-        self.attn_refview = Attention(width, heads)
+        self.attn_multiview = MultiHeadAttention(width, heads)
+        self.attn_refview = MultiHeadAttention(width, heads)
 
-    def forward(self, h: Tensor, text: Tensor, run: Run) -> Tensor:
+    def forward(self, h: Tensor, text: Tensor, run: StreamInputs) -> Tensor:
         """Tokens (B * V, N, D) from tokens, text (B, M, D') and what the layers share."""
         inner = self.transformer
         seen = inner.normed(h)
@@ -146,7 +146,13 @@ class MainStream(nn.Module):
         self.learned_text_clip_gen = nn.Parameter(torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
 
     def forward(
-        self, sample: Tensor, timestep: Tensor, maps: Tensor, cameras: Tensor, run: Run, text: Tensor | None = None
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        maps: Tensor,
+        cameras: Tensor,
+        run: StreamInputs,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Predicted velocity, (B * V, 4, H, W).
 

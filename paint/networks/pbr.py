@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .layers import Attention, Dtypes, Layer, joined
-from .multiview import MAIN_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, Run
+from .layers import Dtypes, Layer, MultiHeadAttention, joined
+from .multiview import MAIN_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, StreamInputs
 from .unet import UNet, UNetShape
 
 MATERIALS = 2
@@ -43,7 +43,7 @@ class _ValuesSecond(nn.Module):
         self.to_out_mr = nn.ModuleList([nn.Linear(width, width)])
 
 
-class SelfAttention(Attention):
+class SelfAttention(MultiHeadAttention):
     """Each view of each material alone; the materials have projections of their own."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -65,7 +65,7 @@ class SelfAttention(Attention):
         return torch.stack(results, dim=1)
 
 
-class ReferenceAttention(Attention):
+class ReferenceAttention(MultiHeadAttention):
     """Albedo's queries look at the reference once; each material takes values and output of its own.
 
     Upstream concatenates the values of both materials before the heads are split, so a head holds values of one
@@ -94,11 +94,11 @@ class PbrLayer(nn.Module):
         super().__init__()
         self.name, self.transformer = name, layer
         layer.attn1 = SelfAttention(width, heads)
-        self.attn_multiview = Attention(width, heads)
+        self.attn_multiview = MultiHeadAttention(width, heads)
         self.attn_refview = ReferenceAttention(width, heads)
-        self.attn_dino = Attention(width, heads, TEXT_WIDTH)
+        self.attn_dino = MultiHeadAttention(width, heads, TEXT_WIDTH)
 
-    def forward(self, h: Tensor, text: Tensor, run: Run) -> Tensor:
+    def forward(self, h: Tensor, text: Tensor, run: StreamInputs) -> Tensor:
         """Tokens (B * M * V, N, D) from tokens, text (B * M, T, D') and what the layers share."""
         inner, rows = self.transformer, len(run.scales)
         seen = inner.normed(h).unflatten(0, (rows, run.materials, run.views))
@@ -157,7 +157,13 @@ class PbrStream(nn.Module):
             setattr(self, f"learned_text_clip_{name}", text)
 
     def forward(
-        self, sample: Tensor, timestep: Tensor, maps: Tensor, dino: Tensor | None, run: Run, text: Tensor | None = None
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        maps: Tensor,
+        dino: Tensor | None,
+        run: StreamInputs,
+        text: Tensor | None = None,
     ) -> Tensor:
         """Predicted velocity, (B * M * V, 4, H, W).
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.errors import CheckpointError
-from .layers import Attend, Attention, Dtypes, Layer, Resampled, Residual, TimeEmbedding, Transformer
+from .layers import Attend, Dtypes, Layer, MultiHeadAttention, Resampled, Residual, TimeEmbedding, Transformer
 
 LayerMaker = Callable[[str, int, int], nn.Module]  # (name, width, heads) -> layer
 CROSS = "CrossAttn"
@@ -248,5 +248,5 @@ class UNet(nn.Module):
 def set_attention(network: nn.Module, attend: Attend) -> None:
     """Make every attention of ``network`` call ``attend``."""
     for module in network.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, MultiHeadAttention):
             module.attend = attend

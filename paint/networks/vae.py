@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.execution import checked_leaves, placed, to_host
+from ...compat.device.execution import placed, to_host
 from ...compat.packages import attribute
 from ..pictures import shown, signed
 from .layers import Attend
@@ -61,9 +61,7 @@ def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
             module.processor = PictureAttention(attend)  # type: ignore[assignment]
 
 
-def encoded(
-    vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device, progress: Any
-) -> Tensor:
+def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
 
     Args:
@@ -71,11 +69,10 @@ def encoded(
         generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean.
     """
     means, deviations = [], []
-    with checked_leaves(vae, progress.check):
-        for picture in signed(pictures).split(1):
-            posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist
-            means.append(to_host(posterior.mean).float())
-            deviations.append(to_host(posterior.std).float())
+    for picture in signed(pictures).split(1):
+        posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist
+        means.append(to_host(posterior.mean).float())
+        deviations.append(to_host(posterior.std).float())
     mean = torch.cat(means)
     if generator is None:
         return mean
@@ -83,16 +80,15 @@ def encoded(
     return mean + torch.cat(deviations) * noise
 
 
-def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any, stage: str) -> Tensor:
+def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any) -> Tensor:
     """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, decoded one at a time.
 
     Args:
         latents: (B, 4, h, w), not scaled.
     """
     pictures = []
-    with checked_leaves(vae, progress.check):
-        for index, one in enumerate(latents.split(1)):
-            picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]
-            pictures.append(shown(to_host(picture).float()))
-            progress.step(index + 1, len(latents), stage)
+    for index, one in enumerate(latents.split(1)):
+        picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]
+        pictures.append(shown(to_host(picture).float()))
+        progress.step(index + 1, len(latents), "decoding")
     return torch.cat(pictures)

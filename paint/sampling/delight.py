@@ -10,22 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
+from ...compat.device.execution import execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
-from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
-from ..choices import is_demo
-from ..estimates import DECODED, ENCODED, asked, step_bytes, vae_bytes
+from ..choices import DELIGHT_STEPS, is_demo
+from ..estimates import DECODED, ENCODED, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import GREY, WHITE, checked_pictures, over, recentred, resized
 from ..shortage import explained
 from ..times import PaintRun, expected
-from .painting import preview_of, tell_sampled
-from .solvers import DELIGHT_STEPS, schedule_for, solver_for
+from .painting import preview_of, stage, tell_sampled
+from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
 SOLID = 0.5  # alpha above which a pixel counts as the object
@@ -101,22 +100,14 @@ def delight_image(
         if settings.text_guidance != 1 and settings.negative is None and settings.negative_prompt:
             settings = replace(settings, negative=encoded_prompt(pipeline, settings.negative_prompt, progress))
         device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
-        need = asked(vae_bytes(ENCODED, settings.size, dtype))
-        times = expected(pipeline, "encoding", run)
-        with (
-            stage_cost(pipeline, "encoding", progress, **times),
-            pipeline.offloader.hold("vae", need, progress) as module,
-        ):
-            condition = vae.encoded(module, network_picture(given)[None], None, device, progress)
+        need = vae_bytes(ENCODED, settings.size, dtype)
+        with stage(pipeline, "encoding", "vae", need, run, progress) as module:
+            condition = vae.encoded(module, network_picture(given)[None], None, device)
         latents = denoised(pipeline, condition, text, settings, progress)
         tell_sampled(pipeline, latents, settings.seed, progress)
-        need = asked(vae_bytes(DECODED, settings.size, dtype))
-        times = expected(pipeline, "decoding", run)
-        with (
-            stage_cost(pipeline, "decoding", progress, **times),
-            pipeline.offloader.hold("vae", need, progress) as module,
-        ):
-            evened = vae.decoded(module, latents / vae.SCALE, device, progress, "decoding")[0]
+        need = vae_bytes(DECODED, settings.size, dtype)
+        with stage(pipeline, "decoding", "vae", need, run, progress) as module:
+            evened = vae.decoded(module, latents / vae.SCALE, device, progress)[0]
         return corrected(evened, given) if settings.correct else evened
 
 
@@ -165,10 +156,8 @@ def denoised(
     x = solver.begin(draw())
     rows, text = _rows(condition, text, settings)
     rows, text = rows.to(device), text.to(device)
-    need = asked(step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0))
-    hold = pipeline.offloader.hold("unet", need, progress)
-    times = expected(pipeline, "delighting", _run(settings))
-    with stage_cost(pipeline, "delighting", progress, **times), hold as unet, checked_leaves(unet, progress.check):
+    need = step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0)
+    with stage(pipeline, "delighting", "unet", need, _run(settings), progress) as unet:
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,18 +16,18 @@ from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
-from ..choices import DEMO_SIZE, is_demo
+from ..choices import DEMO_SIZE, PUBLISHED, PUBLISHED_SPACING, is_demo
 from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
-from ..networks.multiview import Run
+from ..networks.multiview import StreamInputs
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import WHITE, checked_pictures, over, resized, squared
 from ..shortage import explained
 from ..times import PaintRun, expected
-from .solvers import PUBLISHED, Schedule, lcm_schedule, schedule_for, schedule_of, solver_for
+from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)
 PREVIEW = (  # Stable Diffusion's latents as colours, roughly
@@ -115,6 +116,21 @@ class Conditions:
     dino: Tensor | None = None
 
 
+@contextmanager
+def stage(
+    pipeline: PaintPipeline, name: str, part: str, activations: int, run: PaintRun, progress: Any
+) -> Iterator[Any]:
+    """The module ``part`` on the device for a stage, which is measured and forecast and can be cancelled in each layer.
+
+    Args:
+        activations: bytes at the peak of a forward.
+    """
+    cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
+    hold = pipeline.offloader.hold(part, asked(activations), progress)
+    with cost, hold as module, checked_leaves(module, progress.check):
+        yield module
+
+
 def paint_views(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
 ) -> Painted:
@@ -164,7 +180,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
     scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
-    spacing = own.spacing if settings.spacing == "auto" else settings.spacing
+    spacing = PUBLISHED_SPACING if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
@@ -187,7 +203,7 @@ def _as_demo(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) ->
     return replace(settings, size=size)
 
 
-def plan_of(settings: PaintSettings) -> Schedule:
+def plan_of(settings: PaintSettings) -> NoiseSchedule:
     """The schedule of completed settings; with ``denoise`` below 1 the end of a longer one."""
     if settings.sigmas is not None:
         return schedule_of(settings.sigmas, zero_snr=True)
@@ -221,7 +237,7 @@ def sampled(
         start = to_host(settings.latents).float() * vae.SCALE
     x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
-    run = Run(
+    run = StreamInputs(
         views=views,
         reference=conditions.reference,
         scales=rows,
@@ -231,10 +247,9 @@ def sampled(
         rotary=conditions.rotary,
     )
     size, count = (shape[-2], shape[-1]), len(solver.schedule)
-    need = asked(step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions)))
-    hold = pipeline.offloader.hold("unet", need, progress)
-    times = expected(pipeline, "painting", _run(settings, views, references_in(conditions)))
-    with stage_cost(pipeline, "painting", progress, **times), hold as unet, checked_leaves(unet, progress.check):
+    need = step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions))
+    asked_for = _run(settings, views, references_in(conditions))
+    with stage(pipeline, "painting", "unet", need, asked_for, progress) as unet:
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
             velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
@@ -258,7 +273,7 @@ def tell_sampled(pipeline: PaintPipeline, latents: Tensor, seed: int, progress: 
         tell(latents / vae.SCALE, pipeline.family, seed)
 
 
-def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: Run) -> Tensor:
+def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: StreamInputs) -> Tensor:
     """The velocity of all guidance rows, (B * M * V, 4, h, w).
 
     Args:
@@ -339,12 +354,11 @@ def _conditions(
     references, normals, positions, ids = given
     device, size = execution_device(pipeline.offloader), settings.size
     generator = generator_for(settings.seed)
-    need, run = asked(vae_bytes(ENCODED, size, pipeline.precision.vae)), _run(settings, len(ids), len(references))
-    times = expected(pipeline, "encoding", run)
-    with stage_cost(pipeline, "encoding", progress, **times), pipeline.offloader.hold("vae", need, progress) as module:
+    need, run = vae_bytes(ENCODED, size, pipeline.precision.vae), _run(settings, len(ids), len(references))
+    with stage(pipeline, "encoding", "vae", need, run, progress) as module:
         encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
-            encodings.append(vae.encoded(module, pictures, generator, device, progress) * vae.SCALE)
+            encodings.append(vae.encoded(module, pictures, generator, device) * vae.SCALE)
             progress.step(index + 1, 3, "encoding")
     dino = rotary = None
     if pipeline.family == "paint_pbr":
@@ -353,10 +367,8 @@ def _conditions(
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = asked(looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1])))
-    hold = pipeline.offloader.hold("reference", need, progress)
-    times = expected(pipeline, "reference", run)
-    with stage_cost(pipeline, "reference", progress, **times), hold as stream, checked_leaves(stream, progress.check):
+    need = looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1]))
+    with stage(pipeline, "reference", "reference", need, run, progress) as stream:
         reference = stream(encodings[0][None].to(device))
     maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
     return Conditions(
@@ -385,10 +397,9 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
     device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
-    need = asked(vae_bytes(DECODED, settings.size, pipeline.precision.vae))
-    times = expected(pipeline, "decoding", _run(settings, views, 1))
-    with stage_cost(pipeline, "decoding", progress, **times), pipeline.offloader.hold("vae", need, progress) as module:
-        pictures = vae.decoded(module, plain, device, progress, "decoding")
+    need = vae_bytes(DECODED, settings.size, pipeline.precision.vae)
+    with stage(pipeline, "decoding", "vae", need, _run(settings, views, 1), progress) as module:
+        pictures = vae.decoded(module, plain, device, progress)
     return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
 
 

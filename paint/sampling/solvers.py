@@ -18,7 +18,6 @@ from ...compat.errors import InputError
 from ...compat.packages import attribute
 from ..choices import SCHEDULERS as SCHEDULERS
 from ..choices import SPACINGS as SPACINGS
-from ..pictures import GREY, WHITE
 
 TRAIN_STEPS = 1000
 BETAS = (0.00085, 0.012)
@@ -31,38 +30,7 @@ Noise = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """The published sampler of a variant."""
-
-    scheduler: str
-    spacing: str
-    steps: int
-    guidance: float
-    background: float
-    said: str
-
-
-PUBLISHED: dict[str, Published] = {
-    "v2-0": Published(
-        scheduler="euler_ancestral",
-        spacing="trailing",
-        steps=30,
-        guidance=2.0,
-        background=GREY,
-        said="Hunyuan3D paint v2-0",
-    ),
-    "turbo": Published(
-        scheduler="lcm", spacing="trailing", steps=10, guidance=1.0, background=GREY, said="Hunyuan3D paint turbo"
-    ),
-    "v2-1": Published(
-        scheduler="unipc", spacing="trailing", steps=15, guidance=3.0, background=WHITE, said="Hunyuan3D paint PBR v2-1"
-    ),
-}
-DELIGHT_STEPS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class NoiseSchedule:
     """Timesteps for the network, noise levels before each step and after the last, and the whole table.
 
     Args:
@@ -78,10 +46,14 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.timesteps)
 
-    def tail(self, count: int) -> Schedule:
+    def tail(self, count: int) -> NoiseSchedule:
         """The last ``count`` steps."""
         first = len(self) - count
-        return Schedule(self.timesteps[first:], self.sigmas[first:], self.table, self.sigmas[first]) if first else self
+        return (
+            NoiseSchedule(self.timesteps[first:], self.sigmas[first:], self.table, self.sigmas[first])
+            if first
+            else self
+        )
 
 
 def sigma_table(zero_snr: bool) -> Tensor:
@@ -96,7 +68,7 @@ def sigma_table(zero_snr: bool) -> Tensor:
     return ((1 - shares) / shares).sqrt()
 
 
-def schedule_for(spacing: str, steps: int, zero_snr: bool) -> Schedule:
+def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
     """The schedule of ``steps`` steps.
 
     Args:
@@ -127,10 +99,10 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> Schedule:
         )
     sigmas = [_between(table, min(time, TRAIN_STEPS - 1)) for time in times]
     start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]
-    return Schedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
+    return NoiseSchedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
 
 
-def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
+def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> NoiseSchedule:
     """The schedule that goes through ``sigmas``, from noise to 0.
 
     Raises:
@@ -149,10 +121,10 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> Schedule:
         above = min(max(int(torch.searchsorted(logs, level)), 1), TRAIN_STEPS - 1)
         low, high = float(logs[above - 1]), float(logs[above])
         times.append(above - 1 + (level - low) / (high - low))
-    return Schedule(tuple(times), tuple(map(float, sigmas)), table, float(sigmas[0]))
+    return NoiseSchedule(tuple(times), tuple(map(float, sigmas)), table, float(sigmas[0]))
 
 
-def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
+def lcm_schedule(steps: int, zero_snr: bool) -> NoiseSchedule:
     """The schedule of the distillation: ten steps are 989, 890, 791, ... 98.
 
     Raises:
@@ -168,7 +140,7 @@ def lcm_schedule(steps: int, zero_snr: bool) -> Schedule:
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
     times = [grid[index * LCM_GRID // steps] for index in range(steps)]
     table = sigma_table(zero_snr)
-    return Schedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
+    return NoiseSchedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
 
 
 def _between(table: Tensor, time: float) -> float:
@@ -185,7 +157,7 @@ class EulerAncestral:
         eta: 1 for ancestral steps; 0 for plain ones, which draw nothing.
     """
 
-    def __init__(self, schedule: Schedule, eta: float = 1.0) -> None:
+    def __init__(self, schedule: NoiseSchedule, eta: float = 1.0) -> None:
         self.schedule, self.eta = schedule, eta
 
     def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
@@ -213,7 +185,7 @@ class EulerAncestral:
 class UnitVariance:
     """What solvers share whose latents keep unit variance."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: NoiseSchedule) -> None:
         self.schedule = schedule
 
     def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
@@ -255,7 +227,7 @@ class LatentConsistency(UnitVariance):
 class UniPC(UnitVariance):
     """diffusers' UniPC, order 2, bh2, predicting x0."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: NoiseSchedule) -> None:
         super().__init__(schedule)
         cls: Any = attribute("diffusers", "UniPCMultistepScheduler")
         self.solver = cls(
@@ -280,7 +252,7 @@ class UniPC(UnitVariance):
         return sample
 
 
-def solver_for(name: str, schedule: Schedule) -> Any:
+def solver_for(name: str, schedule: NoiseSchedule) -> Any:
     """The solver ``name`` on a schedule.
 
     Raises:

@@ -1,27 +1,83 @@
-"""Clips that a demo model draws on request, what the checker sees in them, and a sheet to look at."""
+"""What `anygpu demo` shows: a clip that each demo model draws, read back by the checker, a contact sheet and a page."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...compat.device.execution import picture_of
+from ...compat.device.facts import facts_for
 from .. import stages
 from ..base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from ..loading.folder import LoadRequest, load
+from ..movie import read_frames, write_mp4
+from ..settings import of_checkpoint
 from ..vae.plan import Form
-from .scenes import EXAMPLE, Scene, agreement, first_frame, scene_in, scene_of, scenes
+from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of
 from .stand_in import FIT, one_section
 
-SHEET_FRAMES, SHEET_ROWS, ZOOM = 5, 12, 2
+SHEET_FRAMES, SHEET_PIXELS, LABEL_PIXELS, MP4_ZOOM = 5, 128, 12, 4
+SEED, CHANGED = 7, 1e-3
+ASKED = (  # each model draws one, and the next to see that it follows its prompt
+    Scene("circle", "red", "left", "blue"),
+    Scene("triangle", "white", "up", "green"),
+    Scene("square", "blue", "right", "yellow"),
+    Scene("circle", "green", "grow", "white"),
+    Scene("square", "yellow", "down", "black"),
+)
+Checks = Mapping[str, tuple[bool, str]]
 
 
-def chosen_scenes(count: int, seed: int = 19) -> list[Scene]:
-    """Scenes drawn from all of them without repetition."""
-    return random.Random(seed).sample(scenes(), count)
+@dataclass(frozen=True, eq=False)
+class Exhibit:
+    """One thing that the demo shows.
+
+    Args:
+        title: of its section on the page.
+        strips: caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each.
+        notes: what the model decided, a line each.
+        checks: name to result and figure.
+    """
+
+    title: str
+    strips: Mapping[str, torch.Tensor]
+    notes: Sequence[str]
+    checks: Checks
+
+
+def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
+    """The clip of a demo model, written into ``folder`` under its name; whether the checker sees what was asked for.
+
+    Args:
+        number: of the scene among :data:`ASKED`.
+    """
+    pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
+    asked, other = ASKED[number % len(ASKED)], ASKED[(number + 1) % len(ASKED)]
+    clip, second, reseeded = (
+        drawn(pipeline, scene.caption, seed) for scene, seed in ((asked, SEED), (other, SEED), (asked, SEED + 1))
+    )
+    own = of_checkpoint(pipeline).defaults
+    enlarged = clip.repeat_interleave(MP4_ZOOM, 1).repeat_interleave(MP4_ZOOM, 2)
+    frames, rate = read_frames(write_mp4(enlarged, own.fps, folder / f"{model.name}.mp4"))
+    expected = (own.frames, MP4_ZOOM * own.height, MP4_ZOOM * own.width, own.fps)
+    change = float((reseeded - clip).abs().max())
+    checks = {
+        "shows what was asked for": _seen(clip, asked),
+        "another prompt gives another clip": _seen(second, other),
+        "another seed gives another clip": (change > CHANGED, f"largest change {change:.3f}"),
+        "file has the size, frames and rate": ((*frames.shape[:3], rate) == expected, f"{len(frames)} at {rate:g} fps"),
+    }
+    return Exhibit(title, {f"{model.name}: {asked.caption}": clip}, tuple(map(str, pipeline.decisions)), checks)
+
+
+def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
+    seen = scene_of(clip)
+    return seen == asked, seen.caption if seen.shape else "no shape"
 
 
 def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = None, **settings: Any) -> torch.Tensor:
@@ -43,40 +99,47 @@ def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = No
         return stages.decode(pipeline, latents, progress, form=form)
 
 
-def scores(clips: Sequence[torch.Tensor], asked: Sequence[Scene]) -> dict[str, float]:
-    """The share of clips that show what was asked for, in each respect, and ``shuffled`` against other prompts."""
-    seen = [scene_of(clip) for clip in clips]
-    return {**agreement(seen, asked), "shuffled": agreement(seen, [*asked[1:], asked[0]])["all"]}
+def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:
+    """The number of checks that failed, after writing ``contact_sheet.png`` and ``report.md`` into ``folder``.
 
-
-def as_table(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Scores by name as a Markdown table, in per cent."""
-    columns = list(next(iter(rows.values())))
-    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " ---: |" * len(columns)]
-    lines += [f"| {name} | {' | '.join(f'{row[key]:.0%}' for key in columns)} |" for name, row in rows.items()]
-    return "\n".join(lines) + "\n"
-
-
-def side_by_side(clips: Sequence[torch.Tensor], columns: int = 4) -> torch.Tensor:
-    """One clip (F, H, W, 3) of several of the same size, enlarged; those that do not fill a row are left out."""
-    rows = [torch.cat(list(clips[i : i + columns]), dim=2) for i in range(0, len(clips) - columns + 1, columns)]
-    return torch.cat(rows, dim=1).repeat_interleave(ZOOM, 1).repeat_interleave(ZOOM, 2)
+    Args:
+        exhibits: each may be made as it is asked for; its result and seconds are a line for the user.
+        notify: takes each line.
+    """
+    page = [f"# What AnyGPU drew\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts_for('cpu')}.\n"]
+    strips: dict[str, torch.Tensor] = {}
+    failed, began = 0, time.monotonic()
+    for shown in exhibits:
+        wrong = [name for name, (held, _) in shown.checks.items() if not held]
+        verdict = f"FAILED: {', '.join(wrong)}" if wrong else f"all {len(shown.checks)} checks passed"
+        notify(f"{shown.title}: {verdict}, {time.monotonic() - began:.1f} s")
+        failed, began = failed + len(wrong), time.monotonic()
+        strips |= shown.strips
+        notes = "\n".join(f"- {note}" for note in shown.notes)
+        rows = "\n".join(
+            f"| {name} | {'yes' if held else 'NO'} | {figure} |" for name, (held, figure) in shown.checks.items()
+        )
+        page.append(f"## {shown.title}\n\n{notes}\n\n| check | held | figure |\n| --- | --- | --- |\n{rows}\n")
+    sheet = save_sheet(list(strips.values()), list(strips), folder / "contact_sheet.png")
+    page.insert(1, f"![each clip from left to right]({sheet.name})\n")
+    (folder / "report.md").write_text("\n".join(page), encoding="utf-8")
+    notify(f"pictures of every clip: {sheet}; what was decided: {folder / 'report.md'}; {failed} checks failed")
+    return failed
 
 
 def save_sheet(clips: Sequence[torch.Tensor], captions: Sequence[str], path: Path) -> Path:
     """Write clips below each other with their captions, evenly spaced frames from left to right."""
     from PIL import Image, ImageDraw
 
-    frames, height, width = clips[0].shape[:3]
-    places = torch.linspace(0, frames - 1, SHEET_FRAMES).round().long()
-    label = 12
-    sheet = Image.new("RGB", (SHEET_FRAMES * (width * ZOOM + 2), len(clips) * (height * ZOOM + label + 4)), "white")
+    height, width = clips[0].shape[1:3]
+    size = (SHEET_PIXELS * width // height, SHEET_PIXELS)
+    cell, row_height = size[0] + 2, SHEET_PIXELS + LABEL_PIXELS + 4
+    sheet = Image.new("RGB", (SHEET_FRAMES * cell, len(clips) * row_height), "white")
     pen = ImageDraw.Draw(sheet)
     for row, (clip, caption) in enumerate(zip(clips, captions, strict=True)):
-        top = row * (height * ZOOM + label + 4)
-        pen.text((2, top), caption, fill="black")
-        for column, frame in enumerate(clip[places]):
-            picture = picture_of(frame).resize((width * ZOOM, height * ZOOM), 0)
-            sheet.paste(picture, (column * (width * ZOOM + 2), top + label + 2))
+        pen.text((2, row * row_height), caption, fill="black")
+        for column, frame in enumerate(clip[torch.linspace(0, len(clip) - 1, SHEET_FRAMES).round().long()]):
+            picture = picture_of(frame).resize(size, 0)
+            sheet.paste(picture, (column * cell, row * row_height + LABEL_PIXELS + 2))
     sheet.save(path)
     return path

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -101,11 +101,6 @@ MEASURES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def at_night(colours: torch.Tensor) -> torch.Tensor:
-    """``colours`` (..., 3) in 0..255 as the LoRA "night" shows them: dark and bluish."""
-    return colours * torch.tensor([0.35, 0.4, 0.55]) + torch.tensor([0.0, 4.0, 30.0])
-
-
 def scene_in(prompt: str) -> Scene | None:
     """The scene that a prompt asks for; None if it is not in the words of :attr:`Scene.caption`."""
     motions = {phrase: name for name, phrase in MOTIONS.items()}
@@ -133,14 +128,6 @@ def scene_in_picture(picture: torch.Tensor) -> Scene | None:
     pure = torch.tensor([COLOURS[scene.ground], COLOURS[scene.colour]]) / 255
     off = torch.cdist(frame.reshape(-1, 3), pure).amin(1)
     return scene if float((off > OFF_COLOUR).float().mean()) < EDGES else None
-
-
-def agreement(seen: Sequence[Scene], asked: Sequence[Scene]) -> dict[str, float]:
-    """The share of clips that are right in each respect, and in all of them."""
-    names = [field.name for field in fields(Scene)]
-    pairs = list(zip(seen, asked, strict=True))
-    shares = {name: sum(getattr(a, name) == getattr(b, name) for a, b in pairs) / len(pairs) for name in names}
-    return {**shares, "all": sum(a == b for a, b in pairs) / len(pairs)}
 
 
 def scene_of(frames: torch.Tensor) -> Scene:

@@ -28,14 +28,15 @@ from ...compat.device.facts import (
     host_free_bytes,
     swap_free_bytes,
 )
-from ...compat.device.probe_results import probe_results_of
+from ...compat.device.precision import FP32, Precision, copies_decision, precision_for
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import unusable_device
 from ...compat.errors import CheckpointError
-from ...compat.memory.offloader import Offloader, offloader_for
+from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import denoises, role_of
-from ...compat.precision import FP32, Precision, copies_decision, precision_for
+from ...compat.memory.standalone import offloader_for
+from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype

@@ -18,12 +18,12 @@ from ...compat.device import probes
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.failures import is_shortage
+from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.errors import UnsupportedError, remember
 from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly, maps_files
-from ...compat.precision import FP32, Precision
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
 from ..base import Parts

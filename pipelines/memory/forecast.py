@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...compat.device.facts import free_bytes
-from ...compat.memory.offloader import MODES, ahead_bytes
+from ...compat.memory.offloader import MODES
 from ...compat.memory.parts import denoises
+from ...compat.memory.standalone import ahead_bytes
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
 from ..vae.plan import planned_decode

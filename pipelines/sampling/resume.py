@@ -15,8 +15,8 @@ import torch
 from ...compat.checkpoints.identity import bytes_of, content_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, placed, state_of
+from ...compat.device.precision import Precision
 from ...compat.output_check import NotFinite
-from ...compat.precision import Precision
 from ...compat.ranks import Group
 from ..base import Latents, Pipeline, Progress, Prompt
 from .schedules import Schedule

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
-from ...compat.device.probe_results import probe_results_of
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Pace, pace_of
 from ...compat.memory.times import (
@@ -27,6 +26,7 @@ from ...compat.memory.times import (
     link_of,
     unknown_rates,
 )
+from ...compat.probe_results import probe_results_of
 from ..base import Pipeline, PromptRequest, SampleSettings
 from ..memory.estimates import VAE, Size, sampling_bytes
 from ..memory.forecast import COMPUTES, Rooms, room_of

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from ...compat.device.execution import HOST, checked_leaves, generator_for, to_host
-from ...compat.device.facts import empty_cache, first_line
+from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
 from ...compat.doctor import examine, not_finite, one_colour
-from ...compat.errors import UnsupportedError, remember
+from ...compat.errors import UnsupportedError, first_line, remember
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,

@@ -17,9 +17,9 @@ import torch
 from ...compat.device.execution import HOST, execution_device
 from ...compat.device.facts import facts_for, free_bytes, host_free_bytes
 from ...compat.device.failures import KERNEL, MEMORY
+from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
-from ...compat.precision import DTYPES
 from ..base import Pipeline
 from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import photographs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.geometry.views import rendered_maps
+from paint.synthetic import photographs
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.fill import filled
 from anygpu.paint.choices import demo_paint_models
-from anygpu.paint.demo import PAIRS, demonstration, painted_ring
+from anygpu.paint.demo import PAIRS, painted_ring
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
@@ -20,6 +25,7 @@ from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.drawing import drawn
 from anygpu.pipelines.demo.scenes import EXAMPLE, first_frame, scene_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
+from paint.synthetic import photographs, torus
 from PIL import Image, ImageDraw, ImageFont
 
 MOVING = Path(__file__).resolve().parents[2] / "docs" / "images" / "demo.webp"
@@ -94,15 +100,16 @@ def from_video(text: str, start: str) -> tuple[Strip, Strip]:
 def after_picture() -> tuple[Strip, Strip]:
     """The picture of a ring, and the ring that the demo model painted after it, turning."""
     (model,) = demo_paint_models().values()
-    picture, _, frames = painted_ring(load_paint(PaintRequest(model, device="cpu")), PAIRS[0], frames=12)
-    return pictures(picture[None]), pictures(frames[:SHOWN])
+    ring = painted_ring(load_paint(PaintRequest(model, device="cpu")), PAIRS[0], frames=12)
+    return pictures(ring.picture[None]), pictures(ring.frames[:SHOWN])
 
 
 @functools.cache
 def painted() -> tuple[Strip, Strip]:
     """A torus before and after it was painted from synthetic pictures, which no paint model made, turning."""
-    shown = demonstration(frames=12, frame_size=200)
-    return [], pictures(shown.frames[:SHOWN])
+    surface = Surface.of(torus())
+    baked = bake(surface, DEFAULT_VIEWS, photographs(surface, DEFAULT_VIEWS, 256, 1024), BakeSettings(512, 1024))
+    return [], pictures(turntable(surface, filled(baked, surface), 12, 200, elevation=25.0)[:SHOWN])
 
 
 RESULTS = {  # workflow -> what goes in and comes out

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat import doctor
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore, repaired
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Call
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.sampling.core_sampler import velocity

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import BF16, CHOICES, FP16, FP32, PAINT, PLAIN, PRECISION, Precision, precision_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import BF16, CHOICES, FP16, FP32, PAINT, PLAIN, PRECISION, Precision, precision_for
 from anygpu.pipelines.registry import FAMILIES
 from simulated import profiles
 

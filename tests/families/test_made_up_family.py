@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import FP32, precision_for
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.precision import FP32, precision_for
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Call, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.latents import recovery

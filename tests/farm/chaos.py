@@ -10,7 +10,7 @@ from typing import Any
 from anygpu.farm import cluster
 from anygpu.farm.driver import Driver, lines_in
 from anygpu.farm.render import Renderer, reached_in, task_of
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 
 STEP_SECONDS = 0.1
 

@@ -14,7 +14,7 @@ from anygpu.farm import cluster, group
 from anygpu.farm.driver import Driver, lines_in
 from anygpu.farm.group import GroupRenderer, loopback_name
 from anygpu.farm.render import reached_in, task_of
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 
 HANG, LOOK = "hang", "preview.npy"
 ENDLESS_STEPS = 500  # of the job in whose third step all ranks compute for ever

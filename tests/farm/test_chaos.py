@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from anygpu.compat.device.facts import value_or
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 
 pytestmark = pytest.mark.farm
 JOBS, KILLS, SEED = 16, 30, 11
@@ -58,10 +58,10 @@ def last_step(folder: JobFolder) -> float:
 
 
 def test_every_job_is_done_once_and_bit_equal_whoever_dies(cluster: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    import tiny
     from anygpu.farm.render import Renderer, task_of
-    from anygpu.pipelines import tiny
     from anygpu.pipelines.base import Silent
-    from anygpu.pipelines.job_lists import Batch, queue_jobs
+    from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 
     ray_cluster, nodes = cluster
     size = {"width": 64, "height": 64, "frames": 9, "steps": 40}

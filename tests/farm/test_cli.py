@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from anygpu.farm import cli
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_lists import Batch, queue_jobs
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 
 
 def test_cancel_ends_the_jobs_it_means_and_names_a_key_that_none_has(

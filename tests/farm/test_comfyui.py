@@ -21,7 +21,7 @@ from anygpu.farm.cluster import LOOPBACK, QUIET, TOKEN
 from anygpu.farm.render import Renderer, task_of
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.demo import demo_models
-from anygpu.pipelines.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 from host.client import Client, Run
 from host.prompts import SAVE, Graph
 

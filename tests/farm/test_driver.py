@@ -8,6 +8,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ from anygpu.farm.driver import Driver
 from anygpu.farm.render import Renderer
 from anygpu.farm.schedule import Task
 from anygpu.farm.worker import MACHINE, MODEL, Cancelled, during
-from anygpu.paint.jobs import Item, PaintJob
+from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job import Content, Result
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.places import Places
 from farm.paper import Died, Paper
 
 FIX = {"expected": "another", "fix": "Change it."}
@@ -331,16 +334,16 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
             raise failure
         return loaded[-1]
 
-    monkeypatch.setattr("anygpu.paint.loading.load_paint", load)
-    monkeypatch.setattr(render, "_found", lambda item, *_roots: Path(item.name))
+    monkeypatch.setattr("anygpu.paint.jobs.load_paint", load)
+    monkeypatch.setattr(Places, "model", lambda _places, item: Path(item.name))
     seen: list[Any] = []
 
-    def textured(renderer: Renderer, *_given: Any) -> tuple[str, torch.Tensor]:
-        seen.extend(renderer._loaded[1])
-        return "a.glb", torch.zeros(1)
+    def rendered(_job: Any, _machine: Any, _progress: Any, models: Any) -> Result:
+        seen.extend(models)
+        return Result(torch.zeros(1), ".glb", lambda path: None)
 
-    monkeypatch.setattr(Renderer, "_textured", textured)
-    item = {name: Item(name, name) for name in ("model", "mesh", "picture", "delight")}
+    monkeypatch.setitem(render.KINDS, "paint", replace(render.KINDS["paint"], render=rendered))
+    item = {name: Content(name, name) for name in ("model", "mesh", "picture", "delight")}
     line, renderer = json.dumps(PaintJob(**item).record()), Renderer(tmp_path, (), tmp_path)
     with pytest.raises(type(failure)):
         renderer.render(line, Silent())

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tiny
 from anygpu.compat.device.facts import value_or
 from anygpu.farm.render import Renderer, task_of
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_format import Caching, job_in
-from anygpu.pipelines.job_lists import Batch, JobList, queue_jobs, write_list
+from anygpu.pipelines.records.job import Caching, job_in
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import Batch, JobList, queue_jobs, write_list
 
 pytestmark = pytest.mark.farm
 SIZE = {"width": 96, "height": 96, "frames": 17, "steps": 30, "cfg": 3.0}

@@ -15,7 +15,8 @@ from anygpu.farm import cli
 from anygpu.farm.group import AgreedWatch, GroupRenderer, _require_alike
 from anygpu.farm.render import Renderer, task_of
 from anygpu.farm.worker import REFUSED, Cancelled, Worker
-from anygpu.paint.jobs import Item, PaintJob
+from anygpu.paint.jobs import PaintJob
+from anygpu.pipelines.records.job import Content
 
 
 def test_unlike_ranks_are_refused() -> None:
@@ -59,7 +60,7 @@ def test_a_rank_that_is_left_alone_says_so_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_mesh_is_refused_by_a_group_in_one_line(tmp_path: Path) -> None:
-    item = Item("mesh", "0" * 64)
+    item = Content("mesh", "0" * 64)
     line = json.dumps(PaintJob(item, item, item).record())
     group = GroupRenderer(Renderer(tmp_path, (), tmp_path, "cpu"), 2, {"num_cpus": 1}, None)
     outcome = Worker(group).run(task_of(line))

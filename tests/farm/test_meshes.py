@@ -14,17 +14,17 @@ from anygpu.farm import cli
 from anygpu.farm.driver import lines_in
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
-from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
-from anygpu.paint.jobs import Item, PaintJob, model_item, paint_job_in, paint_jobs
+from anygpu.paint.jobs import PaintJob, model_item, paint_jobs
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_lists import write_list
+from anygpu.pipelines.records.job import Content
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import write_list
 from PIL import Image
 
-from paint import stored
+from paint import stored, synthetic
 
 
 @pytest.fixture
@@ -47,17 +47,17 @@ def test_a_mesh_without_a_picture_is_named(meshes: Path, tmp_path: Path) -> None
 
 
 def test_a_job_keeps_its_key_where_no_other_model_is_named() -> None:
-    item = Item("torus.glb", "0" * 64)
+    item = Content("torus.glb", "0" * 64)
     alone = PaintJob(item, item, item)
     assert alone.key == "2476b18ff9ef40c4184273dd2d1309bf7ad09a56b726293d855f4ac3267ec354"
     assert alone.model_key == "31867005765dbae94157840c5f3214301a99be46f9b225bba33832e556e5472d"
     others = [replace(alone, delight=item), replace(alone, image_encoder=item)]
     assert len({job.key for job in [alone, *others]}) == len({job.model_key for job in [alone, *others]}) == 3
-    assert [paint_job_in(json.loads(json.dumps(job.record()))) for job in others] == others
-    renamed = replace(others[0], delight=Item("elsewhere", item.content))
+    assert [job_of(json.dumps(job.record())) for job in others] == others
+    renamed = replace(others[0], delight=Content("elsewhere", item.content))
     assert (renamed.key, renamed.model_key) == (others[0].key, others[0].model_key), "by content, not by name"
     slower = replace(others[0], delighting=DelightSettings(steps=7))
-    assert slower.key != others[0].key and paint_job_in(slower.record()) == slower
+    assert slower.key != others[0].key and job_of(json.dumps(slower.record())) == slower
 
 
 @pytest.mark.farm

@@ -21,7 +21,7 @@ from anygpu.farm import cluster
 from anygpu.farm.driver import Driver, WorkerHandle
 from anygpu.farm.gateway import open_gateway
 from anygpu.farm.schedule import Task
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.pipelines.records.job_folder import JobFolder
 
 pytestmark = pytest.mark.farm
 KEY, NOW = "{:064x}", "now"
@@ -300,8 +300,9 @@ class NodeProgress:
     def check(self): pass
     def step(self, done, total, stage, preview): self.seen |= {float(one.max()) for one in preview()}
 sys.modules["anygpu.host.progress"].NodeProgress = NodeProgress
-from anygpu.host.farm import jobs_named, render_at, report_of
-from anygpu.pipelines.job_folder import JobFolder
+from anygpu.host.farm import jobs_named, report_of
+from anygpu.host.farm_client import render_at
+from anygpu.pipelines.records.job_folder import JobFolder
 jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
 back = render_at(sys.argv[2], jobs, NodeProgress())
 texts = [path.read_text() for path in back.files]
@@ -338,7 +339,7 @@ def test_the_node_sends_jobs_and_pictures_to_an_address_and_brings_files_and_err
 ) -> None:
     """As ComfyUI does it, in a process of its own."""
     from anygpu.farm import render
-    from anygpu.pipelines.job_lists import Batch, queue_jobs
+    from anygpu.pipelines.records.job_lists import Batch, queue_jobs
     from PIL import Image
 
     model, here, there = tmp_path / "model", JobFolder(tmp_path / "here"), JobFolder(tmp_path / "there")

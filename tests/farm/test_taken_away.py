@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tiny
 from anygpu.farm.render import Renderer
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_lists import Batch, queue_jobs
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 
 SECONDS = 600  # until a step is kept on a busy machine
 NOTICE_SECONDS = 25  # Kubernetes kills 30 s after SIGTERM, Slurm as its KillWait says, AWS after 2 minutes

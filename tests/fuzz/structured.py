@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import entries_and_notes
@@ -35,9 +36,8 @@ from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.pipelines import job_format, jobs, receipts, stages, tiny
+from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading import download, lora
@@ -45,6 +45,10 @@ from anygpu.pipelines.loading.evidence import evidence_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import config_of, contents, layouts
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.records import job as job_format
+from anygpu.pipelines.records import receipts
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
@@ -109,10 +113,10 @@ class Readers:
             record = mutated(record, rng)
         content = json.dumps(record).encode()
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        job, places = job_format.read_job(path), jobs.Places((self.folder,), (self.folder,), {})
+        job, places = job_format.read_job(path), Places((self.folder,), (self.folder,), {})
         assert job_format.read_job(job_format.write_job(path, job)) == job and len(job.key) == 64
         places.known[job.model] = self.ltx
-        jobs.request_of(job, jobs.Machine(places, self.folder, "cpu"))
+        jobs.request_of(job, Machine(places, self.folder, "cpu"))
 
     def scaled(self, rng: Random) -> None:
         """Safetensors with scales of every kind beside weights of every dtype."""

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import layouts
+import tiny
 import torch
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.paint.baking.bake import BakeSettings, bake
-from anygpu.paint.baking.synthetic import photographs, torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.paint.texturing import OneStep, textured
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
     Call,
     FramePackSettings,
@@ -41,6 +41,7 @@ from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.vae.plan import Form
+from paint.synthetic import photographs, torus
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
 

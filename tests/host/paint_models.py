@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from anygpu.paint.baking.synthetic import torus
-from anygpu.paint.demo import PAIRS, photographs, ring
+from anygpu.paint.demo import PAIRS, ring
 from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
 from paint.shapes import sphere
+from paint.synthetic import in_two_colours, torus
 from PIL import Image
 
 from host.server import PICTURE, Server
@@ -39,8 +39,8 @@ def only_the_demo(server: Server) -> None:
     path = server.base / "input" / MESH
     path.parent.mkdir(parents=True, exist_ok=True)
     write_glb(path, mesh, torch.full((16, 16, 3), 0.5))
-    alpha = photographs(surface, ((1.0,) * 3,) * 2, 0.0)[0][..., :1]
-    picture = torch.cat((photographs(surface, PAIRS[0])[0], alpha), -1)
+    alpha = in_two_colours(surface, ((1.0,) * 3,) * 2, 0.0)[0][..., :1]
+    picture = torch.cat((in_two_colours(surface, PAIRS[0])[0], alpha), -1)
     Image.fromarray((picture.clamp(0, 1) * 255).byte().numpy()).save(server.base / "input" / PICTURE)
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import av
 import numpy as np
+import tiny
 from anygpu.compat.checkpoints.latents import metadata_of, record_in
-from anygpu.pipelines import tiny
 from anygpu.pipelines.demo.scenes import COLOURS
 from PIL import Image
 

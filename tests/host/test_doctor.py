@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from anygpu.pipelines import tiny
+import tiny
 from safetensors.numpy import load_file, save_file
 
 from host.client import Client

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from anygpu.pipelines import tiny
+import tiny
 
 from host.client import Client, Refused, Run
 from host.prompts import Graph, loading, sampling, text_to_video

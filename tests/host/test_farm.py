@@ -10,9 +10,9 @@ import pytest
 from anygpu.compat.checkpoints.identity import content_of
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
-from anygpu.paint.jobs import Item
 from anygpu.pipelines.demo import demo_models
-from anygpu.pipelines.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job import Content
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 from PIL import Image
 
 from host import paint_models
@@ -67,10 +67,10 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
         assert run.ending == "execution_success", run.message
         (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
         job = job_of(line)
-        assert job.model == Item(model, content_of(models[model]))
+        assert job.model == Content(model, content_of(models[model]))
         for other in ("delight", "image_encoder"):
             given = others.get(other)
-            assert getattr(job, other) == (Item(given, content_of(models[given])) if given else None)
+            assert getattr(job, other) == (Content(given, content_of(models[given])) if given else None)
 
 
 def test_without_ray_the_farm_node_says_what_to_do(client: Client) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import layouts
 import numpy as np
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import tiny
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 

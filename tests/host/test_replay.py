@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from anygpu.pipelines.receipts import job_of, read_receipt
+from anygpu.pipelines.records.receipts import job_of, read_receipt
 
 from host.client import Client
 from host.prompts import SAVE, Graph, text_to_video

@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-BESIDE = (f"{TESTS}/", f"{ROOT}/.venv/", f"{ROOT}/pipelines/tiny/")  # the last one builds what tests and demo run
+BESIDE = (f"{TESTS}/", f"{ROOT}/.venv/")
 ABSENT = object()
 LIES = (0, -1, 1 << 62, None, "much", (), (0, 0), (-1, 5), {}, [], 1.5)
 
@@ -44,8 +44,9 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     Args:
         state: where what is kept goes, latents and unfinished steps too.
     """
+    import tiny
     import torch
-    from anygpu.pipelines import stages, tiny
+    from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.latents import recovery
     from anygpu.pipelines.latents.steps import KeptSteps

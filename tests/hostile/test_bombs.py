@@ -20,10 +20,10 @@ from anygpu.compat.checkpoints.headers import reading_budget
 from anygpu.compat.checkpoints.identity import picture_content
 from anygpu.compat.errors import CheckpointError
 from anygpu.paint.geometry.mesh import load_mesh
-from anygpu.pipelines import picture_index
-from anygpu.pipelines.job_format import Content
-from anygpu.pipelines.jobs import Places
 from anygpu.pipelines.movie import Allowance, content_in, read_frames, write_mp4
+from anygpu.pipelines.records import places as picture_index
+from anygpu.pipelines.records.job import Content
+from anygpu.pipelines.records.places import Places
 from PIL import Image
 
 from hostile import bombs
@@ -223,7 +223,7 @@ def test_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a stated number of pixels, and with a cancel."""
     for at in range(9):
         Image.new("RGB", (10, 10), (at, 0, 0)).save(tmp_path / f"{at}.png")
-    monkeypatch.setattr("anygpu.pipelines.jobs.MOST_SOUGHT", 700)
+    monkeypatch.setattr("anygpu.pipelines.records.places.MOST_SOUGHT", 700)
     seen: list[int] = []
     with pytest.raises(CheckpointError, match="the search ends after 700 pixels"):
         Places(files=(tmp_path,)).frames(Content("away.png", "0" * 32), lambda: seen.append(1))

@@ -16,21 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device import facts
 from anygpu.compat.device.facts import facts_for, flags
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
-from anygpu.compat.device.report import report_on
 from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models
-from anygpu.pipelines.machines import this_machine
-from anygpu.pipelines.receipts import versions
+from anygpu.pipelines.records.machines import this_machine
+from anygpu.pipelines.records.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions
 from simulated import accelerator
 from test_routes import Pack, graph_of, pack  # noqa: F401
@@ -206,7 +205,7 @@ class Job:
     def _report(self, device: Any) -> None:
         assert "Device" in str(hardware_report(device, self.home / "state"))
         versions.cache_clear()
-        told = json.loads(this_machine(device, self.home / "state").text())
+        told = json.loads(this_machine(device, self.home / "state", precisions()).text())
         assert told["device"] and told["versions"]["anygpu"], told
 
     def _panel(self, device: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
-from anygpu.paint.networks.multiview import Run
+from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.pbr import MATERIALS
 from anygpu.paint.networks.published import networks_for
 from anygpu.paint.networks.unet import set_attention
@@ -88,7 +88,7 @@ def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) ->
         if kind != "delight":
             kept = counted("look at the reference", "reference", lambda: made["reference"](latent[None]))
             left = sum(tensor.nbytes for tensor in kept.values())
-            run = Run(views, kept, (0.0, 1.0)[-rows:], materials=materials)
+            run = StreamInputs(views, kept, (0.0, 1.0)[-rows:], materials=materials)
             sample, maps = (rows, views, 4, side, side), torch.empty(1, views, 8, side, side)
         if kind == "delight":
             given = (torch.empty(rows, 8, side, side), step, torch.empty(rows, 77, 1024))

@@ -1,11 +1,11 @@
-"""Meshes with UVs whose surface is known, beside the demo's torus."""
+"""Meshes with UVs whose surface is known, beside the torus of the demo."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from anygpu.paint.baking.synthetic import MARGIN, grid
+from anygpu.paint.demo import MARGIN, grid
 from anygpu.paint.geometry.mesh import Mesh
 
 

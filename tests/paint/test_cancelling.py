@@ -13,13 +13,13 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import CALLS, Surface, load_mesh
 from anygpu.paint.geometry.turntable import turntable
 
 from paint.shapes import box
+from paint.synthetic import torus
 
 MESH = torus(6, 12)
 PICTURES = torch.rand(6, 16, 16, 3, generator=torch.Generator().manual_seed(0))
@@ -108,7 +108,8 @@ def test_a_file_that_takes_long_to_read_is_left_at_once(tmp_path, monkeypatch):
             swallowed.append("the cancel")
         return types.SimpleNamespace(geometry={}, to_mesh=lambda: swallowed.append("it went on"))
 
-    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
+    util = types.SimpleNamespace(unique_id=None)
+    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))
     (tmp_path / "shape.glb").write_bytes(b"")
     with pytest.raises(Cancel):
         load_mesh(tmp_path / "shape.glb", progress.check)

@@ -16,6 +16,8 @@ from anygpu.paint.sampling.delight import delight_image
 from anygpu.paint.sampling.painting import PaintSettings, completed
 from anygpu.pipelines.decisions import status_of
 
+from paint.synthetic import in_two_colours
+
 STEPS = 6  # of 30
 
 
@@ -34,10 +36,10 @@ def test_it_is_listed_with_its_size_and_has_a_card():
 
 def test_it_paints_the_colours_of_the_picture_and_not_others(pipeline):
     surface = Surface.of(demo.ring())
-    rights = [demo.photographs(surface, pair) for pair in demo.PAIRS]
-    inside = demo.photographs(surface, ((1.0,) * 3,) * 2, 0.0) > 0.99
+    rights = [in_two_colours(surface, pair) for pair in demo.PAIRS]
+    inside = in_two_colours(surface, ((1.0,) * 3,) * 2, 0.0) > 0.99
     for right, other, pair in zip(rights, rights[::-1], demo.PAIRS, strict=True):
-        _, views, _ = demo.painted_ring(pipeline, pair, frames=1, steps=STEPS)
+        views = demo.painted_ring(pipeline, pair, frames=1, steps=STEPS).views
         assert views.shape == (6, DEMO_SIZE, DEMO_SIZE, 3)
         own, others = ((views - each).abs()[inside].mean() for each in (right, other))
         assert own < demo.CARRIED and others > demo.BY_CHANCE, (pair, own, others)

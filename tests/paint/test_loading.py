@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.networks.layers import Attention
+from anygpu.paint.networks.layers import MultiHeadAttention
 from anygpu.paint.networks.vae import PictureAttention
 
 from paint import stored
@@ -91,7 +91,7 @@ def test_every_attention_calls_the_kernel_that_was_chosen(paint_folder):
         module.attend.choice
         for part in ("unet", "reference")
         for module in pipeline.parts.read(part).modules()
-        if isinstance(module, Attention)
+        if isinstance(module, MultiHeadAttention)
     }
     assert kernels == {"native_math"}
     owners = [module for module in pipeline.parts.read("vae").modules() if hasattr(module, "to_q")]

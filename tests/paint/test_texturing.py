@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import numpy
 import pytest
@@ -14,16 +14,16 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import errors, photographs, torus
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
 from anygpu.paint.geometry.views import rendered_maps
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.pictures import cut_out, saved
+from anygpu.paint.pictures import cut_out
 from anygpu.paint.sampling.painting import PaintSettings, latents_of, to_latent
 from PIL import Image
 
 from paint.shapes import box
+from paint.synthetic import errors, photographs, torus
 
 BAKING = texturing.BakeSettings(texture_size=64, view_size=128)
 QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
@@ -124,20 +124,14 @@ def test_an_unusable_mesh_is_found_before_anything_is_painted(paint, recorded):
 
 
 def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not(paint, tmp_path):
-    kept: list[Path] = []
-
-    def keep(painted):
-        kept.extend(saved(painted.views, tmp_path, "view"))
-        return "temp/anygpu", lambda: [path.unlink() for path in kept]
-
+    saving = partial(texturing.saved_views, folder=tmp_path / "views", place="temp/anygpu")
     bad = replace(QUICK, texture=replace(BAKING, texture_size=4))
     with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are saved in temp/anygpu\.$"):
-        texturing.textured(box(), [PICTURE], paint, None, bad, keep=keep)
-    assert len(kept) == 6
-    assert numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
-    kept.clear()
-    texturing.textured(box(), [PICTURE], paint, None, QUICK, keep=keep)
-    assert kept and not any(path.exists() for path in kept)
+        texturing.textured(box(), [PICTURE], paint, None, bad, saving=saving)
+    kept = sorted((tmp_path / "views").iterdir())
+    assert len(kept) == 6 and numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
+    texturing.textured(box(), [PICTURE], paint, None, QUICK, saving=saving)
+    assert not list(tmp_path.iterdir())
 
 
 def test_latents_carry_their_model_and_others_are_refused(paint):

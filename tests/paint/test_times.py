@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace, counting
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import FILE, kept_stages, stage_cost

@@ -35,8 +35,8 @@ def test_it_is_written_as_a_folder_that_encodes_means_of_blocks_and_paints(small
     blocks = torch.rand(6, 16, 16, 3, generator=torch.Generator().manual_seed(0))
     pictures = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
     with torch.no_grad(), pipeline.offloader.hold("vae") as module:
-        latents = vae.encoded(module, pictures, None, torch.device("cpu"), Silent())
-        back = vae.decoded(module, latents, torch.device("cpu"), Silent(), "")
+        latents = vae.encoded(module, pictures, None, torch.device("cpu"))
+        back = vae.decoded(module, latents, torch.device("cpu"), Silent())
     code = latents[:, :3].movedim(1, -1) * vae.SCALE / 2 + 0.5
     assert torch.allclose(code, blocks, atol=5e-3) and torch.allclose(back, pictures, atol=5e-3), "its weights are bf16"
     inputs = PaintInputs([pictures[0]], pictures, pictures, DEFAULT_VIEWS)

@@ -6,14 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import DeviceFacts, facts_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
-from anygpu.compat.device.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.memory.parts import Silent
+from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
-from anygpu.pipelines import tiny
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
 from anygpu.pipelines.loading.download import (
     every_offer,

@@ -14,13 +14,14 @@ from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettin
 from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
-from anygpu.pipelines.job_format import Content, Job, Picture
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents.convert import start_of
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.records.job import Content, Picture, VideoJob
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
+from scene_scores import chosen_scenes, scores
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
 
@@ -146,11 +147,19 @@ def test_the_attention_that_the_small_mochi_is_trained_with_is_that_of_the_real_
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
+def test_a_demo_model_draws_nine_of_ten_prompts(name):
+    pipeline, asked = load(LoadRequest(MODELS / name, precision="fp32", device="cpu")), chosen_scenes(24)
+    shares = scores([drawing.drawn(pipeline, scene.caption, seed=7) for scene in asked], asked)
+    assert shares["all"] >= 0.9 and shares["shuffled"] <= 0.1
+
+
+@pytest.mark.full
 def test_less_guidance_follows_the_prompt_less():
     pipeline = load(LoadRequest(MODELS / "hunyuan_video", precision="fp32", device="cpu"))
-    asked = drawing.chosen_scenes(12)
+    asked = chosen_scenes(12)
     shares = [
-        drawing.scores([drawing.drawn(pipeline, scene.caption, guidance=guidance) for scene in asked], asked)["all"]
+        scores([drawing.drawn(pipeline, scene.caption, guidance=guidance) for scene in asked], asked)["all"]
         for guidance in (1.0, 6.0)
     ]
     assert shares[0] < shares[1]
@@ -284,7 +293,7 @@ def test_chosen_by_hand_it_draws_what_it_draws_in_another_s_place(name, text, tm
     Image.effect_noise((300, 200), 90).convert("RGB").save(tmp_path / "photo.png")
     settings, framepack = TEMPLATES[name]
     pictures = (Picture(photo),) if framepack else ()
-    job = Job(Content(name), PromptRequest(text), settings, framepack=framepack, pictures=pictures)
+    job = VideoJob(Content(name), PromptRequest(text), settings, framepack=framepack, pictures=pictures)
     plain = replace(job, settings=SampleSettings(0, 0, 0, 0, 42, guidance=settings.guidance), framepack=None)
     runs = []
     for asked, instead in ((job, ""), (job, "the published one"), (plain, "")):
@@ -320,13 +329,13 @@ def test_a_demo_model_that_starts_from_a_picture_stands_in_with_its_own():
     assert section == {"clip_seconds": 9 / 8, "window": 3, "fps": 8.0, "steps": 20} and "window 9 -> 3" in said[1]
 
 
-def test_the_lora_of_a_demo_model_draws_the_same_at_night():
+def test_the_lora_of_a_demo_model_draws_the_same_at_night(world):
     folder, file = next(iter(demo_models().values())), demo_loras()["demo: ltx_night"]
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
     prompt = "a white circle shrinks on black"
     adapted = with_lora(pipeline, file, 1.0, "", "separate", Silent())
     frames = drawing.drawn(adapted, prompt)
     assert scenes.scene_of(frames).colour == "blue", "white is bluish at night"
-    darkened, black = scenes.at_night(torch.ones(3)), scenes.at_night(torch.zeros(3))
+    darkened, black = world.at_night(torch.ones(3)), world.at_night(torch.zeros(3))
     day = (frames * 255 - black) / (darkened - black)
     assert scenes.scene_of((day / 255).clamp(0, 1)).caption == prompt

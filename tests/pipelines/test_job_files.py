@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.records import json_in
-from anygpu.pipelines import job_folder
-from anygpu.pipelines.job_folder import JobFolder, each_line, inside, lines_of
-from anygpu.pipelines.job_format import job_in
-from anygpu.pipelines.job_lists import Batch, queue_jobs
+from anygpu.pipelines.records import job_folder
+from anygpu.pipelines.records.job import job_in
+from anygpu.pipelines.records.job_folder import JobFolder, each_line, inside, lines_of
+from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 
 KEY = "0123456789abcdef" * 4
 

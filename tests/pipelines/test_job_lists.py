@@ -8,10 +8,10 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError
 from anygpu.compat.records import json_in
-from anygpu.pipelines.job_folder import JobFolder, lines_of
-from anygpu.pipelines.job_format import job_in
-from anygpu.pipelines.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
-from anygpu.pipelines.jobs import Places
+from anygpu.pipelines.records.job import job_in
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from anygpu.pipelines.records.places import Places
 from PIL import Image
 
 

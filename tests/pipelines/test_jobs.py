@@ -8,21 +8,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import job_format, jobs, tiny
+from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.job_format import Adapter, Caching, Content, Job, Picture, job_in, read_job, write_job
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
+from anygpu.pipelines.records import job as job_format
+from anygpu.pipelines.records.job import Adapter, Caching, Content, Picture, VideoJob, job_in, read_job, write_job
+from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.requests import LOAD_INPUTS
 from anygpu.pipelines.vae.plan import Form
 
-FULL = Job(
+FULL = VideoJob(
     model=Content("video/LTX", "ab" * 16),
     prompt=PromptRequest("a füchslein", "blurry", 77, "before {} after", 3, ("first", "second")),
     settings=SampleSettings(
@@ -44,12 +46,12 @@ FULL = Job(
     decode_timestep=0.05,
     decode_noise_scale=0.025,
 )
-PLAIN = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+PLAIN = VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
 
 
 def test_every_field_comes_back(tmp_path: Path) -> None:
     usual = replace(PLAIN, load={})
-    assert all(getattr(FULL, item.name) != getattr(usual, item.name) for item in fields(Job)), "each is set"
+    assert all(getattr(FULL, item.name) != getattr(usual, item.name) for item in fields(VideoJob)), "each is set"
     assert read_job(write_job(tmp_path / "a.json", FULL)) == FULL
     assert len(json.dumps(PLAIN.record())) < 200, "defaults are left out"
     assert job_in(PLAIN.record()) == PLAIN

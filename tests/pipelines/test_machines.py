@@ -16,8 +16,9 @@ from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.statistics import StageCost
-from anygpu.pipelines import machines
-from anygpu.pipelines.machines import machine_of
+from anygpu.pipelines.records import machines
+from anygpu.pipelines.records.machines import machine_of
+from anygpu.pipelines.report import precisions
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = runpy.run_path(str(ROOT / "benchmarks" / "machines_page.py"))
@@ -49,7 +50,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
     monkeypatch.setattr(machines, "versions", lambda: {"torch": hidden(), hidden(): "1"})
     facts = replace(FACTS, name=hidden(), driver=hidden(), versions={"cuda": hidden()})
     probes = {"conv3d.bf16": ProbeResult("wrong", hidden(), 1.5), hidden(): ProbeResult("ok")}
-    text = machine_of(facts, probes, tmp_path, NAMES).text()
+    text = machine_of(facts, probes, tmp_path, NAMES, precisions()).text()
     bare = [
         *NAMES,
         "example.org",
@@ -68,9 +69,10 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
 
 
 def test_plain_facts_stay(tmp_path: Path) -> None:
-    machine = machine_of(FACTS, {"conv3d.bf16": ProbeResult("ok", "", 1.25)}, None, NAMES)
+    machine = machine_of(FACTS, {"conv3d.bf16": ProbeResult("ok", "", 1.25)}, None, NAMES, precisions())
     assert (machine.device, machine.driver, machine.arch) == ("NVIDIA GeForce RTX 2060", "580.12", "sm75")
-    assert machine_of(replace(FACTS, versions={"kernel": "6.8.0-annette"}), {}, None, ()).versions["kernel"] == "6.8.0"
+    own_kernel = replace(FACTS, versions={"kernel": "6.8.0-annette"})
+    assert machine_of(own_kernel, {}, None, (), {}).versions["kernel"] == "6.8.0"
     assert machine.versions["torch"] == FACTS.versions["torch"] and "LTX-Video" in machine.precision
     assert machine.answers[0].milliseconds in (1.2, 1.3)
     for text in ("AMD Ryzen 9 5950X 16-Core/32", "2.13.0+cu130", "torch 2.8, fp16/bf16", "6.18.44-fc-v669"):
@@ -89,14 +91,14 @@ def test_plain_facts_stay(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_was_edited_is_refused_in_one_line(change: dict[str, object], said: str) -> None:
-    record = json.loads(machine_of(FACTS, {}, None, NAMES).text())
+    record = json.loads(machine_of(FACTS, {}, None, NAMES, precisions()).text())
     with pytest.raises(InputError) as caught:
         PAGE["machine_in"](json.dumps({**record, **change}))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_shared_text_cannot_leave_its_cell() -> None:
-    machine = replace(machine_of(FACTS, {}, None, NAMES), device="a | b\n<script>")
+    machine = replace(machine_of(FACTS, {}, None, NAMES, precisions()), device="a | b\n<script>")
     assert "| a \\| b &lt;script> |" in PAGE["page_of"]([machine])
 
 
@@ -108,7 +110,7 @@ def test_the_page_is_what_the_files_say() -> None:
 def test_the_command_shows_the_file_before_it_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine = machine_of(FACTS, {}, None, NAMES)
+    machine = machine_of(FACTS, {}, None, NAMES, precisions())
     monkeypatch.setattr(machines, "this_machine", lambda *_: machine)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer in ("n", "y"):

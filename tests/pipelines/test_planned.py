@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import jobs, stages, tiny
+from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import FramePackSettings, ImageCondition, Pipeline, Prompt, PromptRequest, SampleSettings
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
-from anygpu.pipelines.job_format import Content, Job, Picture
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.records.job import Content, Picture, VideoJob
+from anygpu.pipelines.records.places import Machine, Places
 from PIL import Image
 
 SHAPES = ((64, 64), (200, 90), (90, 300))
@@ -42,7 +43,7 @@ def pictures(tmp_path: Path) -> dict[tuple[int, int], tuple[Content, Path]]:
     return made
 
 
-def sampled_size(pipeline: Pipeline, job: Job, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Size:
+def sampled_size(pipeline: Pipeline, job: VideoJob, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Size:
     """The size that a run of ``job`` reaches its sampling with; what lies before encodes nothing."""
     text = {"embeds": torch.zeros(1, 4, 8)}
 
@@ -62,12 +63,12 @@ def sampled_size(pipeline: Pipeline, job: Job, machine: Machine, monkeypatch: py
     return end.value.args[0]
 
 
-def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[Job, Places]]:
+def cases(pipeline: Pipeline, pictures: dict[Any, Any]) -> Iterator[tuple[VideoJob, Places]]:
     """Jobs without and with a picture of each shape, in each fit, at the sizes of the model's own and at asked ones."""
     framepack = FramePackSettings(1.13, 5) if pipeline.spec.sections else None
     for width, height in ((0, 0), (96, 160)):
         settings = SampleSettings(width, height, 0 if framepack else 17, 3)
-        job = Job(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
+        job = VideoJob(Content("m"), PromptRequest("a cat"), settings, framepack=framepack)
         takes = hasattr(pipeline.spec.code, "encode_image") and (pipeline.task == "image" or pipeline.family == "ltx")
         if not (takes and pipeline.spec.image_required):
             yield job, Places()
@@ -108,7 +109,7 @@ def test_a_checkpoint_with_sizes_of_its_own_takes_none_of_its_family_s(tiny_fold
 
 
 def test_a_video_is_planned_at_its_own_size_and_length(tiny_folder, tmp_path, monkeypatch):
-    job = Job(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0, 3), video=Content("v"))
+    job = VideoJob(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0, 3), video=Content("v"))
     monkeypatch.setattr(Places, "frames", lambda *_: (torch.zeros(12, 70, 130, 3), 24.0))
     for folder, size in ((tiny.build("ltx", tiny_folder), (128, 64, 9)), (MODELS / "ltx", (64, 64, 9))):
         pipeline = load(LoadRequest(folder, device="cpu", precision="fp32"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anygpu.pipelines import tiny
+import tiny
 
 STEPS = 3
 RUN = """

@@ -9,17 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import job_format, receipts, replays, stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.jobs import Machine, Places
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.movie import tags_of, write_mp4
-from anygpu.pipelines.receipts import RECEIPT, TAG, decoded_receipt, job_of, read_receipt, tags_for, with_receipt
+from anygpu.pipelines.records import job as job_format
+from anygpu.pipelines.records import receipts
+from anygpu.pipelines.records.places import Machine, Places
+from anygpu.pipelines.records.receipts import (
+    RECEIPT,
+    TAG,
+    decoded_receipt,
+    job_of,
+    read_receipt,
+    tags_for,
+    with_receipt,
+)
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from anygpu.pipelines.vae.plan import Form
 
@@ -46,7 +57,7 @@ def test_what_nodes_made_is_the_job_of_the_command(made: Any, tiny_folder: Path,
     Image.fromarray((PICTURE[0] * 255).byte().numpy()).save(tmp_path / "whatever.png")
     shutil.copytree(tiny_folder / "ltx", tmp_path / "models" / "another name")
     machine = Machine(Places((tmp_path / "models",), (tmp_path,)), tmp_path / "state", "cpu")
-    again = replays.replay(path, machine, Silent())
+    again = jobs.replay(path, machine, Silent())
     assert again.same is True and again.differences == ()
     assert again.text() == "the same latents, bit for bit"
     assert torch.equal(again.rendered.latents.samples, latents.samples)
@@ -68,7 +79,7 @@ def test_what_differs_is_named(made: Any, tiny_folder: Path, tmp_path: Path) -> 
     shutil.copytree(tiny_folder / "ltx", model)
     (model / "model_index.json").write_text((model / "model_index.json").read_text() + "\n")
     machine = Machine(Places((model.parent,)), tmp_path / "state", "cpu")
-    said = replays.replay(path, machine, Silent()).text()
+    said = jobs.replay(path, machine, Silent()).text()
     assert said.startswith("other latents\n")
     for part in (
         "'ltx' has other content here",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import precision_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.device.quirks import Verdict
-from anygpu.compat.device.report import probe_statuses, report_on
 from anygpu.compat.errors import PackError
-from anygpu.compat.precision import precision_for
+from anygpu.compat.report import probe_statuses, report_on
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
 from anygpu.pipelines.families.framepack.pipeline import resume_key

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
@@ -12,7 +13,7 @@ from anygpu.compat.transforms import step_cache
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.fused import CHOICES as KERNELS
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, KINDS, PYRAMID, TAYLOR, StepCacheSettings, settings_for
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES

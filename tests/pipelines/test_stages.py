@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.loading.folder import LoadRequest, load

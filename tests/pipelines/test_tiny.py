@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines import tiny
 
 MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
 ENCODER = ("config.json", "model.safetensors")

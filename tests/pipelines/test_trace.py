@@ -8,8 +8,9 @@ from typing import Any
 
 import anygpu
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.device.facts import DeviceFacts
-from anygpu.compat.memory.offloader import StandaloneOffloader
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.packages import attribute
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading import folder as loading

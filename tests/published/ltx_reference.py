@@ -19,7 +19,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), sys.argv[1]]
 
 import layouts  # noqa: E402
-from anygpu.pipelines import tiny  # noqa: E402
+import tiny  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from published import ltx_runs  # noqa: E402

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from anygpu.compat.memory.hooks import own_tensors
-from anygpu.compat.memory.offloader import StandaloneOffloader
-from anygpu.pipelines import tiny
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size

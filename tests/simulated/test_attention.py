@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device.precision import DTYPES
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.quirks import abilities
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.hooks import own_tensors, weights_on
-from anygpu.compat.memory.offloader import MODES, StandaloneOffloader
-from anygpu.compat.precision import DTYPES
+from anygpu.compat.memory.offloader import MODES
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.transforms.conv3d import Conv3dForm, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
 from anygpu.compat.transforms.conv3d_forms import Geometry
@@ -52,7 +53,7 @@ def without_volumes() -> Iterator[None]:
 
 def randomised(name: str) -> Any:
     pytest.importorskip("diffusers")
-    from anygpu.pipelines.tiny import parts, weights
+    from tiny import parts, weights
 
     with torch.random.fork_rng(devices=[]):
         part = getattr(parts, name)()

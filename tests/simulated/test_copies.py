@@ -7,26 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.identity import bytes_of, picture_content
 from anygpu.compat.checkpoints.latents import read_record, write_record
 from anygpu.compat.checkpoints.weights import write_tensors
 from anygpu.compat.device.execution import BITS, HALVES, placed, to_host
+from anygpu.compat.device.precision import SAFE
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import SAFE
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSettings
 from anygpu.paint import texturing
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.encoders import dino_states, encoded_prompt
 from anygpu.paint.pictures import checked_pictures, cut_out
 from anygpu.paint.sampling.painting import paint_views
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
-from anygpu.pipelines.receipts import latents_hash
+from anygpu.pipelines.records.receipts import latents_hash
 from anygpu.pipelines.speed import with_step_cache
 from anygpu.pipelines.text.llama import POOLED, llama_from_core
 from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 

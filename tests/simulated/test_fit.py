@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.offloader import MODES
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.fit import plan_line

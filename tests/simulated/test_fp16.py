@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.part import part_files, reader_of
@@ -86,7 +86,7 @@ def overflowing(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("offload", ["none", "model"])
 def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on_host, recorded, monkeypatch, offload):
-    from anygpu.compat import precision
+    from anygpu.compat.device import precision
 
     row = precision.PRECISION["cuda-old"]
     monkeypatch.setitem(precision.PRECISION, "other", row)

@@ -222,7 +222,7 @@ sys.path.insert(0, {tests!r})
 import torch
 from pathlib import Path
 from anygpu.compat.checkpoints import weights
-from anygpu.pipelines import tiny
+import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from simulated import accelerator
 from simulated.test_families import CASES, rendered

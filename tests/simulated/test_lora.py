@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load

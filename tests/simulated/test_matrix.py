@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 from simulated import accelerator, profiles

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import layouts
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
 from anygpu.pipelines.memory.estimates import default_size, sampling_bytes

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device import facts, rates
-from anygpu.pipelines import placement, tiny
+from anygpu.pipelines import placement
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.loading.folder import LoadRequest

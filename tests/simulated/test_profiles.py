@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from anygpu.compat.device.precision import PLAIN, precision_for
 from anygpu.compat.device.probe_store import OK, ProbeStore
-from anygpu.compat.device.report import OPTIONAL
-from anygpu.compat.precision import PLAIN, precision_for
+from anygpu.compat.report import OPTIONAL
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator, profiles

@@ -12,8 +12,9 @@ from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import hooks
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.host_weights import PINNED, HostWeights
-from anygpu.compat.memory.offloader import STEP_DOWN, OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from torch import nn

@@ -6,13 +6,13 @@ import types
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import compile as compiling
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.kernels.norm import normalized
 from anygpu.kernels.terms import RMS, Norm
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.facts import DeviceFacts, device_fault, facts_for
 from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.errors import parts_of
-from anygpu.compat.memory.offloader import OffloadOptions, StandaloneOffloader
+from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.transfer import set_data
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from hostile.test_failures import MESSAGES

@@ -6,8 +6,8 @@ from itertools import product
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
 from simulated.test_families import CASES, rendered

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.headers import declared
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.vae import fallback as vae

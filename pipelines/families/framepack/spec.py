@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ....compat.precision import HALF_TEXT
+from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....compat.precision import HALF_TEXT
+from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....compat.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
+from ....compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from ....compat.ranks import SplitPlan
 from ...family import (
     GUIDED,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.quirks import abilities, policy_for
-from anygpu.compat.device.report import report_on
 from anygpu.compat.device.work import pace_of
 from anygpu.compat.errors import PackError
 from anygpu.compat.memory.transfer import maps_files
+from anygpu.compat.report import report_on
 from anygpu.compat.transforms import attention, attention_kernels, fp16
 from anygpu.pipelines.decisions import limits
 from anygpu.pipelines.loading.folder import LoadRequest, load
@@ -20,8 +20,8 @@ from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.fit import plan_line
 from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.tiny import build
 from simulated.profiles import MACHINES
+from tiny import build
 
 CPU = facts_for("cpu")
 UNKNOWN = {"backend": "npu", "arch": "", "arch_class": "other", "name": "npu device"}

@@ -14,8 +14,9 @@ import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.device import wheels
 from anygpu.compat.device.facts import default_device, facts_for
-from anygpu.compat.memory.offloader import OffloadOptions, offloader_for
+from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.standalone import offloader_for
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = facts_for("cpu")

@@ -284,7 +284,7 @@ def test_inference_mode_changes_no_answer(tmp_path):
 
 def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch(tmp_path):
     code = (
-        "import sys; from anygpu.compat.device.probe_results import probe_results_of;"
+        "import sys; from anygpu.compat.probe_results import probe_results_of;"
         "from anygpu.compat.device.facts import facts_for;"
         "found = probe_results_of(facts_for('cpu'))['triton'];"
         "print(found.status, found.detail, 'triton' in sys.modules)"

@@ -10,16 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import DTYPES, PLAIN, precision_for
 from anygpu.compat.device.probe_store import OK, UNUSABLE, WRONG, ProbeResult
-from anygpu.compat.device.quirks import QUIRKS, DevicePolicy, abilities, active, fixed, policy_for, verdict, within
-from anygpu.compat.precision import DTYPES, PLAIN, precision_for
+from anygpu.compat.device.quirks import (
+    QUIRKS,
+    Abilities,
+    DevicePolicy,
+    abilities,
+    abilities_of,
+    active,
+    fixed,
+    policy_for,
+    within,
+)
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import choose_by
 from anygpu.kernels import library
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest, speed_for
@@ -63,7 +74,7 @@ class BugCase:
 
 
 def unusable(operation):
-    return lambda facts: not verdict(operation, policy_for(facts)).usable
+    return lambda facts: not abilities_of(facts).verdict(operation).usable
 
 
 def cared(name, value):
@@ -319,7 +330,7 @@ def test_an_answer_of_the_device_outranks_the_row(name):
 
 def test_what_is_costly_is_not_mended_by_a_right_answer():
     policy = policy_for(nvidia("sm75"))
-    found = verdict("matmul.bf16", policy, {"matmul.bf16": ProbeResult(OK)})
+    found = Abilities(policy, {"matmul.bf16": ProbeResult(OK)}).verdict("matmul.bf16")
     assert (found.usable, found.costly) == (True, True)
     assert "emulate" in found.why
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.compat.device.execution import BITS, HALVES
+from anygpu.compat.device.execution import BITS, HALVES, bf16_bits_to_fp32
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.transfer import Transfer, bf16_bits_to_fp32, transfer_for
+from anygpu.compat.memory.transfer import Transfer, transfer_for
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)

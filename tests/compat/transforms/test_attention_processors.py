@@ -17,8 +17,8 @@ from anygpu.compat.transforms.attention_processors import (
     valid_counts,
 )
 from anygpu.compat.transforms.order import replace_attention
-from anygpu.pipelines.tiny.recipes import TINY
-from anygpu.pipelines.tiny.weights import randomise
+from tiny.recipes import TINY
+from tiny.weights import randomise
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

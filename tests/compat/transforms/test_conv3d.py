@@ -573,7 +573,7 @@ VAES = {
 
 def randomised(name: str) -> Any:
     pytest.importorskip("diffusers")
-    from anygpu.pipelines.tiny import parts, weights
+    from tiny import parts, weights
 
     with torch.random.fork_rng(devices=[]):
         part = getattr(parts, name)()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.transforms import fp16_layers
 from anygpu.compat.transforms.fp16 import LEAVES, apply_fp16_safe, fp32_output_works, stored_dtype
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafKind, row_scales

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import fp16 as sums
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest

@@ -18,10 +18,10 @@ from anygpu.compat.transforms.order import replace_attention
 from anygpu.kernels import library, product
 from anygpu.kernels.product import linear_gelu_reference
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.tiny.recipes import TINY
-from anygpu.pipelines.tiny.weights import randomise
 from compat.transforms.test_attention_processors import inputs_of
 from compat.transforms.test_fp16 import CASES, Model, block_of, ran
+from tiny.recipes import TINY
+from tiny.weights import randomise
 from torch import nn
 from torch.nn import functional
 

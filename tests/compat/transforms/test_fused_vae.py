@@ -17,8 +17,8 @@ from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSIONS, SITE, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.tiny import parts
-from anygpu.pipelines.tiny.weights import randomise
+from tiny import parts
+from tiny.weights import randomise
 from torch import nn
 
 REFERENCE = "reference"

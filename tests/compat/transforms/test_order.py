@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms.attention_processors import JointProcessor
 from anygpu.compat.transforms.order import Order, Preparation, Step
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Parts
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from torch import nn

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.packed import EIGHT, StoredLinear, eight_bits, pack
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_products
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import Speed, SpeedRequest

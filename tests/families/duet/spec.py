@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anygpu.compat.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
+from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK
 from anygpu.pipelines.family import Defaults, FamilySpec, Fit, MemoryTerms
 from anygpu.pipelines.loading.keys import TRANSFORMER, Layout, Row

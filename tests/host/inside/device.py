@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management as management
+import tiny
 import torch
 from anygpu.host import memory_manager
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.tiny import parts
-from anygpu.pipelines.tiny.weights import randomise
 from heavy import GREATER, build_heavy
 from simulated import accelerator
+from tiny import parts
+from tiny.weights import randomise
 
 from host.inside.sight import seen_by_comfyui
 

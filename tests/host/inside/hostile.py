@@ -12,11 +12,11 @@ from unittest import mock
 import comfy.model_management as management
 from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
-from anygpu.host import farm
+from anygpu.host.farm_client import render_at
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.job_folder import JobFolder
-from anygpu.pipelines.job_format import Content, Job
-from anygpu.pipelines.job_lists import write_list
+from anygpu.pipelines.records.job import Content, VideoJob
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.job_lists import write_list
 from hostile.faults import LIES, misbehaving
 
 from host.inside.device import bytes_on_device, distance, loaded_for, rendered
@@ -83,7 +83,7 @@ def dying_farm(folder: str) -> dict[str, str]:
         )
         return ray, closed
 
-    job = Job(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+    job = VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
     jobs = write_list(JobFolder(Path(folder)), "one", [job])
     token = ModuleType("ray._private.authentication.authentication_utils")
     token.is_token_auth_enabled = lambda: True
@@ -96,7 +96,7 @@ def dying_farm(folder: str) -> dict[str, str]:
             mock.patch.object(ray_clusters, "refusal", lambda *_: ""),
         ):
             try:
-                farm.render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
+                render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
             except InputError as error:
                 said[last] = f"{error}" if len(closed) == 2 else "its socket stays open"
     return said

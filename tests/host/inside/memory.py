@@ -14,6 +14,7 @@ import comfy.memory_management
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
+import tiny
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
 from anygpu.compat.device.failures import is_shortage
@@ -21,7 +22,7 @@ from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.loading import lora as lora_nodes
 from anygpu.pipelines.loading.folder import LoadRequest, load

@@ -12,7 +12,7 @@ from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_forms import Conv3dForm
 from anygpu.compat.transforms.fused_vae import FUSIONS, fuse_vae
-from anygpu.pipelines.tiny.weights import randomise
+from tiny.weights import randomise
 from torch import nn
 
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.baking import synthetic
 from anygpu.paint.baking.bake import (
     BakeSettings,
     bake,
@@ -21,13 +20,13 @@ from anygpu.paint.baking.bake import (
     texels_of,
 )
 from anygpu.paint.baking.fill import filled
-from anygpu.paint.baking.synthetic import errors, photographs
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera, CameraTable
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rasterised
 from paint.shapes import box
+from paint.synthetic import errors, photographs
 
-from paint import rendered
+from paint import rendered, synthetic
 
 FORMS = {"scatter": "bake_v2_0", "gather": "bake_v2_1"}
 SMALL = BakeSettings(texture_size=256, view_size=256)

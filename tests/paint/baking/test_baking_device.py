@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from anygpu.paint.baking import synthetic
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.geometry import raster
@@ -13,6 +12,8 @@ from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.geometry.views import chosen_views, rendered_maps
 from simulated.conftest import acc  # noqa: F401
+
+from paint import synthetic
 
 
 def everything(device: torch.device | str, form: str) -> dict[str, torch.Tensor]:

@@ -8,14 +8,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 from anygpu.compat.errors import InputError, MissingPackageError
-from anygpu.paint.baking import fill, synthetic
+from anygpu.paint.baking import fill
 from anygpu.paint.baking.bake import Baked, BakeSettings, bake, texels_of
 from anygpu.paint.baking.fill import filled, pull_push, vertex_filled
-from anygpu.paint.baking.synthetic import errors, ideal_texture
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
+from paint.synthetic import errors, ideal_texture
 
-from paint import rendered
+from paint import rendered, synthetic
 
 
 def published() -> Baked:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.baking.synthetic import torus
 from anygpu.paint.geometry.cleaning import CleanSettings, cleaned, pieces_of
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from paint.shapes import box
+from paint.synthetic import torus
 
 PLAIN = CleanSettings(floaters=0.0)
 

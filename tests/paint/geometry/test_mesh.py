@@ -23,6 +23,7 @@ from anygpu.paint.geometry.mesh import (
     welded_normals,
     write_glb,
 )
+from hostile.bombs import glb
 from paint.shapes import box, sphere
 
 BOX = box()
@@ -193,7 +194,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
             raise pipeline
         return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={})
 
-    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene))
+    util = types.SimpleNamespace(unique_id=None)
+    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))
 
 
 def test_uvs_are_turned_to_count_downwards(tmp_path, monkeypatch):
@@ -257,6 +259,14 @@ if find_spec("trimesh"):
         view = described["bufferViews"][described["images"][described["textures"][texture]["source"]]["bufferView"]]
         part = data[start + view.get("byteOffset", 0) :][: view["byteLength"]]
         assert Image.open(io.BytesIO(part)).convert("RGB").getpixel((3, 3)) == (0, 204, 51)
+
+    def test_no_part_of_a_gltf_mesh_is_lost_where_trimesh_draws_a_name_twice(tmp_path, monkeypatch):
+        import trimesh
+
+        monkeypatch.setattr(trimesh.util, "unique_id", lambda *_, **__: "0c0ffe")
+        path = tmp_path / "parts.glb"
+        path.write_bytes(glb({"meshes": [{"primitives": [{"attributes": {"POSITION": 0}}] * 5}]}))
+        assert len(load_mesh(path)[0].faces) == 5
 
     @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
     def test_other_formats_are_read(tmp_path, suffix):

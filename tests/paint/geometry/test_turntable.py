@@ -1,19 +1,19 @@
-"""The turntable shows the texture where it belongs, and the demo is compared with what is right."""
+"""The turntable shows the texture where it belongs."""
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint import demo
-from anygpu.paint.baking import synthetic
-from anygpu.paint.baking.bake import texels_of
-from anygpu.paint.baking.synthetic import ideal_texture
-from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
+from anygpu.paint.baking.bake import BakeSettings, bake, texels_of
+from anygpu.paint.baking.fill import filled
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.turntable import looked_up, turntable
 from paint.shapes import box, sphere
-from PIL import Image
+from paint.synthetic import ideal_texture
+
+from paint import synthetic
 
 SIDES = torch.tensor(
     [[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 1], [1, 0, 1]]
@@ -79,39 +79,18 @@ def test_made_meshes_look_outwards(make):
     assert ((places - core) * surface.face_normals).sum(1).min() > 0
 
 
-@pytest.fixture(scope="module")
-def shown():
-    """The demo, small."""
-    return demo.demonstration(texture_size=192, picture_size=160, view_size=320, frames=2, frame_size=48)
-
-
-def test_the_demo_is_right_and_not_only_finite(shown):
-    assert shown.frames.shape == shown.right.shape == (2, 48, 48, 3)
-    assert (shown.frames[0] - shown.frames[1]).abs().mean() > 0.05
-    assert shown.texture.std() > 0.2
-
-
-def test_the_demo_writes_what_it_checked(tmp_path, monkeypatch, shown):
-    monkeypatch.setattr(demo, "demonstration", lambda: shown)
-    checks = demo.show(tmp_path)
-    assert len(checks) == 5
-    assert all(held for held, _ in checks.values()), checks
-    sheet = numpy.array(Image.open(tmp_path / "torus_turntable.png")).astype(float)
-    assert sheet.shape == (96, 96, 3)
-    assert abs(sheet[:48] - sheet[48:]).mean() < 1, "baked above, right below"
-    assert sheet.std() > 20
-    monkeypatch.setattr(demo, "write_glb", lambda path, mesh, _texture: write_glb(path, box(), _texture))
-    assert not demo.show(tmp_path)["the GLB holds the mesh"][0]
-
-
-def test_the_demo_notices_a_wrong_picture(monkeypatch, tmp_path):
-    """Views in another order: the picture is as colourful, and wrong."""
-    kept = synthetic.photographs
-    monkeypatch.setattr(synthetic, "photographs", lambda *arguments: kept(*arguments).roll(1, 0))
-    shown = demo.demonstration(texture_size=96, picture_size=96, view_size=96, frames=1, frame_size=48)
-    assert shown.errors.mean() > 0.1
-    assert (shown.frames - shown.right).abs().mean() > 0.02
-    monkeypatch.setattr(demo, "demonstration", lambda: shown)
-    checks = demo.show(tmp_path)
-    failed = {"the texture is the right one", "no texel is far off", "the turntable is the right one"}
-    assert {name for name, (held, _) in checks.items() if not held} == failed
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_baked_torus_is_right_and_its_views_in_another_order_are_not(wrong):
+    surface = Surface.of(synthetic.torus())
+    views = synthetic.photographs(surface, DEFAULT_VIEWS, 160, 320).roll(int(wrong), 0)
+    baked = bake(surface, DEFAULT_VIEWS, views, BakeSettings(192, 320))
+    texture = filled(baked, surface)
+    errors = synthetic.errors(texture, baked.texels, baked.texels.covered).sort().values
+    frames, right = (turntable(surface, each, 2, 48, elevation=25.0) for each in (texture, synthetic.waves))
+    figures = (
+        float(errors.mean()),
+        float(errors[int(0.999 * (len(errors) - 1))]),
+        float((frames - right).abs().mean()),
+    )
+    assert baked.share >= 0.9 and (frames[0] - frames[1]).abs().mean() > 0.05
+    assert [figure <= most for figure, most in zip(figures, (5e-3, 0.12, 2e-3), strict=True)] == [not wrong] * 3

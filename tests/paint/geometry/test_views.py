@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.baking import synthetic
 from anygpu.paint.geometry import views
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Mesh, Surface
@@ -15,7 +14,7 @@ from anygpu.paint.geometry.raster import face_ids
 from anygpu.paint.geometry.views import SELECTION_STEPS, chosen_views, on_screen, rasterised, rendered_maps
 from paint.shapes import box
 
-from paint import rendered
+from paint import rendered, synthetic
 
 STEP = 1.001 / 255  # one level of 8 bits
 

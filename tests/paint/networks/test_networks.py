@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.paint.networks.layers import Attention, Dtypes
-from anygpu.paint.networks.multiview import Run
+from anygpu.paint.networks.layers import Dtypes, MultiHeadAttention
+from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.pbr import DinoProjection, rotary_tables, voxel_indices
 from anygpu.paint.networks.published import (
     KINDS,
@@ -109,7 +109,7 @@ def test_reference_tokens(paint):
 def paint_out(paint, given, rows=slice(None), **changes):
     reference = paint["reference"](given["ref_latents"][1:])
     maps = torch.cat((given["normal_imgs"], given["position_imgs"]), dim=2)[:1]
-    run = Run(6, reference, tuple(given["ref_scale"][rows].tolist()))
+    run = StreamInputs(6, reference, tuple(given["ref_scale"][rows].tolist()))
     return paint["unet"](
         given["sample"][rows], given["timestep"][None], maps, given["camera_info_gen"][0], changes.get("run", run)
     )
@@ -138,7 +138,7 @@ def test_several_references_lengthen_the_token_list(paint):
         count = one[name].shape[1]
         assert tokens.shape[1] == 3 * count
         assert (tokens[:, count : 2 * count] - one[name]).abs().max() <= KEPT_TOLERANCE
-    run = Run(6, kept, (0.0, 1.0))
+    run = StreamInputs(6, kept, (0.0, 1.0))
     assert torch.isfinite(paint_out(paint, values("paint", "unet_cfg.in"), run=run)).all()
 
 
@@ -156,7 +156,7 @@ def pbr_out(pbr, monkeypatch, change=None):
     tables = {tokens: rotary_tables(found, 16) for tokens, found in voxels.items()}
     reference = pbr["reference"](given["ref_latents"][1:])
     maps = torch.cat((given["embeds_normal"], given["embeds_position"]), dim=2)[:1]
-    run = Run(6, reference, (0.0, 1.0), materials=2, rotary=tables)
+    run = StreamInputs(6, reference, (0.0, 1.0), materials=2, rotary=tables)
     return pbr["unet"](given["sample"], given["timestep"][None], maps, given["dino_tokens"], run)
 
 
@@ -212,7 +212,7 @@ def test_attention_in_chunks_is_the_same(paint):
         set_attention(module, Kernel())
     assert used
     assert (found - values("paint", "unet_cfg.out")["out"][6:]).abs().max() <= TOLERANCE
-    assert all(isinstance(m.attend, Kernel) for m in paint["unet"].modules() if isinstance(m, Attention))
+    assert all(isinstance(m.attend, Kernel) for m in paint["unet"].modules() if isinstance(m, MultiHeadAttention))
 
 
 SAFE, BF16 = Dtypes(torch.float16, torch.float32), Dtypes(torch.bfloat16, torch.bfloat16)

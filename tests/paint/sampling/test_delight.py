@@ -49,8 +49,8 @@ def test_the_published_pipeline(delight):
         found = denoised(delight, given["image_latents"], text, settings, Silent(), lambda: next(noises))
         assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
         with delight.offloader.hold("vae") as module:
-            shown = vae.decoded(module, found / vae.SCALE, torch.device("cpu"), Silent(), "decoding")
-            again = vae.encoded(module, picture("pipeline_input")[None], None, torch.device("cpu"), Silent())
+            shown = vae.decoded(module, found / vae.SCALE, torch.device("cpu"), Silent())
+            again = vae.encoded(module, picture("pipeline_input")[None], None, torch.device("cpu"))
     image = wanted["image"].permute(0, 2, 3, 1)
     image = image if image.min() >= 0 else (image / 2 + 0.5).clamp(0, 1)
     assert (shown - image).abs().max() <= PIXEL

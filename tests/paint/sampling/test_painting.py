@@ -64,7 +64,7 @@ def encoded(pipeline, inputs):
             ("normal", inputs.normals),
             ("position", inputs.positions),
         ):
-            found = vae.encoded(module, pictures, generator, torch.device("cpu"), Silent()) * vae.SCALE
+            found = vae.encoded(module, pictures, generator, torch.device("cpu")) * vae.SCALE
             yield name, found, given[f"{name}_latents"][0]
 
 
@@ -86,7 +86,7 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint):
         found = sampled(paint, conditions, settings, Silent(), lambda: next(noises))
         assert (found - wanted["latents.1"]).abs().max() <= LATENT_TOLERANCE
         with paint.offloader.hold("vae") as module:
-            first = vae.decoded(module, found[:1] / vae.SCALE, torch.device("cpu"), Silent(), "decoding")[0]
+            first = vae.decoded(module, found[:1] / vae.SCALE, torch.device("cpu"), Silent())[0]
     shown = (wanted["decoded_first_view"][0] / 2 + 0.5).clamp(0, 1).permute(1, 2, 0)
     assert (first - shown).abs().max() <= PIXEL
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory.offloader import StandaloneOffloader
-from anygpu.pipelines import stages, tiny
+from anygpu.compat.memory.standalone import StandaloneOffloader
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
     FramePackSettings,
     ImageCondition,

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.loading import folder as loading

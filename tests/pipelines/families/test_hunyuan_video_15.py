@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent, Tools
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
 from anygpu.pipelines.loading import folder as loading

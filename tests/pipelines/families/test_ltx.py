@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
-from anygpu.compat.memory.offloader import StandaloneOffloader
-from anygpu.pipelines import stages, tiny
+from anygpu.compat.memory.standalone import StandaloneOffloader
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
     ImageCondition,
     ImageRequest,

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Pipeline, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import without_attention

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.execution import generator_for
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.settings import of_checkpoint
-from anygpu.pipelines.tiny import parts
-from anygpu.pipelines.tiny.weights import randomise
 from PIL import Image
+from tiny import parts
+from tiny.weights import randomise
 
 WIDTH, HEIGHT, FRAMES, STEPS, SEED, SCALE = 48, 32, 9, 2, 7, 0.476986
 PROMPT, NEGATIVE = "FPS-24, a red cat jumps over the wall", "overexposed"

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_record
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.latents import store as latent_store

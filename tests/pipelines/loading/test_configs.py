@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import CheckpointError, UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.loading import part
 from anygpu.pipelines.loading.configs import construction, empty_weights, require_plausible

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
 from anygpu.compat.packages import empty_encoder, fill, names_in
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load

@@ -10,10 +10,10 @@ import weakref
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading import folder as loading
 from anygpu.pipelines.loading.evidence import variant_choices
 from anygpu.pipelines.loading.folder import LoadRequest, family_of_folder, find_models, load

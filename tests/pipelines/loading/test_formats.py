@@ -7,9 +7,9 @@ from pathlib import Path
 
 import layouts
 import pytest
+import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import Content, config_of, contents, kinds
 from anygpu.pipelines.loading.formats import layouts as known_layouts

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import layouts
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import layouts
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Pipeline, PromptRequest, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.formats import kinds

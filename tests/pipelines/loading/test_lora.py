@@ -11,12 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat import packages
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.memory import parts as part_module
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load

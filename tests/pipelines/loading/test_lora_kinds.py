@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load

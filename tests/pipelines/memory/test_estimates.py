@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.compat.memory import offloader
+from anygpu.compat.memory import standalone
 from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import MODES, OffloadOptions, StandaloneOffloader, ahead_bytes
+from anygpu.compat.memory.offloader import MODES, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
+from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
-from anygpu.pipelines import tiny
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory import estimates
 from anygpu.pipelines.memory import fit as fitting
@@ -59,7 +60,7 @@ def test_nothing_comes_ahead_without_a_stream_for_copies(monkeypatch):
         StandaloneOffloader(Parts({}), torch.device("meta"), "group"),
     )
     assert ahead_bytes(ours, size, "transformer", "group") == 0
-    monkeypatch.setattr(offloader, "copy_stream", lambda device: object())
+    monkeypatch.setattr(standalone, "copy_stream", lambda device: object())
     assert ahead_bytes(ours, size, "transformer", "group") == 80
 
 

@@ -16,7 +16,7 @@ from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.memory.forecast import Forecast
 from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.time import choice, counts, forecast
-from anygpu.pipelines.tiny import build
+from tiny import build
 
 GB = 10**9
 

@@ -28,7 +28,7 @@ from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.time import forecast
-from anygpu.pipelines.tiny import build
+from tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
 

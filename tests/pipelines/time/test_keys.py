@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import FILE, kept_stages
 from anygpu.compat.transforms.attention import Attention
@@ -25,8 +25,8 @@ from anygpu.pipelines.stages import DECODING as DECODE
 from anygpu.pipelines.stages import SAMPLING as SAMPLE
 from anygpu.pipelines.time import forecast
 from anygpu.pipelines.time.forecast import DECODING, SAMPLING, Run
-from anygpu.pipelines.tiny import build
 from anygpu.pipelines.vae.plan import Form
+from tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
 ASKED = Size(64, 64, 9)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from anygpu.compat import precision as precisions
+from anygpu.compat.device import precision as precisions
+from anygpu.compat.device.precision import PRECISION, Precision
 from anygpu.compat.device.probe_store import OK, UNUSABLE, ProbeResult
 from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Work, counting
-from anygpu.compat.precision import PRECISION, Precision
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.time import counts, forecast

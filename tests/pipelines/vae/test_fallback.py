@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
 from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
@@ -21,7 +22,6 @@ from anygpu.compat.output_check import (
     fault_in_frames,
     fault_in_latents,
 )
-from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.vae.fallback import decoded, make_contiguous, tiled

@@ -6,11 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.compile import Compilation, CompileSettings
 from anygpu.compat.transforms.fused_vae import fuse_vae
-from anygpu.pipelines import stages, tiny
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .decision import AUTO, CHOSEN, Decision
-from .device.facts import DeviceFacts
-from .device.probe_store import Probes
-from .device.quirks import DevicePolicy, Verdict, policy_for, verdict, verdicts
-from .errors import UnsupportedError
+from ..decision import AUTO, CHOSEN, Decision
+from ..errors import UnsupportedError
+from .facts import DeviceFacts
+from .probe_store import Probes
+from .quirks import Abilities, Verdict, abilities_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -58,6 +58,11 @@ class Precision:
     def safe(self) -> bool:
         """Whether this is fp16-safe: fp16 operands around an fp32 residual stream."""
         return self.compute is FP16 and self.residual is FP32
+
+    @property
+    def operands(self) -> str:
+        """The name of the dtype of the transformer's products and attention."""
+        return NAMES[self.compute or self.transformer]
 
     @property
     def choice(self) -> str:
@@ -150,9 +155,9 @@ def precision_for(
     Raises:
         UnsupportedError: unknown choice, no row for the device, or an explicit choice that the device cannot do.
     """
-    policy = policy_for(facts)
+    able = abilities_of(facts, probes)
     if choice == "auto":
-        return _automatic(model, _row(model, facts), policy, probes)
+        return _automatic(model, _row(model, facts), able)
     if choice not in _EXPLICIT:
         raise UnsupportedError(
             f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
@@ -160,14 +165,14 @@ def precision_for(
     if _contradicts(choice, facts):
         raise UnsupportedError(
             f"precision {choice!r} {ON_CPU}",
-            expected=f"one of {', '.join(_possible(policy, probes, facts, offered))}",
+            expected=f"one of {', '.join(_possible(able, facts, offered))}",
             fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
         )
-    chosen, ability = _EXPLICIT[choice], _ability(model, choice, policy, probes)
+    chosen, ability = _EXPLICIT[choice], _ability(model, choice, able)
     if not ability.usable:
         raise UnsupportedError(
             f"precision {choice!r} {_refusal(ability, facts)}",
-            expected=f"one of {', '.join(_possible(policy, probes, facts, offered))}",
+            expected=f"one of {', '.join(_possible(able, facts, offered))}",
             fix="Choose auto, which uses what works on this device.",
         )
     why = [chosen.why]
@@ -177,13 +182,13 @@ def precision_for(
         why.append(_WIDE_TEXT[choice])
     if ability.costly:
         why.append(f"slow here ({ability.why})")
-    return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, policy, probes), automatic=False)
+    return replace(chosen, why="; ".join(why), conv=_conv_dtype(chosen.vae, able), automatic=False)
 
 
 def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = None) -> tuple[Decision, ...]:
     """One that floats of 16 bits travel as integers, where a part has them and this device damages plain copies."""
     for dtype in dict.fromkeys((precision.transformer, precision.text, precision.vae)):
-        plain = verdict(f"copy.{NAMES[dtype]}", policy_for(facts), probes)
+        plain = abilities_of(facts, probes).verdict(f"copy.{NAMES[dtype]}")
         if not plain.usable:
             return (Decision("copies", "16-bit values as integers", plain.why, AUTO),)
     return ()
@@ -198,7 +203,7 @@ def reason_against(choice: str, models: Iterable[ModelPrecision], facts: DeviceF
         return ""
     if _contradicts(choice, facts):
         return ON_CPU
-    abilities = [_ability(model, choice, policy_for(facts)) for model in models]
+    abilities = [_ability(model, choice, abilities_of(facts)) for model in models]
     return "" if any(ability.usable for ability in abilities) else _refusal(abilities[-1], facts)
 
 
@@ -206,31 +211,15 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
     return choice == SAFE and facts.backend == "cpu"
 
 
-def _ability(model: ModelPrecision, choice: str, policy: DevicePolicy, probes: Probes = None) -> Verdict:
+def _ability(model: ModelPrecision, choice: str, able: Abilities) -> Verdict:
     """Whether the device can run the whole of a model in an explicit choice."""
-    chosen = _EXPLICIT[choice]
-    ability = transformer_verdict(chosen, policy, probes)
-    if ability.usable and model.half_unet:
-        return vae_verdict(chosen.compute or chosen.transformer, policy, probes)
-    return ability
+    name = _EXPLICIT[choice].operands
+    ability = able.transformer(name)
+    return able.vae(name) if ability.usable and model.half_unet else ability
 
 
 def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
     return f"cannot run on {facts.name} ({ability.why})"
-
-
-def transformer_verdict(precision: Precision, policy: DevicePolicy, probes: Probes = None) -> Verdict:
-    """Whether the device can run a transformer so: casts in both directions, products and attention."""
-    name = NAMES[precision.compute or precision.transformer]
-    casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
-    return verdicts((*casts, f"matmul.{name}", f"attention.{name}", f"masked_attention.{name}"), policy, probes)
-
-
-def vae_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes = None) -> Verdict:
-    """Whether the device can run a VAE in ``dtype``: casts, GroupNorm, and convolutions in some form."""
-    name = NAMES[dtype]
-    casts = () if name == "fp32" else (f"cast.{name}_to_fp32", f"cast.fp32_to_{name}")
-    return verdicts((*casts, f"groupnorm.{name}", f"conv2d.{name}"), policy, probes)
 
 
 def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
@@ -239,63 +228,57 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
         raise UnsupportedError(
             f"no precision policy for {facts.arch_class!r}",
             expected=f"one of {', '.join(sorted(PRECISION))}",
-            fix="Choose a precision yourself, or add a row to PRECISION in compat/precision.py.",
+            fix="Choose a precision yourself, or add a row to PRECISION in compat/device/precision.py.",
         )
     return model.rows.get((row.transformer, row.text, row.vae), row)
 
 
-def _automatic(model: ModelPrecision, row: Precision, policy: DevicePolicy, probes: Probes) -> Precision:
+def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precision:
     """The row, with every part that the device cannot do well replaced, and each reason said once."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
-        row, why, causes = _transformer(row, policy, probes)
+        row, why, causes = _transformer(row, able)
     if model.half_unet and row.compute is not FP32:
-        ability = vae_verdict(row.compute or row.transformer, policy, probes)
+        ability = able.vae(row.operands)
         if _refused(ability):
             row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
             why = f"fp32, because this UNet's convolutions do not work in half precision here ({ability.why})"
     if row.text is not FP32:
-        ability = _text_verdict(row.text, policy, probes)
+        ability = able.transformer(NAMES[row.text])
         if _refused(ability):
-            half = model.half_text and row.safe and not _refused(_text_verdict(FP16, policy, probes))
+            half = model.half_text and row.safe and not _refused(able.transformer("fp16"))
             text = FP16 if half else FP32
             row, why = replace(row, text=text), f"{why}; text in {NAMES[text]}{_cause(ability, causes)}"
             causes.append(ability)
     if row.vae is not FP32:
-        ability = vae_verdict(row.vae, policy, probes)
+        ability = able.vae(NAMES[row.vae])
         if _refused(ability):
             row, why = replace(row, vae=FP32, conv=FP32), f"{why}; VAE in fp32{_cause(ability, causes)}"
-    return replace(row, why=why, conv=_conv_dtype(row.vae, policy, probes))
+    return replace(row, why=why, conv=_conv_dtype(row.vae, able))
 
 
-def _transformer(row: Precision, policy: DevicePolicy, probes: Probes) -> tuple[Precision, str, list[Verdict]]:
+def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[Verdict]]:
     """The row with a transformer that runs here, the reason, and what it names as the cause."""
-    ability = transformer_verdict(row, policy, probes)
+    ability = able.transformer(row.operands)
+    if not row.safe and not _refused(ability):
+        return row, row.why, []
+    half = able.transformer("fp16")
+    # A GPU whose fp16 convolutions give NaN is trusted with no fp16.
+    refused = half if not half.usable else able.verdict("conv2d.fp16")
     if row.safe:
-        trust = verdict("conv2d.fp16", policy, probes)  # a GPU whose fp16 convolutions give NaN is trusted with no fp16
-        refused = ability if not ability.usable else trust
         if refused.usable:
             return row, row.why, []
         return Precision(FP32, FP32, row.vae, ""), f"fp32, because fp16 does not work here ({refused.why})", [refused]
-    if not _refused(ability):
-        return row, row.why, []
-    half = NAMES[row.compute or row.transformer]
-    safe, trust = transformer_verdict(_EXPLICIT[SAFE], policy, probes), verdict("conv2d.fp16", policy, probes)
-    since = f"since {half} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
-    if safe.usable and trust.usable:
+    since = f"since {row.operands} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
+    if refused.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    refused = trust if safe.usable else safe
     return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 
-def _text_verdict(dtype: torch.dtype, policy: DevicePolicy, probes: Probes) -> Verdict:
-    return transformer_verdict(Precision(dtype, dtype, dtype, ""), policy, probes)
-
-
-def _conv_dtype(vae: torch.dtype, policy: DevicePolicy, probes: Probes) -> torch.dtype:
+def _conv_dtype(vae: torch.dtype, able: Abilities) -> torch.dtype:
     """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
-    each = [verdict(f"{name}.{NAMES[vae]}", policy, probes) for name in ("conv3d", "conv2d")]
+    each = [able.verdict(f"{name}.{NAMES[vae]}") for name in ("conv3d", "conv2d")]
     return FP32 if all(map(_refused, each)) else vae
 
 
@@ -309,6 +292,6 @@ def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
     return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(policy: DevicePolicy, probes: Probes, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
-    usable = {name: transformer_verdict(row, policy, probes).usable for name, row in _EXPLICIT.items()}
+def _possible(able: Abilities, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
+    usable = {name: able.transformer(row.operands).usable for name, row in _EXPLICIT.items()}
     return [name for name in offered if usable.get(name, True) and not _contradicts(name, facts)]

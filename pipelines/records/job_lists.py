@@ -7,13 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
-from ..compat.errors import InputError
-from .base import FramePackSettings, PromptRequest, SampleSettings
+from ...compat.errors import InputError
+from ..base import FramePackSettings, PromptRequest, SampleSettings
+from .job import Content, Job, Picture, Value, VideoJob
 from .job_folder import HALF, MOST_JOBS, JobFolder
-from .job_format import Content, Job, Picture, Value
-from .jobs import Places
+from .places import Places
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
 MOST_SEED = 2**64 - 1
@@ -42,14 +41,14 @@ class JobList:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What many jobs have in common, and what differs.
+    """The inputs that many jobs share, and those that differ.
 
     Args:
         prompts: one or more.
         seeds: of each prompt.
         pictures: files to start from, each a job's; none for text alone.
         settings: whose seed is replaced.
-        load: inputs of loading, as in :attr:`Job.load`.
+        load: inputs of loading, as in :attr:`VideoJob.load`.
         framepack: for its family alone.
     """
 
@@ -115,7 +114,7 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
         picture = places.picture(path)
         pictures.append((Picture(Content(folder.add_input(path), picture.content)),))
     every = [
-        Job(
+        VideoJob(
             content,
             PromptRequest(prompt, batch.negative),
             SampleSettings(**{"width": 0, "height": 0, "frames": 0, **batch.settings, "seed": seed}),  # type: ignore[arg-type]
@@ -130,18 +129,7 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
     return write_list(folder, name, every)
 
 
-class Recorded(Protocol):
-    """A job of any kind."""
-
-    @property
-    def key(self) -> str:
-        """A hash of what it makes."""
-
-    def record(self) -> dict[str, Any]:
-        """The job as JSON has it."""
-
-
-def write_list(folder: JobFolder, name: str, jobs: Sequence[Recorded]) -> JobList:
+def write_list(folder: JobFolder, name: str, jobs: Sequence[Job]) -> JobList:
     """Write jobs into ``folder``; those of them that failed before are asked for again."""
     lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in jobs)
     if any(HALF.search(line) for line in lines):

@@ -1,36 +1,77 @@
 """A render as one JSON document: the same for the command, nodes, other machines, receipts and replay.
 
-Models, LoRAs, pictures and videos are named by what they contain; their names are hints where to look. What only says
-where and how fast a job runs is left out of its key.
+Models, LoRAs, pictures, meshes and videos are identified by their content; their names are hints where to look.
+Settings of placement and speed are left out of a job's key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError
-from ..compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
-from ..compat.transforms.step_cache import OFF, StepCacheSettings
-from .base import FramePackSettings, PromptRequest, SampleSettings
-from .family import FITS
-from .loading import lora
-from .loading.folder import AUTO
-from .requests import LOAD_INPUTS
-from .vae.plan import Form
+import torch
 
-VERSION, HEAD, KIND = 1, "anygpu_job", "video"
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, InputError
+from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
+from ...compat.transforms.step_cache import OFF, StepCacheSettings
+from ..base import FramePackSettings, PromptRequest, SampleSettings
+from ..family import FITS
+from ..loading import lora
+from ..loading.folder import AUTO
+from ..requests import LOAD_INPUTS
+from ..vae.plan import Form
+
+VERSION, HEAD = 1, "anygpu_job"
 MOST_BYTES = 16 * 1024**2  # of a job file; the prompts are in it
 PLACES = (  # inputs of loading that say where and how fast, not what
     *("offload", "attention", "keep_free_gb", "transformer_device", "text_device", "vae_device", "kernels"),
     *("compile", "compile_mode", "compile_dynamic", "compile_cache_size", "compile_vae"),
 )
+USUAL_STEPS, USUAL_FRAMES, USUAL_SIDE = 30, 97, 512  # for the size of jobs that leave them to their model
 Value = str | float | int | bool
+
+
+class Job(Protocol):
+    """One render of any kind: a frozen dataclass of plain values."""
+
+    kind: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A hash of all that decides the result: equal on machines whose paths, devices and speeds differ."""
+
+    @property
+    def model_key(self) -> str:
+        """A hash of all that has to be loaded: jobs that share it can share a pipeline."""
+
+    @property
+    def size(self) -> float:
+        """The amount of work compared with other jobs of this model, in any unit."""
+
+    @property
+    def inputs(self) -> tuple[Content, ...]:
+        """The pictures, meshes and videos that it starts from."""
+
+    def record(self) -> dict[str, Any]:
+        """The job as JSON has it."""
+        return {HEAD: VERSION, "kind": self.kind, **plain(self)}
+
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a job: its pixels in 0..1, and the ending and the writer of its file."""
+
+    pixels: torch.Tensor
+    suffix: str
+    write: Callable[[Path], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +119,8 @@ class Caching:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One render.
+class VideoJob(Job):
+    """One video.
 
     Args:
         model: folder of a pipeline or of a transformer, or the transformer's file where ``files`` names it.
@@ -94,6 +135,8 @@ class Job:
         video: to start from, in place of noise alone; ``settings.denoise`` says how much of it is redrawn.
         decode_timestep, decode_noise_scale: below 0 the model's own.
     """
+
+    kind: ClassVar[str] = "video"
 
     model: Content
     prompt: PromptRequest = field(metadata={WITHOUT: ("image",)})
@@ -114,23 +157,41 @@ class Job:
     decode_timestep: float = -1.0
     decode_noise_scale: float = -1.0
 
+    def __post_init__(self) -> None:
+        if self.files and "transformer" not in self.files:
+            raise InputError(
+                f"files of the job for {', '.join(sorted(self.files))}", expected="one for the transformer too", fix=FIX
+            )
+        for name, value in self.load.items():
+            if name not in LOAD_INPUTS:
+                raise InputError(
+                    f"unknown field {shown(name)} in the job.load", expected=f"one of {', '.join(LOAD_INPUTS)}", fix=FIX
+                )
+            usual = LOAD_INPUTS[name].default
+            if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
+                raise wrong(f"the job.load.{name}", value, f"a value such as {usual!r}")
+
     @property
     def key(self) -> str:
-        """A hash of what decides the video: equal on machines whose paths, devices and speeds differ."""
-        return _hash(_by_content({**plain(self), "family": ""}))
+        return _hash(by_content({**plain(self), "family": ""}))
 
     @property
     def model_key(self) -> str:
-        """A hash of what has to be loaded: jobs that share it can share a pipeline."""
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
         return _hash(plain({name: getattr(self, name) for name in names}))
 
-    def record(self) -> dict[str, Any]:
-        """The job as JSON has it."""
-        return {HEAD: VERSION, "kind": KIND, **plain(self)}
+    @property
+    def size(self) -> float:
+        given = self.settings
+        pixels = (given.width or USUAL_SIDE) * (given.height or USUAL_SIDE) * (given.frames or USUAL_FRAMES)
+        return float(pixels * (given.steps or USUAL_STEPS) * (2 if given.cfg > 1 else 1))
+
+    @property
+    def inputs(self) -> tuple[Content, ...]:
+        return (*(picture.file for picture in self.pictures), *([] if self.video is None else [self.video]))
 
 
-def read_job(path: Path) -> Job:
+def read_job(path: Path) -> VideoJob:
     """The job in a file.
 
     Raises:
@@ -150,7 +211,7 @@ def read_job(path: Path) -> Job:
     return job_in(json_in(content, repr(path.name)))
 
 
-def write_job(path: Path, job: Job) -> Path:
+def write_job(path: Path, job: VideoJob) -> Path:
     """Write ``job`` to a file, whole or not at all; returns ``path``."""
     text = json.dumps(job.record(), indent=1, ensure_ascii=False) + "\n"
     with replacing(path) as temporary:
@@ -158,48 +219,48 @@ def write_job(path: Path, job: Job) -> Path:
     return path
 
 
-def job_in(record: Any) -> Job:
-    """The job that a JSON object describes.
+def job_in(record: Any) -> VideoJob:
+    """The video's job that a JSON object describes.
 
     Raises:
-        InputError: no job, a newer version, an unknown field, or a value of a wrong type.
+        InputError: no job, a newer version, another kind, an unknown field, or a value of a wrong type.
     """
+    return _parsed(VideoJob, record)
+
+
+def job_on(line: str, *kinds: type[Job]) -> Job:
+    """The job of one line of a job file, of one of ``kinds``; raises as :func:`job_in`."""
+    if len(line) > MOST_BYTES:
+        raise InputError(f"a line of {len(line)} characters", expected=f"{MOST_BYTES} at most", fix="Shorten it.")
+    record = json_in(line, "this line")
+    name = record.get("kind") if isinstance(record, dict) else None
+    return _parsed(next((kind for kind in kinds if kind.kind == name), kinds[0]), record)
+
+
+def _parsed(kind: type[J], record: Any) -> J:
     if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
         raise InputError(f"{shown(record)} instead of a job", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
     if record[HEAD] > VERSION:
         raise InputError(
             f"a job of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
         )
-    if record.get("kind", KIND) != KIND:
-        raise wrong("a job of kind", record["kind"], repr(KIND))
-    job = parse(Job, {name: value for name, value in record.items() if name not in (HEAD, "kind")}, "the job")
-    if job.files and "transformer" not in job.files:
-        raise InputError(
-            f"files of the job for {', '.join(sorted(job.files))}", expected="one for the transformer too", fix=FIX
-        )
-    for name, value in job.load.items():
-        if name not in LOAD_INPUTS:
-            raise InputError(
-                f"unknown field {shown(name)} in the job.load", expected=f"one of {', '.join(LOAD_INPUTS)}", fix=FIX
-            )
-        kind = type(LOAD_INPUTS[name].default)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise wrong(f"the job.load.{name}", value, f"a value such as {LOAD_INPUTS[name].default!r}")
-    return job
+    if record.get("kind", VideoJob.kind) != kind.kind:
+        raise wrong("a job of kind", record["kind"], repr(kind.kind))
+    return parse(kind, {name: value for name, value in record.items() if name not in (HEAD, "kind")}, "the job")
 
 
 def load_inputs(values: Mapping[str, Any]) -> dict[str, Value]:
-    """The inputs of loading among ``values`` that are not at their defaults, for :attr:`Job.load`."""
+    """The inputs of loading among ``values`` that are not at their defaults, for :attr:`VideoJob.load`."""
     return {name: values[name] for name, row in LOAD_INPUTS.items() if values.get(name, row.default) != row.default}
 
 
-def _by_content(record: Any) -> Any:
+def by_content(record: Any) -> Any:
     """A record without names where there is a content, and without what says where it runs."""
     if isinstance(record, dict):
         if record.keys() == CONTENT:
             return record["content"]
-        return {name: _by_content(value) for name, value in record.items() if name not in PLACES}
-    return [_by_content(item) for item in record] if isinstance(record, list) else record
+        return {name: by_content(value) for name, value in record.items() if name not in PLACES}
+    return [by_content(item) for item in record] if isinstance(record, list) else record
 
 
 def _hash(record: Any) -> str:

@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoints.headers import declared
-from ..checkpoints.weights import read_tensors, write_tensors
-from ..errors import PackError
-from ..precision import DTYPES, ModelPrecision
-from ..transforms.attention import attention_for, avoided_by
-from ..transforms.attention_chunks import chunked
-from ..transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
-from ..transforms.conv3d_forms import Conv3dForm, Geometry, covers
-from .facts import DeviceFacts, device_fault, first_line
-from .probe_store import OK, ProbeStore
-from .probes import bits_of, home
-from .quirks import abilities, fixed, policy_for
+from .checkpoints.headers import declared
+from .checkpoints.weights import read_tensors, write_tensors
+from .device.facts import DeviceFacts, device_fault
+from .device.precision import DTYPES, ModelPrecision
+from .device.probe_store import OK, ProbeStore
+from .device.probes import bits_of, home
+from .device.quirks import abilities, fixed, policy_for
+from .errors import PackError, first_line
 from .report import LAYERS, dtypes_in_use
+from .transforms.attention import attention_for, avoided_by
+from .transforms.attention_chunks import chunked
+from .transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
+from .transforms.conv3d_forms import Conv3dForm, Geometry, covers
 
 PASSED, AVOIDED, FAILED, NEWS = "ok", "avoided", "FAILED", "news"
 ATTENTION_BOUND = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}

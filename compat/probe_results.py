@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from .facts import DeviceFacts
-from .probe_store import ProbeStore
-from .probes import NAMES
+from .device.facts import DeviceFacts
+from .device.probe_store import ProbeStore
+from .device.probes import NAMES
 
 TRITON = "triton"
 GELU = "gelu_in_product"
@@ -27,12 +27,12 @@ def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool
 
 
 def _triton(device: torch.device) -> str:
-    from ..transforms.fused import triton_fault  # which imports the kernels
+    from .transforms.fused import triton_fault  # which imports the kernels
 
     return triton_fault(device)
 
 
 def _gelu(dtype: torch.dtype, device: torch.device) -> str:
-    from ..transforms.fused import gelu_fault
+    from .transforms.fused import gelu_fault
 
     return gelu_fault(dtype, device)

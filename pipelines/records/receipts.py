@@ -1,4 +1,4 @@
-"""What made a video: a record inside the file, without paths, from which the video is made again on any machine."""
+"""Receipts: records inside videos and latents, without paths, from which they are made again on any machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
-from ..compat.checkpoints.latents import metadata_of, record_in
-from ..compat.device.facts import GIBIBYTE, value_or
-from ..compat.errors import CheckpointError, InputError, PackError
-from ..compat.records import FIX, json_in, shown
-from ..compat.redaction import own_names, redact
-from .base import (
+from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
+from ...compat.checkpoints.latents import metadata_of, record_in
+from ...compat.device.facts import GIBIBYTE, value_or
+from ...compat.errors import CheckpointError, InputError, PackError
+from ...compat.records import FIX, json_in, shown
+from ...compat.redaction import own_names, redact
+from ..base import (
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -33,20 +33,20 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FITS
-from .job_format import PLACES, Adapter, Caching, Content, Job, Picture, job_in, load_inputs
-from .loading import lora
-from .loading.folder import LoadRequest
-from .movie import tags_of
-from .requests import inputs_of
-from .vae.plan import Form
+from ..family import FITS
+from ..loading import lora
+from ..loading.folder import LoadRequest
+from ..movie import tags_of
+from ..requests import inputs_of
+from ..vae.plan import Form
+from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
 TAG = "anygpu"  # of a video's metadata
 LATENT_FILES = (".safetensors", ".latent")
 PACKAGES = ("torch", "diffusers", "transformers")
-PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 TEXT = "a prompt that was not encoded by AnyGPU Encode Prompt"
 
 
@@ -133,7 +133,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def job_of(record: Mapping[str, Any]) -> Job:
+def job_of(record: Mapping[str, Any]) -> VideoJob:
     """The job that makes a receipt's video again.
 
     Raises:
@@ -151,7 +151,7 @@ def job_of(record: Mapping[str, Any]) -> Job:
 
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
-    """What differs between the machine of a receipt and this one, in versions, device and decisions."""
+    """The differences in versions, device and decisions between the machine of a receipt and this one."""
     here = redact(_told(pipeline), own_names())
     return [
         f"{name} {shown(then)}, here {now!r}"
@@ -161,7 +161,7 @@ def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """What two receipts say differently of device, versions and decisions: its name, and both values or None."""
+    """Differences of two receipts in device, versions and decisions: each name, with both values or None."""
     rows = []
     for group in ("device", "made_with", "decisions"):
         old, new = _by_name(before.get(group)), _by_name(now.get(group))
@@ -181,17 +181,11 @@ def latents_hash(latents: Latents) -> str:
 def versions() -> dict[str, str]:
     """The pack's version, Python's, and those of the packages that compute."""
 
-    def package(name: str) -> Any:
-        return importlib.metadata.version(name)
-
-    asked: dict[str, Callable[[], Any]] = {
-        "anygpu": pack_version,
-        "python": lambda: platform.python_version(),
-        "system": lambda: platform.system(),
-        **{name: partial(package, name) for name in PACKAGES},
+    asked: dict[str, Callable[[], str]] = {
+        **{"anygpu": pack_version, "python": platform.python_version, "system": platform.system},
+        **{name: partial(importlib.metadata.version, name) for name in PACKAGES},
     }
-    answers = {name: value_or(ask, "") for name, ask in asked.items()}
-    return {name: str(answer) for name, answer in answers.items() if answer}
+    return {name: str(answer) for name, ask in asked.items() if (answer := value_or(ask, ""))}
 
 
 def pack_version() -> str:
@@ -217,12 +211,12 @@ def _job(
     image: ImageCondition | None,
     settings: SampleSettings,
     framepack: FramePackSettings | None,
-) -> Job:
+) -> VideoJob:
     request: LoadRequest = pipeline.request
     parts = {} if request.files is None else request.files.parts
     sources = () if image is None else image.sources
     cache = pipeline.step_cache
-    return Job(
+    return VideoJob(
         model=_named(request.model),
         family=pipeline.family,
         prompt=prompt.extra.get("request", PromptRequest("")),
@@ -243,7 +237,7 @@ def _job(
 def _missing(
     prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, video: Content | None
 ) -> list[str]:
-    """What made a video and no file describes."""
+    """Inputs of a video that no file describes."""
     looks = prompt.extra.get("looks_at", "")
     sources = () if image is None else image.sources
     absent = {
@@ -263,7 +257,7 @@ def _named(path: Path) -> Content:
 
 
 def _told(pipeline: Pipeline) -> dict[str, Any]:
-    """What a receipt says beside the job; not redacted yet."""
+    """The versions, device and decisions of a receipt, not redacted yet."""
     decisions = [[line.subject, line.verdict] for line in pipeline.decisions]
     return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
-from ..compat.device.probe_results import probe_results_of
-from ..compat.device.probe_store import ProbeResult
-from ..compat.memory.statistics import kept_stages
-from ..compat.precision import precision_for
-from ..compat.records import parse, plain
-from ..compat.redaction import own_names, redact
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
+from ...compat.device.precision import ModelPrecision, precision_for
+from ...compat.device.probe_store import ProbeResult
+from ...compat.memory.statistics import kept_stages
+from ...compat.probe_results import probe_results_of
+from ...compat.records import parse, plain
+from ...compat.redaction import own_names, redact
 from .receipts import versions
-from .report import precisions
 
 VERSION, HEAD = 1, "anygpu_machine"
 MOST_TEXT, MOST_ITEMS = 200, 400
@@ -27,7 +26,7 @@ HINT = "never sent by AnyGPU: attach it to the issue form 'How it runs on my har
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StageRun:
     """A stage of a run: ``pipeline`` is family and variant; peaks are 0 where the device does not tell."""
 
     stage: str
@@ -40,8 +39,8 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a probe found: its status, and the milliseconds that it took."""
+class ProbeAnswer:
+    """The result of a probe: its status, and the milliseconds that it took."""
 
     probe: str
     status: str
@@ -49,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SharedMachine:
     """A machine.
 
     Args:
@@ -64,17 +63,17 @@ class Machine:
     driver: str
     memory_gb: float
     versions: dict[str, str]
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[ProbeAnswer, ...] = ()
     precision: dict[str, str] = field(default_factory=dict)
-    runs: tuple[Run, ...] = ()
+    runs: tuple[StageRun, ...] = ()
 
     def text(self) -> str:
         """The file's content."""
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 
-def this_machine(device: Any, state: Path | None) -> Machine:
-    """The machine with ``device``; probes that were not asked yet are.
+def this_machine(device: Any, state: Path | None, models: Mapping[str, ModelPrecision]) -> SharedMachine:
+    """The machine with ``device``, after all its probes have run, and the dtypes that ``auto`` picks for ``models``.
 
     Raises:
         UnsupportedError: torch cannot reach the device.
@@ -82,18 +81,25 @@ def this_machine(device: Any, state: Path | None) -> Machine:
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(False)
-    return machine_of(facts, dict(store.items()), state, own_names())
+    return machine_of(facts, dict(store.items()), state, own_names(), models)
 
 
-def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path | None, names: Iterable[str]) -> Machine:
+def machine_of(
+    facts: DeviceFacts,
+    probes: dict[str, ProbeResult],
+    state: Path | None,
+    names: Iterable[str],
+    models: Mapping[str, ModelPrecision],
+) -> SharedMachine:
     """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
 
     Args:
         probes: answers by name.
         state: folder with the last runs; None for none.
+        models: title of each family to its precision rows.
     """
     runs = [
-        Run(
+        StageRun(
             stage=cost.stage,
             pipeline=cost.pipeline,
             mode=cost.mode,
@@ -105,19 +111,19 @@ def machine_of(facts: DeviceFacts, probes: dict[str, ProbeResult], state: Path |
         for cost in ([] if state is None else kept_stages(state))
         if cost.device == str(facts.device)
     ]
-    decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in precisions().items()}
-    whole = Machine(
+    decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in models.items()}
+    whole = SharedMachine(
         device=facts.name,
         backend=facts.backend,
         arch=facts.arch,
         driver=facts.driver,
         memory_gb=round(facts.total_bytes / GIBIBYTE, 1),
         versions={**versions(), **facts.versions, "kernel": _number(facts.versions.get("kernel", ""))},
-        answers=tuple(Answer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
+        answers=tuple(ProbeAnswer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
         precision=decided,
         runs=tuple(runs),
     )
-    return parse(Machine, short(redact(plain(whole), tuple(names))), "the machine")
+    return parse(SharedMachine, short(redact(plain(whole), tuple(names))), "the machine")
 
 
 def _number(version: str) -> str:

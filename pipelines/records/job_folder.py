@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..compat.checkpoints.headers import plain_status
-from ..compat.device.facts import first_line
-from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, InputError, PackError
-from ..compat.records import shown
-from .job_format import MOST_BYTES
+from ...compat.checkpoints.headers import plain_status
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, InputError, PackError, first_line
+from ...compat.records import shown
+from .job import MOST_BYTES
 
 JOBS = ".jsonl"
 MOST_JOBS = 1_000_000  # of one file
@@ -50,17 +49,17 @@ class JobFolder:
 
     @property
     def inputs(self) -> Path:
-        """Where the files are that jobs name."""
+        """The folder of the files that jobs name."""
         return self.root / "inputs"
 
     @property
     def results(self) -> Path:
-        """Where finished jobs are."""
+        """The folder of finished jobs."""
         return self.root / "results"
 
     @property
     def state(self) -> Path:
-        """Where the steps of unfinished jobs are kept."""
+        """The folder of the steps of unfinished jobs."""
         return self.root / "state"
 
     def job_files(self) -> list[Path]:
@@ -93,7 +92,7 @@ class JobFolder:
         return self.add_content(content, file.suffix.lower())
 
     def add_content(self, content: bytes, suffix: str) -> str:
-        """As :meth:`add_input`, for the bytes of a file that ends in ``suffix``."""
+        """The name of a copy of ``content``, the bytes of a file that ends in ``suffix``."""
         path = self.inputs / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
         if not path.is_file():
             with written(path) as temporary:
@@ -123,7 +122,7 @@ class JobFolder:
         return path
 
     def is_done(self, key: str) -> bool:
-        """Whether the job of ``key`` is finished."""
+        """True where the job of ``key`` is finished."""
         return (self.results / f"{key}.json").is_file()
 
     def done_keys(self) -> set[str]:
@@ -153,7 +152,7 @@ class JobFolder:
         _write(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
 
     def failure(self, key: str) -> str:
-        """Why the job of ``key`` failed; empty where it did not."""
+        """The reason why the job of ``key`` failed; empty where it did not."""
         try:
             return _text(self.root / "failed" / f"{key}.txt")
         except OSError:
@@ -187,7 +186,7 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """What each worker did when it was last written down; nothing if there are none."""
+        """The last state that was written of each worker."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
             with suppress(OSError, ValueError, RecursionError):
@@ -221,7 +220,7 @@ def each_line(path: Path) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """As :func:`each_line`, all of them.
+    """All lines of :func:`each_line`.
 
     Raises:
         CheckpointError: a file that cannot be read, or that is not text.
@@ -243,7 +242,7 @@ def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """As :func:`replacing`; a folder that takes no files is one line, which keeps the system's number.
+    """Replace a file as :func:`replacing` does; a folder that takes none is one line with the system's error number.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -272,7 +271,7 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 def _text(path: Path) -> str:
-    """What a small file says, whatever its encoding.
+    """The text of a small file, whatever its encoding.
 
     Raises:
         OSError: no file, or one from which reading would wait for ever.

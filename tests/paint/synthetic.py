@@ -1,39 +1,21 @@
-"""Meshes and pictures whose right texture is known: what the demo bakes, and what tests measure errors against."""
+"""Pictures of the demo's torus whose right texture is known: what tests measure errors against."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from anygpu.paint.baking.bake import Texels
+from anygpu.paint.choices import DEMO_SIZE
+from anygpu.paint.demo import ColourPair, halves
+from anygpu.paint.demo import torus as torus
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, CameraTable
+from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.geometry.views import rasterised
 from torch import Tensor
 
-from ..geometry.cameras import DEFAULT_VIEWS, CameraTable
-from ..geometry.mesh import Mesh, Surface
-from ..geometry.views import rasterised
-from .bake import Texels
-
-MARGIN = 0.02  # of the texture, round each chart
 Colouring = Callable[[Tensor], Tensor]
-
-
-def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """UVs (P, 2), v down, and faces (M, 3) of a sheet whose left and right edges are separate vertices."""
-    v, u = torch.meshgrid(torch.linspace(0, 1, rows + 1), torch.linspace(0, 1, columns + 1), indexing="ij")
-    index = torch.arange((rows + 1) * (columns + 1)).view(rows + 1, columns + 1)
-    a, b, c, d = (part.reshape(-1) for part in (index[:-1, :-1], index[1:, :-1], index[:-1, 1:], index[1:, 1:]))
-    faces = torch.cat((torch.stack((a, b, c), 1), torch.stack((c, b, d), 1)))
-    return torch.stack((u.reshape(-1), v.reshape(-1)), dim=1), faces
-
-
-def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
-    """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart."""
-    uvs, faces = grid(rows, columns)
-    around, along = uvs[:, 0] % 1 * 2 * math.pi, -(uvs[:, 1] % 1) * 2 * math.pi
-    reach = 1 + tube * along.cos()
-    vertices = torch.stack((reach * around.sin(), tube * along.sin(), reach * around.cos()), dim=1)
-    return Mesh(vertices, faces, uvs * (1 - 2 * MARGIN) + MARGIN)
 
 
 def waves(places: Tensor) -> Tensor:
@@ -61,6 +43,11 @@ def photographs(
             picture = smaller[0].movedim(0, -1)
         pictures.append(picture)
     return torch.stack(pictures)
+
+
+def in_two_colours(surface: Surface, pair: ColourPair, background: float = 1.0) -> Tensor:
+    """What the six cameras see of a surface in one colour above and another below, (V, S, S, 3)."""
+    return photographs(surface, DEFAULT_VIEWS, DEMO_SIZE, 2 * DEMO_SIZE, halves(pair), background)
 
 
 def ideal_texture(texels: Texels, colouring: Colouring = waves) -> Tensor:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..decision import AUTO, Decision
-from ..errors import PackError
-from ..precision import NAMES, ModelPrecision, Precision, precision_for
-from ..transforms.attention import attention_for, avoided_by
-from ..transforms.conv3d_choice import Conv3dLayer, choose_by
-from ..transforms.conv3d_forms import Geometry
-from .facts import GIBIBYTE, DeviceFacts
+from .decision import AUTO, Decision
+from .device.facts import GIBIBYTE, DeviceFacts
+from .device.precision import NAMES, ModelPrecision, Precision, precision_for
+from .device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
+from .device.quirks import DTYPE_NAMES, DevicePolicy, abilities, fixed, policy_for
+from .device.wheels import AMD, PYTORCH, has_kernels, install, wheel_index
+from .errors import PackError
 from .probe_results import GELU
-from .probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
-from .quirks import DTYPE_NAMES, DevicePolicy, abilities, fixed, policy_for
-from .wheels import AMD, PYTORCH, has_kernels, install, wheel_index
+from .transforms.attention import attention_for, avoided_by
+from .transforms.conv3d_choice import Conv3dLayer, choose_by
+from .transforms.conv3d_forms import Geometry
 
 HEAD_WIDTH = 128
 OPTIONAL = (

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from anygpu.compat.errors import CheckpointError, InputError
 from torch import nn
 
-from ...compat.errors import CheckpointError, InputError
 from .recipes import TINY, Part, Recipe
 from .weights import randomise
 

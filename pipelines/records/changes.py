@@ -1,4 +1,4 @@
-"""What changed between the last two samplings: their receipts beside each other, in the words of the inputs."""
+"""The changes between the last two samplings: their receipts compared, in the words of the inputs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..compat.errors import PackError
-from .job_format import Content, job_in
-from .latents import recovery
+from ...compat.errors import PackError
+from ..latents import recovery
+from ..requests import LOAD_INPUTS
+from .job import Content, job_in
 from .receipts import differing, read_receipt
-from .requests import LOAD_INPUTS
 
 UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
 OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def last_two(folder: Path) -> Comparison | None:
-    """How the newest kept latents with a receipt differ from those before them; None where there are fewer than two.
+    """The newest saved latents with a receipt compared with those before them; None where there are fewer than two.
 
     Args:
         folder: of kept latents. Reads headers only.
@@ -76,7 +76,7 @@ def last_two(folder: Path) -> Comparison | None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
-    """What differs between two receipts: what was asked for first, then device, versions and decisions."""
+    """The differences of two receipts: inputs first, then device, versions and decisions."""
     earlier, later = _asked(before), _asked(now)
     rows = [
         Change(name, *_trimmed(earlier.get(name, NONE), later.get(name, NONE)))

@@ -1,0 +1,1 @@
+"""Documents about renders: jobs, receipts, machines, and the folders that hand them over."""

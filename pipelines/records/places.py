@@ -1,0 +1,230 @@
+"""The models and pictures that jobs name by content, found on this machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from glob import escape
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from ...compat.checkpoints.identity import DIGITS, content_of
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, PackError
+from ..loading.folder import find_models
+from ..loading.single_file import Files
+from ..movie import Allowance, content_in, read_frames
+from .job import Content
+from .job_folder import inside
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
+MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
+MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
+FILE = "pictures.json"
+MOST_FILES = 4096  # the newest
+MOST_BYTES = 2**20  # of the index
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Places:
+    """The paths of the contents that jobs name on this machine.
+
+    Args:
+        models: folders in which models and LoRAs are searched.
+        files: folders with pictures and videos.
+        known: paths that were chosen, by content.
+        differences: what stands in for a content that is not here, by name; None to refuse that.
+        state: folder with the index of pictures; None for none.
+    """
+
+    models: tuple[Path, ...] = ()
+    files: tuple[Path, ...] = ()
+    known: dict[Content, Path] = field(default_factory=dict)
+    differences: list[str] | None = None
+    state: Path | None = None
+
+    def content(self, path: Path, name: str = "") -> Content:
+        """The content of a model or LoRA at ``path``, which is then known."""
+        content = Content(name or path.name, content_of(path))
+        self.known[content] = path
+        return content
+
+    def picture(self, path: Path) -> Content:
+        """The content of a picture or video, which is then known.
+
+        Raises:
+            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
+        """
+        index = PictureIndex(self.state)
+        found = index.content(path, lambda: None, Allowance())
+        index.save()
+        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
+        self.known[content] = path
+        return content
+
+    def model(self, content: Content) -> Path:
+        """The model folder, or the file, with this content.
+
+        Raises:
+            CheckpointError: it is not on this machine.
+        """
+        if content in self.known:
+            return self.known[content]
+        paths = inside(self.models, content.name)
+        if paths:
+            base = escape(PurePosixPath(content.name).name)
+            paths += [path for root in self.models for path in root.rglob(base)]
+        path = self._first(content, paths, content_of)
+        if path is None and content.content:
+            path = self._first(content, find_models(self.models), content_of)
+        return path or self._other(content, paths, self.models, "Copy it there")
+
+    def frames(
+        self, content: Content, check: Callable[[], None] = lambda: None, most: int | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
+
+        Raises:
+            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
+        """
+        if content not in self.known:
+            self.known[content] = self._sought(content, check)
+        return read_frames(self.known[content], most, check)
+
+    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
+        """The picture with this content, found by its name or among all."""
+        paths = [path for path in inside(self.files, content.name) if path.is_file()]
+        index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
+
+        def hashed(path: Path) -> str:
+            check()
+            return index.content(path, check, allowance) if allowance.left > 0 else ""
+
+        try:
+            path = self._first(content, paths, hashed)
+            if path is None and content.content:
+                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
+        finally:
+            index.save()
+        fix = "Put the picture beside the job file"
+        if allowance.left <= 0:
+            fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
+        return path or self._other(content, paths, self.files, fix)
+
+    def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
+        for path in dict.fromkeys(paths):
+            if path.exists() and (not content.content or hashed(path) == content.content):
+                self.known[content] = path
+                return path
+        return None
+
+    def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
+        """The file of that name with other content, where that is allowed."""
+        path = next((path for path in paths if path.exists()), None)
+        if path is not None and self.differences is not None:
+            self.differences.append(f"{content.name!r} has other content here than where it was made")
+            self.known[content] = path
+            return path
+        where = ", ".join(map(str, roots)) or "no folder"
+        seen = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
+        raise CheckpointError(seen, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that runs a job, with its folders.
+
+    Args:
+        places: where its models and pictures are.
+        state: folder for probe results and kept latents.
+        device: None for the default device.
+        trace: file for a profile; None for none.
+        host: further arguments of ``load``: how a host around us frees memory and moves weights.
+        single: what else pipelines of single files may take: other files, tokenizers.
+        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share; None
+            for the one with the kept latents.
+        cards: as :class:`LoadRequest` has them.
+    """
+
+    places: Places
+    state: Path
+    device: Any = None
+    trace: Path | None = None
+    host: Mapping[str, Any] = field(default_factory=dict)
+    single: Files | None = None
+    unfinished: Path | None = None
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
+
+
+class PictureIndex:
+    """Contents by (device, inode, size, mtime_ns, ctime_ns).
+
+    Args:
+        state: folder of the index; None keeps none. One that is damaged or cannot be written is passed over.
+    """
+
+    def __init__(self, state: Path | None) -> None:
+        self.path = None if state is None else state / FILE
+        self.changed = False
+        self.contents = {} if self.path is None else _saved(self.path)
+
+    def content(self, path: Path, check: Callable[[], None], allowance: Allowance) -> str:
+        """The content of a picture or video file; empty for what cannot be decoded in ``allowance``."""
+        try:
+            status = path.stat()
+            path.open("rb").close()
+        except OSError:
+            return ""
+        facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        key = " ".join(map(str, facts))
+        if key not in self.contents:
+            most = min(allowance.left, Allowance().left)
+            own, found = Allowance(most), ""
+            try:
+                found = content_in(path, check, own)
+            except CheckpointError as error:
+                log.debug("no picture: %s", error)
+            allowance.left -= most - own.left
+            if allowance.left < 0:
+                return ""
+            self.contents[key], self.changed = found, True
+        return self.contents[key]
+
+    def save(self) -> None:
+        """Write down what was decoded since."""
+        if self.path is None or not self.changed:
+            return
+        newest = dict(list(self.contents.items())[-MOST_FILES:])
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as temporary:
+                temporary.write_text(json.dumps(newest), encoding="utf-8")
+            self.changed = False
+        except (OSError, PackError) as error:
+            log.debug("the index of pictures is not written: %s", error)
+
+
+def _saved(path: Path) -> dict[str, str]:
+    """The index at ``path`` without what cannot be one."""
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    return {key: text for key, text in record.items() if isinstance(text, str) and len(text) in (0, DIGITS)}
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
+    except OSError:
+        return []
+    return paths[:MOST_PICTURES]
