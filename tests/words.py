@@ -1,7 +1,7 @@
 """Count the English words of the documents, page by page: ``python tests/words.py`` (make words).
 
-A word is what stands between two blanks and has a letter or a digit. What a script writes is not counted: a table
-between ``<!-- NAME -->`` and ``<!-- end -->``, and the list of inputs of a help page, which is the schema's.
+A word stands between two blanks and has a letter or a digit. What a script writes is not counted: tables between
+``<!-- NAME -->`` and ``<!-- end -->``, and the list of inputs of a help page, which is the schema's.
 """
 
 from __future__ import annotations
@@ -19,24 +19,14 @@ MADE = re.compile(r"^<!-- (?!end)[^\n]+ -->$.*?^<!-- (?:end|/\w+) -->$", re.MULT
 INPUTS = re.compile(r"^## Inputs\n\n(?:(?:- |  ).*\n)+", re.MULTILINE)
 
 
-def words(text: str) -> int:
-    """Words of one page that a person wrote."""
-    return len(re.findall(r"\S*[A-Za-z0-9]\S*", INPUTS.sub("", MADE.sub("", text))))
-
-
 def counted() -> Iterator[tuple[str, int]]:
-    """Each page, relative to the root, with its words."""
-    for pattern in (*PAGES, *CARDS):
-        for path in sorted(ROOT.glob(pattern)):
-            yield path.relative_to(ROOT).as_posix(), words(path.read_text(encoding="utf-8"))
-
-
-def main() -> None:
-    """Print each page and the sum."""
-    rows = list(counted())
-    for path, count in [*rows, ("all", sum(count for _, count in rows))]:
-        sys.stdout.write(f"{count:6d} {path}\n")
+    """Each page, relative to the root, with the words that a person wrote."""
+    for path in (path for pattern in (*PAGES, *CARDS) for path in sorted(ROOT.glob(pattern))):
+        text = INPUTS.sub("", MADE.sub("", path.read_text(encoding="utf-8")))
+        yield path.relative_to(ROOT).as_posix(), len(re.findall(r"\S*[A-Za-z0-9]\S*", text))
 
 
 if __name__ == "__main__":
-    main()
+    rows = list(counted())
+    for page, count in [*rows, ("all", sum(count for _, count in rows))]:
+        sys.stdout.write(f"{count:6d} {page}\n")
