@@ -25,6 +25,7 @@ from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.report import report_on
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.folder import find_models

@@ -14,7 +14,7 @@ import torch
 from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
-from anygpu.pipelines import stages
+from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.loading.folder import LoadRequest, load
