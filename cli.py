@@ -188,7 +188,7 @@ def _save_job(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
     from .pipelines import jobs
-    from .pipelines.memory.page import memory_plan
+    from .pipelines.forecast.page import memory_plan
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 import published  # noqa: E402
+from anygpu.pipelines.forecast.memory import fastest, forecasts  # noqa: E402
 from anygpu.pipelines.loading import folder as loading  # noqa: E402
-from anygpu.pipelines.memory.estimates import Size  # noqa: E402
-from anygpu.pipelines.memory.forecast import fastest, forecasts  # noqa: E402
+from anygpu.pipelines.sizes import Size  # noqa: E402
 from anygpu.pipelines.vae import plan  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "fits.csv"

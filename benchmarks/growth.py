@@ -23,8 +23,8 @@ from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.raster import face_ids
 from anygpu.paint.geometry.views import on_screen
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.time import counts
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.sizes import Size
 from minutes import FAMILIES, opened, published
 from table import append, machine
 

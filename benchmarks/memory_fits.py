@@ -1,8 +1,8 @@
 """The factors of the forecasts, measured and fitted anew: ``python benchmarks/memory_fits.py``.
 
 Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
-with the terms that `pipelines/memory/estimates.py` counts copies of; the copies that fit the last rows of each family
-best are written into the `spec.py` of each family, so nobody copies a number.
+with the terms that `pipelines/sizes.py` counts copies of; the copies that fit the last rows of each family best
+are written into the `spec.py` of each family, so nobody copies a number.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from table import RESULTS, append, machine
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from anygpu.pipelines import stages  # noqa: E402
+from anygpu.pipelines import sizes, stages  # noqa: E402
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent  # noqa: E402
-from anygpu.pipelines.memory import estimates  # noqa: E402
-from anygpu.pipelines.memory.estimates import Size  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
+from anygpu.pipelines.sizes import Size  # noqa: E402
 from anygpu.pipelines.vae.plan import Form  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
 
@@ -78,17 +77,17 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
                 stages.decode(pipeline, latents, progress, form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
     size = replace(size, text=stages.tokens_in(prompt))
-    wide, plain = estimates.decoding_terms(pipeline, size)
+    wide, plain = sizes.decoding_terms(pipeline, size)
     text = max(
         (part for part in pipeline.weights if part.startswith("text_encoder")),
-        key=lambda part: pipeline.weights[part].total + estimates.text_bytes(pipeline, part, estimates.PAIR),
+        key=lambda part: pipeline.weights[part].total + sizes.text_bytes(pipeline, part, sizes.PAIR),
     )
     terms = (
-        ("text", text, (estimates.text_term(pipeline, text, estimates.PAIR), 0)),
-        ("sampling", "transformer", estimates.sampling_terms(pipeline, size)),
+        ("text", text, (sizes.text_term(pipeline, text, sizes.PAIR), 0)),
+        ("sampling", "transformer", sizes.sampling_terms(pipeline, size)),
         ("decoding", "vae", (wide, plain)),
-        ("streaming", "vae", (estimates.streamed_term(pipeline, size, 0, 0, 16), 0)),
-        ("chunked", "vae", (estimates.decoding_bytes(pipeline, size, 1), 0)),
+        ("streaming", "vae", (sizes.streamed_term(pipeline, size, 0, 0, 16), 0)),
+        ("chunked", "vae", (sizes.decoding_bytes(pipeline, size, 1), 0)),
     )
     asked = {"width": size.width, "height": size.height, "frames": size.frames, "guided": size.guided}
     return [

@@ -25,15 +25,15 @@ import torch
 import torch.nn.functional as F
 from anygpu.compat.device.work import META, PROBED, Pace, _measured, counting
 from anygpu.compat.memory.statistics import StageCost
-from anygpu.compat.memory.times import corrected
 from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines.base import Pipeline
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size, latent_shape
-from anygpu.pipelines.time import counts
+from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine
 from tiny import build

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import Call, ImageCondition, Pipeline, SampleSettings
-from ..pipelines.memory.estimates import beside_transformer
 from ..pipelines.sampling.core_sampler import TIME, velocity
+from ..pipelines.sizes import beside_transformer
 from .core_patches import block_patches, unread
 from .memory_manager import PartHolder
 

@@ -18,7 +18,7 @@ from ..pipelines.decisions import status_of
 from ..pipelines.loading import lora as adapters
 from ..pipelines.loading.evidence import variant_choices
 from ..pipelines.loading.folder import LoadRequest, load
-from ..pipelines.placement import load_placed
+from ..pipelines.loading.placed import load_placed
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs

@@ -1,4 +1,4 @@
-"""How long each stage of painting and delighting takes, as :mod:`compat.memory.times` tells it of any pipeline.
+"""How long each stage of painting and delighting takes, by the forecast of any pipeline.
 
 The work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet.
 """
@@ -14,21 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from ..compat.device.facts import free_bytes
-from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, pace_of, text_of
-from ..compat.memory.times import (
-    StageTime,
-    TimeForecast,
-    Times,
-    alike,
-    copied_seconds,
-    corrected,
-    kept_by,
-    key_of,
-    known_or_why,
-    link_of,
-    times_by_mode,
-    unknown_rates,
-)
+from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
+from ..pipelines.forecast import times
+from ..pipelines.forecast.times import StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
 from .choices import DELIGHT_STEPS, PUBLISHED
 from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
 from .loading import PaintPipeline
@@ -124,25 +112,20 @@ def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, ro
     Raises:
         UnsupportedError: the rates of the device are unknown.
     """
-    part = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae")
-    dtypes = {"text_encoder": pipeline.precision.text, "image_encoder": pipeline.precision.text}
-    dtype = dtypes.get(part, pipeline.precision.vae if part == "vae" else pipeline.precision.transformer)
-    device = pipeline.offloader.device
-    pace = pace_of(pipeline.facts, pipeline.probes, pipeline.precision.compute or dtype if part == "unet" else dtype)
-    if pace is None:
-        raise unknown_rates(pipeline.facts)
-    rows = kept_by(pipeline)
-    modelled = copied_seconds(
-        pipeline,
-        pace.seconds(stage_work(pipeline, stage, run)),
-        pipeline.weights[part].total,
-        link_of(pipeline.facts, rows),
-        mode=mode,
-        room=room,
+    part, precision = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae"), pipeline.precision
+    dtypes = {"text_encoder": precision.text, "image_encoder": precision.text, "vae": precision.vae}
+    computes = precision.compute if part == "unet" else None
+    planned = times.PlannedStage(
+        name=stage,
+        facts=pipeline.facts,
+        probes=pipeline.probes,
+        dtype=computes or dtypes.get(part, precision.transformer),
+        work=partial(stage_work, pipeline, stage, run),
+        weights=pipeline.weights[part].total,
+        key=work_key(pipeline),
         calls=run.steps if part == "unet" else 1,
-        beside=0,
     )
-    return corrected(stage, modelled, pace.source, alike(rows, pipeline, stage, mode, device, work_key(pipeline)))
+    return times.stage_time(pipeline, planned, mode, room)
 
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:

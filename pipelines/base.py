@@ -76,7 +76,7 @@ class Pipeline(KnownToHost):
     ``tools`` are the small things beside the modules (tokenizers, scheduler, image processors), read on first use.
     ``configs`` are the parts' own ``config.json`` contents. ``decisions`` are those of loading, in order.
     ``speed`` is what makes it faster, ``step_cache`` what its samplings skip (``pipelines.speed``). ``weights`` are the
-    bytes of each part, for forecasts (``pipelines.memory.estimates``). ``probes`` keeps what is learned of the device.
+    bytes of each part, for forecasts. ``probes`` keeps what is learned of the device.
     ``storage`` is the choice of storage of each part whose weights are kept smaller than they compute. ``doctor``
     watches its samplings, if one was asked for. ``stands_in_for`` is the published model in whose place a demo
     model runs; empty otherwise. ``resuming`` keeps the steps of the next sampling. ``request`` is the one it was loaded

@@ -14,16 +14,15 @@ from ..compat.errors import InputError
 from . import stages
 from .base import DEMOS, FramePackSettings, ImageRequest, Latents, Pipeline, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
+from .forecast import page
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .latents.store import load_latent
 from .loading import lora
 from .loading.folder import LoadRequest
+from .loading.placed import load_placed
 from .loading.single_file import Files
-from .memory import page
-from .memory.estimates import Size
 from .movie import write_mp4
-from .placement import load_placed
 from .records.job import Picture, Result, VideoJob
 from .records.places import Machine
 from .records.receipts import (
@@ -39,10 +38,11 @@ from .records.receipts import (
 from .requests import load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint
+from .sizes import Size
 from .speed import with_step_cache
 from .vae.fallback import serve_decoding
 from .vae.plan import Form
-from .vae.shared import dismiss
+from .vae.tiled import dismiss
 
 VIDEO_FIT = "crop"
 

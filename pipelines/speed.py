@@ -32,9 +32,9 @@ from ..compat.transforms.order import Order, Step, Undo
 from ..compat.transforms.products import multiply_as_stored, require_products
 from ..compat.transforms.step_cache import StepCacheSettings, cached, require_usable, settings_for
 from .base import Latents, Pipeline, Progress, SampleSettings
-from .memory.shortage import EXPLAINED, explain_shortage
+from .forecast.seconds import Run, expected, work_key
+from .forecast.shortage import EXPLAINED, explain_shortage
 from .profiling import Profile
-from .time.forecast import Run, expected, work_key
 
 HostOffloader = Callable[..., Any]
 TRANSFORMER, VAE = "transformer", "vae"

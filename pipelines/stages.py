@@ -25,10 +25,11 @@ from .base import (
     SampleSettings,
 )
 from .family import FamilySpec
-from .memory.estimates import TRANSFORMER, VAE, Size
-from .memory.fit import fit_offload, make_room_and_retry, release_text
+from .forecast.fit import fit_offload, release_text
+from .forecast.seconds import Run, planned_run
 from .pictures import checked_frames, fitted, fitted_size, resized
 from .records.receipts import sources_of
+from .retry import make_room_and_retry
 from .sampling.loop import fall_back_to_fp32, retries
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
@@ -44,9 +45,9 @@ from .settings import (
     require_family,
     require_range,
 )
+from .sizes import TRANSFORMER, VAE, Size
 from .speed import Stage, running, sampling_speed
 from .text.t5 import described, texts_of
-from .time.forecast import Run, planned_run
 from .vae.plan import Form
 
 MOST_TOKENS = 1024

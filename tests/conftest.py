@@ -60,7 +60,7 @@ def windows_rules(request: pytest.FixtureRequest) -> Iterator[None]:
 def failed_forecasts() -> Iterator[list[str]]:
     """What a forecast stumbled over, which a page turns into a line: a test fails that leaves something here."""
     failed: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("anygpu.compat.memory.times")
+    handler, logger = logging.Handler(), logging.getLogger("anygpu.pipelines.forecast.times")
     handler.emit = lambda record: failed.append(f"{record.getMessage()}: {record.exc_info}")  # type: ignore[method-assign]
     logger.addHandler(handler)
     yield failed

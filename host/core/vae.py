@@ -10,7 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -20,9 +20,9 @@ from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, VALUES, failure_kind
+from ...compat.device.failures import DEVICE_ERRORS, MEMORY, VALUES, failure_kind
 from ...compat.device.precision import FP32, NAMES
-from ...compat.device.quirks import policy_for
+from ...compat.device.quirks import convolution_switches, policy_for
 from ...compat.errors import InputError, UnsupportedError, first_line
 from ...compat.memory.parts import Undo
 from ...compat.output_check import (
@@ -33,7 +33,7 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
-from ...pipelines.vae.fallback import convolution_switches
+from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
 from ..core_vae import CoreVAE
 from ..progress import NodeProgress
@@ -43,41 +43,17 @@ from .ownership import left_decisions
 from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
-TILES = (256, 128, 64)  # pixels, where the whole does not fit
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
 BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How a decode or encode is computed: in fp32 or the VAE's dtype; in tiles of pixels, 0 for whole; on the CPU."""
-
-    wide: bool = False
-    tile: int = 0
-    host: bool = False
-
-    def __str__(self) -> str:
-        tiles = f"in tiles of {self.tile} pixels" if self.tile else ""
-        place = "on the CPU" if self.host else ""
-        return ", ".join(filter(None, ("fp32" if self.wide else "", tiles, place))) or "as it is"
-
-    def after(self, kind: str, tiles: Sequence[int]) -> Way | None:
-        """The next way after a failure of this kind, exact ones before slow ones; None after the last."""
-        smaller = next((tile for tile in tiles if not self.tile or tile < self.tile), 0)
-        if kind in (VALUES, KERNEL) and not self.wide:
-            return replace(self, wide=True)
-        if kind in (MEMORY, KERNEL) and smaller and not self.host:
-            return replace(self, tile=smaller)
-        return None if self.host else Way(wide=True, host=True)
-
-
 class FittedVAE:
     """What a fitted VAE adds to core's class."""
 
     machine: Machine
-    way: Way  # with which the next call begins: what worked where values were wrong
+    method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool
     keeps: bool
     plain: Any  # core's class
@@ -100,47 +76,63 @@ class FittedVAE:
         return self._first_right("encode_tiled", pixel_samples, args, kwargs)
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """What the first way gives that neither fails nor is wrong; each that does is said."""
-        what, progress, way = name.replace("_", " "), None, self._first(name, given)
+        """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
+        action, progress, methods = name.replace("_", " "), None, self._methods(name, given)
+        method = self._first(name, methods)
         if name.startswith("decode"):
             require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
                 recovery.keep_for_decode(given)
         while True:
             try:
-                result = self._in(way, name, given, args, kwargs)
+                result = self._run(method, name, given, args, kwargs)
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, cause = failure_kind(error), first_line(error)
-                following = way.after(kind, self._tiles(name, given)) if kind else None
+                following = next_method(method, kind, cause, methods) if kind else None
                 if following is None and kind == VALUES:
-                    raise _hopeless(what, cause) from error
+                    raise _hopeless(action, cause) from error
                 if following is None:
                     raise
             else:
                 if progress is not None:
-                    progress.finish(f"{what}: {way}")
+                    progress.finish(f"{action}: {_in_words(method)}")
                 return result
             progress = progress or NodeProgress(getattr(get_executing_context(), "node_id", None))
-            progress.notify(f"{what} {way}: {cause}; now {following}")
-            way = following
-            if kind != MEMORY and not way.host:  # the same would fail each time; the CPU is too slow to begin with
-                self.way = way
+            progress.notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}")
+            method = following
+            if (
+                kind != MEMORY and not method.on_host
+            ):  # the same would fail each time; the CPU is too slow to begin with
+                self.method = method
             comfy.model_management.soft_empty_cache()
 
-    def _first(self, name: str, given: Tensor) -> Way:
-        """The way to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
-        cap = policy_for(self.machine.facts).tile_pixels
-        allowed = [tile for tile in self._tiles(name, given) if tile <= cap]
-        return replace(self.way, tile=max(allowed)) if allowed and not name.endswith("tiled") else self.way
+    def _methods(self, name: str, given: Tensor) -> list[DecodeMethod]:
+        """The methods of one call, in the order of our own VAEs; sound has no tiles."""
+        sides: tuple[int, ...] = ()
+        if self.latent_dim > 1 and given.ndim > 3:  # type: ignore[attr-defined]
+            decodes = name.startswith("decode")
+            cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
+            sides = tiles_below(max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell, cell)
+        return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
-    def _in(self, way: Way, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """One attempt."""
-        vae, dtype = self._variant(way, given), FP32 if way.wide else self.vae_dtype  # type: ignore[attr-defined]
+    def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
+        """The method to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
+        cap = policy_for(self.machine.facts).tile_pixels
+        capped = [method for method in methods if 0 < method.tile <= cap]
+        if capped and not name.endswith("tiled"):
+            return capped[0]
+        return next((method for method in methods if method.key == self.method.key), methods[0])
+
+    def _run(
+        self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The result of one method."""
+        vae = self._variant(method, given)
         with ExitStack() as stack:
-            stack.enter_context(convolution_switches(policy_for(self.machine.facts)))
-            stack.enter_context(_patches_on(self._patches(way, dtype)))
-            if way.tile:
-                result = _in_tiles(vae, name.removesuffix("_tiled"), given, way.tile)
+            stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
+            stack.enter_context(_patches_on(self._patches(method)))
+            if method.tile:
+                result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)
             else:
                 result = getattr(vae, name)(given, *args, **kwargs)
         if name.startswith("encode"):
@@ -149,39 +141,30 @@ class FittedVAE:
                 raise InvalidOutputError(fault)
         return result
 
-    def _variant(self, way: Way, given: Tensor) -> Any:
-        """Core's own VAE over the same weights that computes in this way, with its pixels looked at."""
+    def _variant(self, method: DecodeMethod, given: Tensor) -> Any:
+        """Core's own VAE over the same weights that computes by this method, with its pixels looked at."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given)
-        if way.host:
+        if method.on_host:
             comfy.model_management.free_memory(EVERYTHING, vae.device)  # which brings the weights home
             vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
-        elif way.wide:
+        elif method.dtype is FP32:
             vae.patcher = vae.patcher.clone()
-        if way.wide and vae.vae_dtype is not FP32:
+        if method.dtype is FP32 and vae.vae_dtype is not FP32:
             vae.patcher.set_model_compute_dtype(FP32)
             vae.vae_dtype = FP32
         return vae
 
-    def _patches(self, way: Way, dtype: torch.dtype) -> Iterator[tuple[nn.Module, str, Any]]:
-        """What is put on the layers of the VAE for one attempt."""
+    def _patches(self, method: DecodeMethod) -> Iterator[tuple[nn.Module, str, Any]]:
+        """The patches of the VAE's layers for one method."""
         network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
-        if not way.host:
-            for _, forward in conv_forwards(network, self.machine.convolutions, dtype):
+        if not method.on_host:
+            for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.leaf, HOOK, forward
         if self.masks:
             from .masks import lost_masks
 
-            yield from lost_masks(network, self.machine.attention(dtype))
-
-    def _tiles(self, name: str, given: Tensor) -> tuple[int, ...]:
-        """Sides of tiles in pixels that are smaller than what is given; none for sound."""
-        if self.latent_dim == 1 or given.ndim < 4:  # type: ignore[attr-defined]
-            return ()  # sound has no tiles
-        decodes = name.startswith("decode")
-        cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
-        longest = max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell
-        return tuple(tile for tile in TILES if 2 * cell <= tile < longest)
+            yield from lost_masks(network, self.machine.attention(method.dtype))
 
 
 @functools.cache
@@ -224,7 +207,7 @@ def fit_vae(
     dtype = FP32 if wide else vae.vae_dtype
     forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)
-    fitted.machine, fitted.plain, fitted.way = machine, plain, Way(wide=dtype is FP32)
+    fitted.machine, fitted.plain, fitted.method = machine, plain, DecodeMethod(dtype)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
     back = (Decision("an earlier fit", "taken back"),) if earlier else ()
     return fitted, (*back, decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
@@ -258,6 +241,12 @@ def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> 
     )
     if fitted.keeps:
         yield Decision("latents", "kept", "before each decode, for AnyGPU Recover Latents")
+
+
+def _in_words(method: DecodeMethod) -> str:
+    words = "fp32" * (method.dtype is FP32), f"in tiles of {method.tile} pixels" * (method.tile > 0)
+    more = "on the CPU" * method.on_host, "without MIOpen" * (not method.library)
+    return ", ".join(filter(None, (*words, *more))) or "as it is"
 
 
 def _output_check(vae: Any, given: Tensor) -> Callable[[Tensor], Tensor]:

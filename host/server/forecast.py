@@ -12,7 +12,6 @@ from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
-from ...compat.memory.times import Times
 from ...compat.probe_results import probe_results_of
 from ...paint import times as painting
 from ...paint.choices import DEMO_SIZE, is_demo
@@ -22,13 +21,13 @@ from ...pipelines.base import FramePackSettings, Pipeline, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
-from ...pipelines.memory.estimates import Size
-from ...pipelines.memory.forecast import forecast
-from ...pipelines.placement import load_placed
+from ...pipelines.forecast.memory import forecast
+from ...pipelines.forecast.seconds import planned_run, times_of
+from ...pipelines.forecast.times import Times
+from ...pipelines.loading.placed import load_placed
 from ...pipelines.settings import SIDES, of_checkpoint, snap
+from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
-from ...pipelines.time.choice import times_of
-from ...pipelines.time.forecast import planned_run
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
 from .panel import facts, said

@@ -43,14 +43,14 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
-from ..memory.estimates import sizes_of
-from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
+from ..forecast.fit import host_weight_decisions, offload_options, require_room
 from ..registry import FAMILIES
 from ..settings import recipe_decisions
 from ..speed import SpeedRequest, speed_for
 from . import storage
 from .configs import require_plausible
 from .evidence import evidence_of, published, variant_of
+from .host_memory import fit_host_memory, sizes_of
 from .keys import TRANSFORMER
 from .others import other_class
 from .part import PartFiles, part_files, reader_of, tool_reader, without_text
@@ -82,8 +82,8 @@ class LoadRequest:
             ``device``.
         keep_free_gb: memory of the device that offload ``auto`` leaves to others.
         stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        cards: the accelerators, ``device`` among them, that :mod:`~anygpu.pipelines.placement` may share the parts out
-            to, with the bytes that a run may take there, None where unknown; empty for ``device`` alone.
+        cards: the accelerators, ``device`` among them, that the parts may be shared out to, with the
+            bytes that a run may take there, None where unknown; empty for ``device`` alone.
     """
 
     model: Path

@@ -4,7 +4,6 @@ weights (schedulers, tokenizers, processors)."""
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,14 +29,11 @@ from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
-from ...compat.transforms.attention_processors import full_name
 from ..base import Progress, StageText
 from ..family import FamilySpec
-from ..vae.chunked import MOCHI, mochi_up_from_the_start
+from ..vae.chunked import decode_as_published
 from .configs import construction, empty_weights, require_counts, require_plausible
 from .keys import is_another_model, listed
-
-SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +140,6 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
             return module
 
     return read
-
-
-def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
-    """
-    if full_name(vae) == MOCHI:
-        vae.drop_last_temporal_frames = False
-        for block in vae.decoder.up_blocks:
-            block.forward = types.MethodType(mochi_up_from_the_start, block)
-    if SPATIAL_PADDING in vars(vae):
-        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
-            conv.padding_mode = vae.spatial_padding_mode
 
 
 def _tensors(

@@ -19,7 +19,7 @@ from ...compat.output_check import NotFinite, require_finite
 from ...compat.repairs import RepairStore
 from ..base import Latents, Pipeline, Progress, SampleSettings
 from ..family import FamilySpec
-from ..memory.fit import make_room_and_retry
+from ..retry import make_room_and_retry
 from .resume import Steps
 from .schedules import Schedule
 

@@ -12,7 +12,7 @@ import torch
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest
-from ..memory.estimates import PAIR, texts_at_once
+from ..sizes import PAIR, texts_at_once
 from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_batches, shortened, trimmed
 
 POOLED = "pooled_prompt_embeds"

@@ -12,7 +12,7 @@ from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ..base import ENCODING, Forwards, Pipeline, Progress, PromptRequest, Silent
-from ..memory.estimates import texts_at_once
+from ..sizes import texts_at_once
 from .t5 import EMBEDS, by_text, held_encoder, in_batches, shortened
 
 EMBEDS_2 = "prompt_embeds_2"

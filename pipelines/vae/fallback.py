@@ -34,11 +34,10 @@ from ...compat.output_check import (
 )
 from ...compat.transforms.order import replace_attention
 from ..base import Pipeline, Progress, StageText, SubProgress
-from ..memory.estimates import SPARE
 from ..pictures import signed
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Plan, checked_form, decoder_size
-from .shared import RegionTask, decoded_together, serve
-from .tiled import Work
+from ..sizes import SPARE
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Ladder, checked_form, decoder_size
+from .tiled import RegionTask, ResumableDecode, decoded_together, serve
 
 LEAVES_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
@@ -55,16 +54,16 @@ Run = Callable[[Any, Transfer], torch.Tensor]
 Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class Passes:
+class VaeRunner:
     """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
 
-    Each pass runs as the plan's attempt says. Where its result cannot be right or the device fails, the next attempt
+    Each pass runs as the plan's method says. Where its result cannot be right or the device fails, the next method
     of the plan is made, and said. Precision and device change only where the user left the precision to ``auto``;
     tiles only where the method is not ``full``. What a decode has finished when memory runs out is kept, and the next
-    attempt goes on from there.
+    method goes on from there.
     """
 
-    def __init__(self, plan: Plan, progress: Progress) -> None:
+    def __init__(self, plan: Ladder, progress: Progress) -> None:
         self.plan, self.pipeline, self.progress = plan, plan.pipeline, progress
         self.device, self.policy = plan.device, plan.policy
         self.coder = "decoder" if plan.decodes else "encoder"
@@ -73,10 +72,10 @@ class Passes:
         self._transfer = Transfer(HOST, torch.float32)
         self._alone = False
         limit = self.policy.tile_pixels
-        if plan.method == FULL and 0 < limit < max(plan.size[1:]):
+        if plan.form.method == FULL and 0 < limit < max(plan.size[1:]):
             progress.notify(f"method full: on this GPU pictures above {limit} pixels may crash the process")
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> VaeRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,8 +103,8 @@ class Passes:
         def smaller(side: int) -> int:
             after = plan.smaller_stream(side)
             if after:
-                watch.notify(f"decoding {plan.attempt} ran out of memory: continuing over {after} pixels")
-                plan.attempt = replace(plan.attempt, stream=after)
+                watch.notify(f"decoding {plan.method} ran out of memory: continuing over {after} pixels")
+                plan.method = replace(plan.method, stream=after)
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
@@ -114,7 +113,7 @@ class Passes:
 
         group = self.pipeline.group
         together = None if group is None else partial(decoded_together, group)
-        work = Work(
+        work = ResumableDecode(
             latents=samples,
             ratios=plan.ratios,
             guard=guard,
@@ -126,24 +125,24 @@ class Passes:
 
         def run(vae: Any, transfer: Transfer) -> torch.Tensor:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
-            return work.frames(vae, transfer, plan.attempt, time)
+            return work.frames(vae, transfer, plan.method, time)
 
         video = self._through(run, judge, "decoding", watch, work)
-        attempt = plan.attempt
+        method = plan.method
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if attempt.tile or attempt.frames or attempt.stream or attempt.window or plan.method == ON_CPU:
-            watch.notify(f"decoded {attempt}{seams}")
+        if method.tile or method.frames or method.stream or method.window or plan.form.method == ON_CPU:
+            watch.notify(f"decoded {method}{seams}")
         return video
 
     def region(self, task: RegionTask) -> torch.Tensor:
         """Frames of a region that the leader of a group hands out, in the form that it says."""
-        if self._open is None or self.plan.attempt != task.attempt:
+        if self._open is None or self.plan.method != task.method:
             self._close()
-            self.plan.attempt = task.attempt
+            self.plan.method = task.method
             self._enter()
-        work = Work(task.latents, self.plan.ratios, check=self.progress.check)
+        work = ResumableDecode(task.latents, self.plan.ratios, check=self.progress.check)
         time = None if task.time is None else self._transfer.to_device(task.time)
-        return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.attempt, time))
+        return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
         """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
@@ -168,7 +167,7 @@ class Passes:
         return self._through(watching, judge, stage, self.progress)
 
     def _through(
-        self, run: Run, judge: Judge, stage: str, progress: Progress, work: Work | None = None
+        self, run: Run, judge: Judge, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> torch.Tensor:
         """What ``run`` returns, once ``judge`` finds no fault in it."""
         plan = self.plan
@@ -185,7 +184,7 @@ class Passes:
                     if told is None:
                         raise
                     raise told from error
-            # Outside the block above, whose error holds every tensor of the failed attempt.
+            # Outside the block above, whose error holds every tensor of the failed method.
             gc.collect()
             self._alone = self._alone or bool(others)
             for name in others:
@@ -195,9 +194,9 @@ class Passes:
                 work.begin()  # what was computed wrongly is not kept
             what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
             again = f"without {', '.join(others)} on the device" if others else str(after)
-            progress.notify(f"{stage} {plan.attempt} {what}: again {again}")
+            progress.notify(f"{stage} {plan.method} {what}: again {again}")
             if after is not None and not others:
-                plan.attempt = after
+                plan.method = after
 
     def _once(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
         if self._open is None:
@@ -209,7 +208,7 @@ class Passes:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.attempt.library and self.pipeline.probes is not None:  # the next run begins so
+        if not self.plan.method.library and self.pipeline.probes is not None:  # the next run begins so
             self.pipeline.probes.remember(self.plan.learned, lambda: True)
         return result
 
@@ -224,32 +223,32 @@ class Passes:
         return judged
 
     def _most_exact(self) -> bool:
-        attempt = self.plan.attempt
-        return attempt.dtype is torch.float32 and (attempt.on_host or self.device.type == HOST.type)
+        method = self.plan.method
+        return method.dtype is torch.float32 and (method.on_host or self.device.type == HOST.type)
 
     def _enter(self) -> None:
-        """Bring the VAE where the attempt wants it, with everything around it set; undone by :meth:`_close`."""
-        attempt, pipeline = self.plan.attempt, self.pipeline
+        """Bring the VAE where the method wants it, with everything around it set; undone by :meth:`_close`."""
+        method, pipeline = self.plan.method, self.pipeline
         with ExitStack() as stack:
-            stack.enter_context(convolution_switches(self.policy, attempt.library))
-            if attempt.on_host:
-                self._transfer, self._vae = Transfer(HOST, attempt.dtype), _own_copy(pipeline, self.progress)
+            stack.enter_context(convolution_switches(self.policy, method.library))
+            if method.on_host:
+                self._transfer, self._vae = Transfer(HOST, method.dtype), _own_copy(pipeline, self.progress)
             else:
-                transfer = transfer_for(self.device, attempt.dtype)
+                transfer = transfer_for(self.device, method.dtype)
                 self._transfer = replace(transfer, memory_stats=pipeline.offloader.memory_stats)
                 if self.policy.contiguous_weights:
                     make_contiguous(pipeline.parts.read("vae", self.progress))
-                if casts_wrongly(self.device, attempt.dtype):
+                if casts_wrongly(self.device, method.dtype):
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
                     raise InvalidOutputError(CAST)
                 exact = transfer_for(self.device, pipeline.precision.vae)
                 hold = (
-                    pipeline.offloader.hold("vae", int(SPARE * self.plan.needed_bytes(attempt)), self.progress)
-                    if attempt.dtype is pipeline.precision.vae
+                    pipeline.offloader.hold("vae", int(SPARE * self.plan.needed_bytes(method)), self.progress)
+                    if method.dtype is pipeline.precision.vae
                     else _in_fp32(pipeline, exact, self.progress)
                 )
                 self._vae = stack.enter_context(hold)
-            stack.enter_context(tiled(self._vae, attempt.tile))
+            stack.enter_context(tiled(self._vae, method.tile))
             self._open = stack.pop_all()
 
     def _close(self) -> None:
@@ -257,8 +256,8 @@ class Passes:
         if stack is not None:
             stack.close()
 
-    def _first_fault(self, run: Run, text: str, work: Work | None) -> str:
-        """The layer in which the last attempt first goes wrong, for a sentence; empty where none can be told."""
+    def _first_fault(self, run: Run, text: str, work: ResumableDecode | None) -> str:
+        """The layer in which the last method first goes wrong, for a sentence; empty where none can be told."""
         if text not in (BROKEN, COLOUR):
             return ""
         if work is not None:
@@ -280,9 +279,11 @@ class Passes:
         None where the error says it best: it is not a matter of the device.
         """
         if kind == MEMORY:
-            other = "decode again with method auto" if self.plan.method == FULL else "make a smaller or shorter video"
+            other = (
+                "decode again with method auto" if self.plan.form.method == FULL else "make a smaller or shorter video"
+            )
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
-            short, expected = f"{text}; no room for {stage} {self.plan.attempt}", "more free memory"
+            short, expected = f"{text}; no room for {stage} {self.plan.method}", "more free memory"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
             return own(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
@@ -294,7 +295,7 @@ class Passes:
             else "Choose precision auto or fp32"
         )
         return UnsupportedError(
-            f"{what} while {stage} {self.plan.attempt}{layer}",
+            f"{what} while {stage} {self.plan.method}{layer}",
             expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
             fix=f"{fix}, on the load node; the input is kept.",
         )
@@ -320,7 +321,7 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
 
 def decoding(
     pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
-) -> Passes:
+) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
 
     Raises:
@@ -335,7 +336,7 @@ def decoding(
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
     size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
-    return Passes(Plan(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
+    return VaeRunner(Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
 
 
 def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
@@ -345,11 +346,11 @@ def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], prog
         return serve(pipeline.group, passes.region)
 
 
-def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> Passes:
+def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> VaeRunner:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
-    return Passes(
-        Plan(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=Form(), advised=tile), progress
+    return VaeRunner(
+        Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=Form(), advised=tile), progress
     )
 
 

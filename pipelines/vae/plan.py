@@ -1,8 +1,8 @@
-"""The forms in which a VAE can run, in one order: a pass begins with the first that fits, a retry goes on from there.
+"""The methods by which a VAE runs, ours or core's, in one order: the first that fits begins, a retry goes on from it.
 
-Exact forms come first: whole, in chunks of latent frames where the decoder is causal, layer by layer. Then tiles, which
-are blended, and the CPU. Where tiles are a choice, advised by the family or all that the device bears, the slow way
-layer by layer comes after them.
+Exact methods come first: whole, in chunks of latent frames where the decoder is causal, layer by layer. Then tiles,
+which are blended, and the CPU. Where tiles are a choice, advised by the family or all that the device bears, the slow
+way layer by layer comes after them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError
 from ..base import Pipeline
-from ..memory.estimates import SPARE, Size, attempt_bytes, bytes_on, latent_shape, plane_bytes
+from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
 
 METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
 CHUNKS = (8, 4, 2, 1)  # latent frames
@@ -77,8 +77,8 @@ def checked_form(form: Form, cell: int) -> Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """One way to run a VAE.
+class DecodeMethod:
+    """One method to run a VAE, ours or core's.
 
     Args:
         dtype: of its weights and activations.
@@ -102,23 +102,23 @@ class Attempt:
     window: int = 0
 
     def __str__(self) -> str:
-        forms = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
-        forms += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
-        forms += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
-        forms += [f"in windows of {self.window} latent frame{'s' * (self.window > 1)}"] * (self.window > 0)
-        shape = ", ".join(forms) or "whole"
+        shapes = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
+        shapes += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
+        shapes += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
+        shapes += [f"in windows of {self.window} latent frame{'s' * (self.window > 1)}"] * (self.window > 0)
+        shape = ", ".join(shapes) or "whole"
         name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
         where = " on the CPU (slow)" if self.on_host else "" if self.library else " without MIOpen"
         return f"{shape} in {name}{where}"
 
     @property
-    def form(self) -> tuple[int, int, int, bool]:
-        """What tells it from the other attempts of a list: the rest may change on the way."""
+    def key(self) -> tuple[int, int, int, bool]:
+        """The fields that tell a method from the others of a list: the rest may change on the way."""
         return self.tile, self.frames, self.stream, self.on_host
 
 
-def decode_forms(
-    base: Attempt,
+def decode_methods(
+    base: DecodeMethod,
     counts: Sequence[int] = (0,),
     streams: Sequence[int] = (),
     tiles: Sequence[int] = (),
@@ -126,11 +126,11 @@ def decode_forms(
     start: int = 0,
     whole_first: bool = True,
     host: bool = False,
-) -> list[Attempt]:
-    """The one order of forms.
+) -> list[DecodeMethod]:
+    """The one order of methods.
 
     Args:
-        base: dtype, library and overlap of all; its ``frames`` are those of the forms ``streams``.
+        base: dtype, library and overlap of all; its ``frames`` are those of the methods ``streams``.
         counts: latent frames per call, 0 for all, falling; empty to begin layer by layer.
         streams: pixels of a layer's tile, falling.
         tiles: sizes in pixels, falling.
@@ -142,43 +142,44 @@ def decode_forms(
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
     smaller = [replace(base, frames=fewest, tile=tile) for tile in tiles if not start or tile < start]
-    on_host = [Attempt(torch.float32, start, on_host=True)] * host
+    on_host = [DecodeMethod(torch.float32, start, on_host=True)] * host
     if not start:
         return [*exact, *streamed, *smaller, *on_host]
     chosen = [replace(each, tile=start) for each in exact]
     return [*(exact if whole_first else ()), *chosen, *smaller, *streamed, *on_host]
 
 
-def next_attempt(
-    attempt: Attempt, kind: str, text: str, forms: Sequence[Attempt], automatic: bool = True
-) -> Attempt | None:
-    """What to try after ``attempt`` failed; None when nothing allowed is left.
+def next_method(
+    method: DecodeMethod, kind: str, text: str, methods: Sequence[DecodeMethod], automatic: bool = True
+) -> DecodeMethod | None:
+    """The method to try after ``method`` failed; None when nothing allowed is left.
 
-    Memory is a matter of the form; a kernel or wrong values of the library, then of the dtype, and only then of tiles.
+    After memory ran out, the next of the list; after a kernel or values failed, without the library, then in fp32, and
+    only then in smaller tiles.
 
     Args:
         kind: of the failure, ``MEMORY``, ``KERNEL`` or ``VALUES``.
         text: of its error.
-        forms: of :func:`decode_forms`; ``attempt`` has one of them.
+        methods: of :func:`decode_methods`; ``method`` has one of them.
         automatic: whether the dtype may change.
     """
-    if attempt.on_host:
+    if method.on_host:
         return None
-    if kind == KERNEL and attempt.library and "miopen" in text.lower():
-        return replace(attempt, library=False)
-    if kind != MEMORY and automatic and attempt.dtype is not torch.float32:
-        return replace(attempt, dtype=torch.float32)
-    for form in forms[[each.form for each in forms].index(attempt.form) + 1 :]:
-        if form.on_host:
-            return form
-        tiled = form.tile and not attempt.stream and (not attempt.tile or form.tile < attempt.tile)
+    if kind == KERNEL and method.library and "miopen" in text.lower():
+        return replace(method, library=False)
+    if kind != MEMORY and automatic and method.dtype is not torch.float32:
+        return replace(method, dtype=torch.float32)
+    for later in methods[[each.key for each in methods].index(method.key) + 1 :]:
+        if later.on_host:
+            return later
+        tiled = later.tile and not method.stream and (not method.tile or later.tile < method.tile)
         if kind == MEMORY or tiled:
-            return replace(form, dtype=attempt.dtype, library=attempt.library)
+            return replace(later, dtype=method.dtype, library=method.library)
     return None
 
 
-class Plan:
-    """The forms of one pass through a VAE, and the attempt under way.
+class Ladder:
+    """The methods of one pass through a VAE, and the method under way.
 
     Args:
         coder: ``decoder`` or ``encoder``.
@@ -197,42 +198,42 @@ class Plan:
         advised: int,
         room: int | None = None,
     ) -> None:
-        self.pipeline, self.size, self.form, self.method = pipeline, size, form, form.method
+        self.pipeline, self.size, self.form = pipeline, size, form
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
         self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
-        start = self._start(form.tile or advised) if self.method in (AUTO, TILED) else 0
-        self.forms = self._forms(start, whole_first=self.method == AUTO and not limited)
-        self.attempt = next((each for each in self.forms if each.tile == start), self.forms[0])
+        start = self._start(form.tile or advised) if self.form.method in (AUTO, TILED) else 0
+        self.methods = self._methods(start, whole_first=self.form.method == AUTO and not limited)
+        self.method = next((each for each in self.methods if each.tile == start), self.methods[0])
         on_host = self.device.type == HOST.type
-        if self.method == AUTO and self.decodes and not (start and (limited or on_host)):
-            self.attempt = self._fitting() if room is None else self.fitting(room)
+        if self.form.method == AUTO and self.decodes and not (start and (limited or on_host)):
+            self.method = self._fitting() if room is None else self.fitting(room)
 
-    def follow(self, kind: str, text: str) -> Attempt | None:
-        """What to try after the attempt under way failed; None when nothing allowed is left.
+    def follow(self, kind: str, text: str) -> DecodeMethod | None:
+        """The method to try after the one under way failed; None when nothing allowed is left.
 
-        After memory ran out, a form that is forecast to need as much is left out.
+        After memory ran out, a method that is forecast to need as much is left out.
         """
-        forms, failed = self.forms, self.attempt
+        methods, failed = self.methods, self.method
         if kind == MEMORY and (needed := self.needed_bytes(failed)):
-            kept = (each.on_host or each.form == failed.form or self.needed_bytes(each) < needed for each in forms)
-            forms = list(compress(forms, kept))
-        return next_attempt(failed, kind, text, forms, self.automatic)
+            kept = (each.on_host or each.key == failed.key or self.needed_bytes(each) < needed for each in methods)
+            methods = list(compress(methods, kept))
+        return next_method(failed, kind, text, methods, self.automatic)
 
     def smaller_stream(self, side: int) -> int:
         """Pixels of the next tiles below ``side`` in which layers run by themselves; 0 where none is left."""
-        return next((each.stream for each in self.forms if 0 < each.stream < side), 0)
+        return next((each.stream for each in self.methods if 0 < each.stream < side), 0)
 
-    def needed_bytes(self, attempt: Attempt) -> int:
-        """Bytes beside the weights that an attempt is forecast to take; 0 if unknown."""
+    def needed_bytes(self, method: DecodeMethod) -> int:
+        """Bytes beside the weights that a method is forecast to take; 0 if unknown."""
         if not self.decodes or not self.pipeline.weights:
             return 0
-        planes = plane_bytes(self.pipeline, self.area) if attempt.stream and self.device.type == HOST.type else 0
-        frames = attempt.window or attempt.frames
-        return planes + attempt_bytes(self.pipeline, self.area, frames, attempt.tile, attempt.stream)
+        planes = plane_bytes(self.pipeline, self.area) if method.stream and self.device.type == HOST.type else 0
+        frames = method.window or method.frames
+        return planes + method_bytes(self.pipeline, self.area, frames, method.tile, method.stream)
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
@@ -245,33 +246,33 @@ class Plan:
             and any(tensor.device == self.device for tensor in part.parameters())
         ]
 
-    def _forms(self, start: int, whole_first: bool) -> list[Attempt]:
-        """What the method allows, in the one order."""
-        form, method, on_host = self.form, self.method, self.device.type == HOST.type
-        if method == ON_CPU and not on_host:
-            return [Attempt(torch.float32, on_host=True)]
+    def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
+        """The methods that the user's choice allows, in the one order."""
+        form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
+        if chosen == ON_CPU and not on_host:
+            return [DecodeMethod(torch.float32, on_host=True)]
         probes = self.pipeline.probes
         library = probes is None or not probes.recall(self.learned)
-        base = Attempt(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
+        base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts: tuple[int, ...] = (0, *self._chunks())
         streams: tuple[int, ...] = ()
         tiles: tuple[int, ...] = ()
-        if method in (AUTO, TILED, ON_CPU):
+        if chosen in (AUTO, TILED, ON_CPU):
             tiles = tiles_below(max(self.size[1:]), self.ratios[0])
-        if method == CHUNKED:
+        if chosen == CHUNKED:
             counts = self._chunks() or (1,)
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
-        if self.decodes and (method == STREAMING or (method in (AUTO, CHUNKED) and not noisy)):
+        if self.decodes and (chosen == STREAMING or (chosen in (AUTO, CHUNKED) and not noisy)):
             streams = SIDES
-        if method == STREAMING:
+        if chosen == STREAMING:
             counts, base = (), replace(base, frames=self._streamed_frames())
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
         host = self.automatic and not on_host
-        return decode_forms(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
+        return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
     def _chunks(self) -> tuple[int, ...]:
         """Latent frames per call that the method allows, falling; empty for all at once."""
-        if not self.causal or self.method not in (AUTO, TILED, CHUNKED):
+        if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED):
             return ()
         if self.form.frames:
             return (self.form.frames, *(count for count in CHUNKS if count < self.form.frames))
@@ -288,14 +289,14 @@ class Plan:
         """Latent frames per window: as many as were asked; else its publisher's, or few on a host that is small."""
         if not self.decodes or not self.pipeline.spec.memory.decode_window:
             return 0
-        small = self.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
+        small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
         return self.form.frames or SHORT_WINDOW * small
 
     def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
         frames, rows, columns = self.size
         largest = max(rows, columns)
-        if self.method == TILED and not advised:
+        if self.form.method == TILED and not advised:
             advised = TILES[0]
         if self.policy.tile_pixels and largest > self.policy.tile_pixels:
             advised = min(advised or self.policy.tile_pixels, self.policy.tile_pixels)
@@ -307,35 +308,35 @@ class Plan:
                 return tile
         return TILES[-1]
 
-    def _fitting(self) -> Attempt:
-        """The first form that fits into what is free now, once other parts have left the device; else the smallest.
+    def _fitting(self) -> DecodeMethod:
+        """The first method that fits into what is free now, once other parts have left the device; else the smallest.
 
         A forecast that is wrong is mended by the retry.
         """
         pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
         if free is None or not pipeline.weights:
-            return self.attempt
+            return self.method
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
         weights -= bytes_on(self.device, pipeline.parts.get("vae"))
-        if SPARE * (weights + self.needed_bytes(self.forms[0])) <= free:
-            return self.forms[0]
+        if SPARE * (weights + self.needed_bytes(self.methods[0])) <= free:
+            return self.methods[0]
         for name in self.others():
             offloader.release(name)
         return self.fitting((room_on(pipeline, self.device) or free) - weights)
 
-    def fitting(self, room: int) -> Attempt:
-        """The first form that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
+    def fitting(self, room: int) -> DecodeMethod:
+        """The first method that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
         streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
-        forms = [each for each in self.forms if not each.on_host and (streams or not each.stream)]
-        fitting = (each for each in forms if SPARE * self.needed_bytes(each) <= room)
-        return next(fitting, min(forms, key=self.needed_bytes))
+        methods = [each for each in self.methods if not each.on_host and (streams or not each.stream)]
+        fitting = (each for each in methods if SPARE * self.needed_bytes(each) <= room)
+        return next(fitting, min(methods, key=self.needed_bytes))
 
 
-def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, int]:
-    """The form in which a decode of ``size`` begins with ``room`` bytes beside the weights, and the bytes it needs."""
+def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMethod, int]:
+    """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
     spec, cells = pipeline.spec, latent_shape(pipeline, size)
-    plan = Plan(
+    plan = Ladder(
         pipeline=pipeline,
         coder="decoder",
         size=decoder_size(pipeline, cells),
@@ -343,7 +344,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[Attempt, 
         advised=spec.tile_for(cells),
         room=room,
     )
-    return plan.attempt, plan.needed_bytes(plan.attempt)
+    return plan.method, plan.needed_bytes(plan.method)
 
 
 def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:

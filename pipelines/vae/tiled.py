@@ -1,6 +1,6 @@
 """One decode as work that can be interrupted and resumed: windows of time, regions of a window, chunks of a region.
 
-Finished parts are kept. If a part runs out of memory, the next attempt splits only the rest: a region into smaller
+Finished parts are kept. If a part runs out of memory, the next method splits only the rest: a region into smaller
 ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles.
 """
 
@@ -17,16 +17,35 @@ import torch
 from torch import Tensor
 
 from ...compat.device.execution import to_host
+from ...compat.device.failures import DEVICE_ERRORS
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
+from ...compat.ranks import Group
 from ...compat.transforms.attention_processors import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
-from .plan import STRIDE, Attempt
-from .shared import Decode, RegionTask
+from .plan import STRIDE, DecodeMethod
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
 MIDDLE = (0.25, 0.75)  # weights at which two tiles are compared: where both count
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTask:
+    """A region to decode.
+
+    Args:
+        latents: (1, C, T, h, w) on the host.
+        method: in which form.
+        time: of a VAE that takes one, on the host.
+    """
+
+    latents: torch.Tensor
+    method: DecodeMethod
+    time: torch.Tensor | None
+
+
+Decode = Callable[[RegionTask], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -69,7 +88,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Work:
+class ResumableDecode:
     """One decode of latents (1, C, T, h, w) in the VAE's own space, on the host.
 
     Args:
@@ -100,30 +119,30 @@ class Work:
         """Forget what is done."""
         self.windows, self.apart, self.done = [], 0.0, 0
 
-    def frames(self, vae: Any, transfer: Transfer, attempt: Attempt, time: Tensor | None = None) -> Tensor:
+    def frames(self, vae: Any, transfer: Transfer, method: DecodeMethod, time: Tensor | None = None) -> Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again.
 
         Args:
             vae: held on the device.
             transfer: there and back.
-            attempt: in which form to go on.
+            method: in which form to go on.
             time: the timestep of a VAE that takes one, on the device.
         """
-        decode = partial(self.decoded, vae, transfer, attempt, time)
+        decode = partial(self.decoded, vae, transfer, method, time)
         if not self.windows:
             height, width = self.latents.shape[-2:]
-            self.stride, cuts = _windows(vae, self.latents, attempt.window)
+            self.stride, cuts = _windows(vae, self.latents, method.window)
             self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
         if self.together is not None:
-            self._share(self.together, transfer, attempt, time, decode)
+            self._share(self.together, transfer, method, time, decode)
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
-                parts = _split(region, attempt, self.ratios[0])
+                parts = _split(region, method, self.ratios[0])
                 if len(parts) > 1:
                     window.pending[-1:] = parts
                     continue
-                self._region(window, region, attempt.frames, transfer, decode)
+                self._region(window, region, method.frames, transfer, decode)
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
@@ -132,7 +151,7 @@ class Work:
         """Frames of one region on its own."""
         height, width = task.latents.shape[-2:]
         alone = Window(task.latents, [])
-        self._region(alone, Region((0, height), (0, width)), task.attempt.frames, transfer, decode)
+        self._region(alone, Region((0, height), (0, width)), task.method.frames, transfer, decode)
         assert alone.video is not None
         return alone.video
 
@@ -140,17 +159,17 @@ class Work:
         self,
         together: Callable[[list[RegionTask], Decode], list[Tensor | None]],
         transfer: Transfer,
-        attempt: Attempt,
+        method: DecodeMethod,
         time: Tensor | None,
         decode: Callable[..., Tensor],
     ) -> None:
         """Decode the regions that are still whole on all devices; those that fail there stay pending."""
         host_time, tasks, places = None if time is None else to_host(time), [], []
         for window in self.windows:
-            window.pending = [part for region in window.pending for part in _split(region, attempt, self.ratios[0])]
+            window.pending = [part for region in window.pending for part in _split(region, method, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):
                 latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
-                tasks.append(RegionTask(latents.contiguous(), attempt, host_time))
+                tasks.append(RegionTask(latents.contiguous(), method, host_time))
                 places.append((window, region))
         if len(tasks) < 2:
             return
@@ -189,14 +208,14 @@ class Work:
         self,
         vae: Any,
         transfer: Transfer,
-        attempt: Attempt,
+        method: DecodeMethod,
         time: Tensor | None,
         latents: Tensor,
         past: CausalCache | None,
     ) -> Tensor:
         """Frames of one call, on the host in fp32."""
         with nullcontext() if past is None else remembering(vae, past):
-            if not attempt.stream:
+            if not method.stream:
                 return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), time))
             config = vae.config
             widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
@@ -204,7 +223,7 @@ class Work:
             from .layerwise import Stream, streamed
 
             stream = Stream(
-                transfer, attempt.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
+                transfer, method.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
             )
             video = streamed(stream, vae, latents, time)
             if fault := self.judge(video):
@@ -252,6 +271,42 @@ class Work:
         return self.done, self.done + max(1, -(-left // max(1, cells)))
 
 
+def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> list[torch.Tensor | None]:
+    """On the leader: frames (1, 3, F, H, W) of each task; None where its device failed. The others :func:`serve`."""
+    frames: list[torch.Tensor | None] = []
+    size = group.world.size
+    for first in range(0, len(tasks), size):
+        some = tasks[first : first + size]
+        group.world.shared([*some, *[None] * (size - len(some))])
+        own = _tried(decode, some[0])
+        frames += (group.world.collected(own) or [])[: len(some)]
+    return frames
+
+
+def serve(group: Group, decode: Decode) -> int:
+    """On the others: decode what the leader hands out, until :func:`dismiss`; how many regions that were."""
+    count = 0
+    while (tasks := group.world.shared(None)) is not None:
+        own = tasks[group.world.rank]
+        frames = None if own is None else _tried(decode, own)
+        count += frames is not None
+        group.world.collected(frames)
+    return count
+
+
+def dismiss(group: Group) -> None:
+    """On the leader: nothing more will be handed out."""
+    group.world.shared(None)
+
+
+def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
+    """The frames; None where the device fails: the leader then goes on with that region by itself, in smaller parts."""
+    try:
+        return decode(task)
+    except (*DEVICE_ERRORS, InvalidOutputError):
+        return None
+
+
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     """What the decoder of ``vae`` makes of latents on the device, without upstream's tiles and windows around it."""
     if getattr(vae, "post_quant_conv", None) is not None:
@@ -261,16 +316,16 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     return frames
 
 
-def pieces_of(vae: Any, latents: Tensor, attempt: Attempt, ratio: int) -> Counter[tuple[int, int, int]]:
+def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:
     """How often the decoder is called with latents of which frames, rows and columns; chunks of frames as one call.
 
     Args:
         latents: (1, C, T, h, w) on any device, also meta.
         ratio: pixels per latent row and column.
     """
-    _, windows = _windows(vae, latents, attempt.window)
+    _, windows = _windows(vae, latents, method.window)
     height, width = latents.shape[-2:]
-    regions = _split(Region((0, height), (0, width)), attempt, ratio)
+    regions = _split(Region((0, height), (0, width)), method, ratio)
     return Counter(
         (window.shape[2], region.rows[1] - region.rows[0], region.columns[1] - region.columns[0])
         for window in windows
@@ -342,13 +397,13 @@ def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
     return torch.cat(result, dim=2)[:, :, :total]
 
 
-def _split(region: Region, attempt: Attempt, ratio: int) -> list[Region]:
-    """``region`` in tiles as ``attempt`` wants them, the first one last; itself where it is small enough."""
-    side = max(1, attempt.tile // ratio)
+def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
+    """``region`` in tiles as ``method`` wants them, the first one last; itself where it is small enough."""
+    side = max(1, method.tile // ratio)
     height, width = region.rows[1] - region.rows[0], region.columns[1] - region.columns[0]
-    if not attempt.tile or (height <= side and width <= side):
+    if not method.tile or (height <= side and width <= side):
         return [region]
-    asked = int(attempt.tile * OVERLAP) if attempt.overlap < 0 else attempt.overlap
+    asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
     overlap = min(-(-asked // ratio), side - 1)
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
     whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))

@@ -21,16 +21,16 @@ from anygpu.compat.transforms.step_cache import FIRST_BLOCK, TAYLOR, StepCacheSe
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Call, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of
+from anygpu.pipelines.forecast.memory import forecasts
+from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import forecasts
-from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.sampling.core_sampler import velocity
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import SpeedRequest, with_step_cache
 from safetensors.torch import load_file, save_file
 from simulated import accelerator

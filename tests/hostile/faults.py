@@ -48,11 +48,11 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     import torch
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.forecast.page import memory_plan
     from anygpu.pipelines.latents import recovery
     from anygpu.pipelines.latents.steps import KeptSteps
     from anygpu.pipelines.loading.folder import LoadRequest, load
-    from anygpu.pipelines.memory.estimates import Size
-    from anygpu.pipelines.memory.page import memory_plan
+    from anygpu.pipelines.sizes import Size
 
     pipeline = load(LoadRequest(tiny.build("ltx", folder), precision="fp32", device=device, state=state))
     assert memory_plan(pipeline, Size(64, 64, 9))

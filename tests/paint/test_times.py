@@ -57,7 +57,7 @@ def test_delighting_is_counted_within_two_percent(delight_folder):
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
     run = times.planned_run(pipeline, 64, len(INPUTS.normals), 2)
     before = times.paint_times(pipeline, run)
@@ -81,7 +81,7 @@ def test_what_a_model_was_taught_is_forecast_where_nothing_is_asked(paint_folder
 def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
     run = times.planned_run(pipeline, 64, 2, 2)
-    monkeypatch.setattr(times, "pace_of", lambda *_: None)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: None)
     found = times.times_of(pipeline, run, MODES)
     assert found == {} and found.unknown == "time unknown: CPU was not timed yet, and no data sheet of it is known"
     assert times.expected(pipeline, "painting", run) == {}
@@ -115,7 +115,7 @@ NOT_IN_KEY = {  # fields that change no time, and those that a row has or that a
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_changes_no_plain_forecast_and_plain_runs_none_of_its(paint_folder, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     plain = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
     changed, run = CHOICES[name](plain), times.planned_run(plain, 64, 2, 2)
 
@@ -147,7 +147,7 @@ def test_a_new_field_is_in_the_key_or_is_said_to_change_no_time(cls):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["delight", "paint", "pbr"])
 def test_every_precision_has_a_time(request, monkeypatch, kind):
-    monkeypatch.setattr(times, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load_paint(PaintRequest(request.getfixturevalue(f"{kind}_folder"), precision="fp32", device="cpu"))
     rows = (*precisions.PRECISION.values(), *precisions.PAINT.rows.values(), *precisions._EXPLICIT.values())
     for row in {str(row): row for row in rows}.values():

@@ -16,9 +16,9 @@ from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
+from anygpu.pipelines.sizes import Size
 from PIL import Image
 
 SHAPES = ((64, 64), (200, 90), (90, 300))

@@ -14,9 +14,9 @@ import torch
 from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines.base import Pipeline
+from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import forecast
+from anygpu.pipelines.sizes import Size
 from heavy import build_heavy
 
 from simulated.test_families import CASES, rendered

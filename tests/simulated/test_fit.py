@@ -12,9 +12,9 @@ from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast.fit import plan_line
+from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.fit import plan_line
-from anygpu.pipelines.memory.forecast import forecast
 from anygpu.pipelines.vae.plan import Form
 
 from simulated import accelerator, fitting

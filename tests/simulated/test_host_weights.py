@@ -19,9 +19,9 @@ from anygpu.compat.memory import hooks, host_weights, transfer
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.pipelines.forecast.fit import plan_line
+from anygpu.pipelines.loading.host_memory import fit_host_memory
 from anygpu.pipelines.loading.part import PartFiles
-from anygpu.pipelines.memory import fit
-from anygpu.pipelines.memory.fit import plan_line
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run
@@ -172,8 +172,8 @@ def test_a_part_that_must_be_cast_cannot_stay_in_its_file(tmp_path):
     whole = PartFiles("transformer", "diffusers", "", tmp_path, {}, {"w": entry}, torch.float32)
     here = replace(facts_for("cpu"), backend="other")
     with pytest.raises(UnsupportedError, match=r"1\.0 MB of host memory for the transformer.*expected 7\.4 MB more"):
-        fit.fit_host_memory({"transformer": whole}, here, 10**6, 0)
-    files, found = fit.fit_host_memory({"transformer": replace(whole, dtype=torch.bfloat16)}, here, 10**6, 0)
+        fit_host_memory({"transformer": whole}, here, 10**6, 0)
+    files, found = fit_host_memory({"transformer": replace(whole, dtype=torch.bfloat16)}, here, 10**6, 0)
     assert found.of(DISK) == ("transformer",) and files["transformer"].mapped and files["transformer"].staged
 
 
@@ -196,7 +196,7 @@ def test_windows_leaves_in_their_files_what_does_not_fit(tmp_path, memory, page_
         entry = TensorEntry(tmp_path / name, "BF16", (size * GIB // 2,), 0, size * GIB)
         files[name] = PartFiles(name, "diffusers", "", tmp_path, {}, {"w": entry}, torch.bfloat16)
     files["vae"] = replace(files["vae"], dtype=torch.float32)  # cast while it is read
-    files, decided = fit.fit_host_memory(files, facts_for("cpu"), memory * GIB, page_file * GIB)
+    files, decided = fit_host_memory(files, facts_for("cpu"), memory * GIB, page_file * GIB)
     assert tuple(decided.kinds.values()) == kept
     assert [part.mapped for part in files.values()] == [kind == DISK for kind in kept]
 

@@ -12,7 +12,7 @@ from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.single_file import Files
-from anygpu.pipelines.memory.estimates import default_size, sampling_bytes
+from anygpu.pipelines.sizes import default_size, sampling_bytes
 
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, ROUNDING, rendered

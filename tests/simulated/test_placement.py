@@ -11,13 +11,13 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.device import facts, rates
-from anygpu.pipelines import placement
 from anygpu.pipelines.base import Pipeline
 from anygpu.pipelines.decisions import card_of
+from anygpu.pipelines.forecast import placement
+from anygpu.pipelines.forecast.memory import forecast
+from anygpu.pipelines.forecast.page import memory_plan, planned_size
 from anygpu.pipelines.loading.folder import LoadRequest
-from anygpu.pipelines.memory.forecast import forecast
-from anygpu.pipelines.memory.page import memory_plan, planned_size
-from anygpu.pipelines.placement import load_placed
+from anygpu.pipelines.loading.placed import load_placed
 
 from simulated import accelerator
 from simulated.test_families import CASES, rendered

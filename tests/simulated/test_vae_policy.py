@@ -427,7 +427,7 @@ def test_the_first_tile_is_the_largest_that_fits_the_cap(tiny_folder, monkeypatc
     capped = replace(vae_plan.policy_for(pipeline.facts), allocation_bytes=limit_mib * 2**20)
     monkeypatch.setattr(vae_plan, "policy_for", lambda facts: capped)
     for form, expected in ((Form(), tile), (Form("full"), 0)):
-        assert vae_plan.Plan(pipeline, "decoder", (3, 512, 512), form, 0).attempt.tile == expected
+        assert vae_plan.Ladder(pipeline, "decoder", (3, 512, 512), form, 0).method.tile == expected
 
 
 # ---- what goes in ----------------------------------------------------------------------------------

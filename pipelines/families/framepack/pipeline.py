@@ -25,13 +25,13 @@ from ...base import (
     SubProgress,
 )
 from ...loading.evidence import Evidence
-from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
+from ...sizes import beside_transformer
 from ...text.llama import POOLED, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK, described
 from ...vae.fallback import decoding

@@ -31,7 +31,6 @@ from ...base import (
 )
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
-from ...memory.estimates import beside_transformer
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (
@@ -45,6 +44,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import even_levels, schedule_for
+from ...sizes import beside_transformer
 from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import EMBEDS, MASK
 from ...vae.fallback import decoded, encoded

@@ -26,7 +26,6 @@ from ...base import (
     StageText,
 )
 from ...family import Defaults, Recipe
-from ...memory.estimates import beside_transformer
 from ...pictures import checked_vision
 from ...sampling.guidance import Guidance
 from ...sampling.loop import (
@@ -39,6 +38,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import Schedule, even_levels, schedule_for
+from ...sizes import beside_transformer
 from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_forwards, qwen_from_core
 from ...text.t5 import EMBEDS
 from ...vae.fallback import decoded, encoded, watched

@@ -43,8 +43,6 @@ from ...base import (
 )
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
-from ...loading.part import SPATIAL_PADDING
-from ...memory.estimates import beside_transformer
 from ...sampling.loop import (
     Predict,
     denoise,
@@ -55,7 +53,9 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
+from ...sizes import beside_transformer
 from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_forwards, t5_from_core
+from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
 from .conditions import (

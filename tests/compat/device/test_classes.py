@@ -15,11 +15,11 @@ from anygpu.compat.memory.transfer import maps_files
 from anygpu.compat.report import report_on
 from anygpu.compat.transforms import attention, attention_kernels, fp16
 from anygpu.pipelines.decisions import limits
+from anygpu.pipelines.forecast.fit import plan_line
+from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.fit import plan_line
-from anygpu.pipelines.memory.page import memory_plan
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.sizes import Size
 from simulated.profiles import MACHINES
 from tiny import build
 

@@ -17,11 +17,11 @@ from anygpu.pipelines.base import (
     PromptRequest,
     SampleSettings,
 )
-from anygpu.pipelines.memory.estimates import beside_transformer
-from anygpu.pipelines.memory.fit import make_room_and_retry
+from anygpu.pipelines.retry import make_room_and_retry
 from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
+from anygpu.pipelines.sizes import beside_transformer
 from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
 from anygpu.pipelines.vae.fallback import decoded, encoded
 

@@ -11,9 +11,9 @@ import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.host import core_models
 from anygpu.pipelines import stages
+from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import convert as latent_format
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import forecast
+from anygpu.pipelines.sizes import Size
 from simulated import accelerator
 
 from host.inside.core import SEED, SHAPES, USUAL_SHAPE, cores

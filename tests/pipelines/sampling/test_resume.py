@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import resumed
 import torch
-from anygpu.compat.memory.times import StageTime
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import speed, stages
 from anygpu.pipelines.base import PromptRequest, Silent
+from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, KeptSteps
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32

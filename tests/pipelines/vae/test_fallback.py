@@ -25,7 +25,7 @@ from anygpu.compat.output_check import (
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.vae.fallback import decoded, make_contiguous, tiled
-from anygpu.pipelines.vae.plan import Attempt, decode_forms, largest_buffer_bytes, next_attempt, tiles_below
+from anygpu.pipelines.vae.plan import DecodeMethod, decode_methods, largest_buffer_bytes, next_method, tiles_below
 from torch import nn
 
 BF16 = torch.bfloat16
@@ -35,17 +35,17 @@ CPU = "whole in fp32 on the CPU (slow)"
 
 
 def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
-    """What is tried, in words, while every attempt from form ``first`` on fails."""
-    forms = decode_forms(Attempt(BF16), **allowed)
-    attempt, tried = forms[first], []
-    while (attempt := next_attempt(attempt, kind, text, forms, automatic)) is not None:
-        tried.append(str(attempt))
+    """What is tried, in words, while every method from form ``first`` on fails."""
+    forms = decode_methods(DecodeMethod(BF16), **allowed)
+    method, tried = forms[first], []
+    while (method := next_method(method, kind, text, forms, automatic)) is not None:
+        tried.append(str(method))
         assert len(tried) < 20, "the fallbacks do not end"
     return tried
 
 
 def forms_of(**allowed: Any) -> list[str]:
-    return [str(form).removesuffix(" in bf16") for form in decode_forms(Attempt(BF16), **allowed)]
+    return [str(form).removesuffix(" in bf16") for form in decode_methods(DecodeMethod(BF16), **allowed)]
 
 
 def test_exact_forms_come_before_seams():

@@ -11,10 +11,10 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import SubProgress
-from anygpu.pipelines.loading.part import decode_as_published
 from anygpu.pipelines.vae import tiled as decode_work
-from anygpu.pipelines.vae.plan import Attempt, Form, checked_form
-from anygpu.pipelines.vae.tiled import Work, decoder_call
+from anygpu.pipelines.vae.chunked import decode_as_published
+from anygpu.pipelines.vae.plan import DecodeMethod, Form, checked_form
+from anygpu.pipelines.vae.tiled import ResumableDecode, decoder_call
 from tiny import parts
 from tiny.weights import randomise
 
@@ -53,13 +53,13 @@ def made():
         yield of
 
 
-def work_for(name: str, frames: int = 3, rows: int = 2, columns: int = 3, **watched: Any) -> Work:
+def work_for(name: str, frames: int = 3, rows: int = 2, columns: int = 3, **watched: Any) -> ResumableDecode:
     channels, spatial, temporal = CASES[name]
     latents = torch.randn(1, channels, frames, rows, columns, generator=torch.Generator().manual_seed(1))
-    return Work(latents, (spatial, temporal), **watched)
+    return ResumableDecode(latents, (spatial, temporal), **watched)
 
 
-def upstream(module, work: Work, time=None) -> torch.Tensor:
+def upstream(module, work: ResumableDecode, time=None) -> torch.Tensor:
     arguments = (work.latents,) if time is None else (work.latents, time)
     return module.decode(*arguments, return_dict=False)[0]
 
@@ -73,7 +73,7 @@ def test_whole_is_upstreams_own_decode(made, name):
     """Six latent frames are two windows of HunyuanVideo's framewise decode."""
     module, work = made(name), work_for(name, frames=6 if name == "hunyuan_vae" else 3)
     time = torch.tensor([0.05]) if name == "ltx_vae_095" else None
-    close(work.frames(module, HOST, Attempt(torch.float32), time), upstream(module, work, time))
+    close(work.frames(module, HOST, DecodeMethod(torch.float32), time), upstream(module, work, time))
 
 
 def test_short_windows_are_those_of_diffusers(made, monkeypatch):
@@ -81,7 +81,7 @@ def test_short_windows_are_those_of_diffusers(made, monkeypatch):
     expected = upstream(module, work)
     monkeypatch.setattr(module, "tile_sample_min_num_frames", 64)
     monkeypatch.setattr(module, "tile_sample_stride_num_frames", 48)
-    close(work.frames(module, HOST, Attempt(torch.float32, window=4)), expected)
+    close(work.frames(module, HOST, DecodeMethod(torch.float32, window=4)), expected)
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(1, marks=FULL)])
@@ -89,7 +89,7 @@ def test_short_windows_are_those_of_diffusers(made, monkeypatch):
 def test_chunks_of_time_equal_the_whole(made, name, count):
     module, work, calls = made(name), work_for(name), []
     handle = module.decoder.register_forward_hook(lambda *_: calls.append(1))
-    found = work.frames(module, HOST, Attempt(torch.float32, frames=count))
+    found = work.frames(module, HOST, DecodeMethod(torch.float32, frames=count))
     handle.remove()
     assert len(calls) == -(-3 // count)
     close(found, upstream(module, work))
@@ -100,19 +100,19 @@ def test_chunks_of_time_equal_the_whole(made, name, count):
 def test_layer_by_layer_equals_the_whole(made, name, side):
     module, work = made(name), work_for(name)
     time = torch.tensor([0.05]) if name == "ltx_vae_095" else None
-    close(work.frames(module, HOST, Attempt(torch.float32, stream=side), time), upstream(module, work, time))
+    close(work.frames(module, HOST, DecodeMethod(torch.float32, stream=side), time), upstream(module, work, time))
 
 
 @pytest.mark.parametrize("name", sampled(CAUSAL, "hunyuan15_vae"))
 def test_chunks_of_time_layer_by_layer_equal_the_whole(made, name):
     module, work = made(name), work_for(name)
-    close(work.frames(module, HOST, Attempt(torch.float32, stream=16, frames=2)), upstream(module, work))
+    close(work.frames(module, HOST, DecodeMethod(torch.float32, stream=16, frames=2)), upstream(module, work))
 
 
 def test_no_forward_stays_changed(made):
     module = made("mochi_vae")
     before = {layer: "forward" in vars(layer) for layer in module.modules()}
-    work_for("mochi_vae").frames(module, HOST, Attempt(torch.float32, frames=1, stream=32))
+    work_for("mochi_vae").frames(module, HOST, DecodeMethod(torch.float32, frames=1, stream=32))
     assert before == {layer: "forward" in vars(layer) for layer in module.modules()}
 
 
@@ -137,22 +137,22 @@ class Flat(torch.nn.Module):
         self.decoder = torch.nn.Upsample(scale_factor=(1, 8, 8))
 
 
-def flat_work() -> Work:
+def flat_work() -> ResumableDecode:
     latents = torch.randint(-4, 5, (1, 3, 1, 6, 7), generator=torch.Generator().manual_seed(0)).float()
-    return Work(latents, (8, 1))
+    return ResumableDecode(latents, (8, 1))
 
 
 @pytest.mark.parametrize(("tile", "overlap"), [(16, 8), (32, -1), (24, 0)])
 def test_blending_changes_nothing_where_tiles_agree(tile, overlap):
     module, work = Flat(), flat_work()
-    found = work.frames(module, HOST, Attempt(torch.float32, tile=tile, overlap=overlap))
+    found = work.frames(module, HOST, DecodeMethod(torch.float32, tile=tile, overlap=overlap))
     torch.testing.assert_close(found, module.decoder(work.latents), atol=ROUNDING, rtol=0)
     assert work.apart < ROUNDING
 
 
 def test_tiles_that_disagree_are_measured(made):
     work = work_for("hunyuan_vae", frames=1, rows=5, columns=5)
-    work.frames(made("hunyuan_vae"), HOST, Attempt(torch.float32, tile=32))
+    work.frames(made("hunyuan_vae"), HOST, DecodeMethod(torch.float32, tile=32))
     assert work.apart > 0.01
 
 
@@ -172,23 +172,23 @@ def test_tiles_that_are_done_are_not_done_again():
     module, work, calls = Flat(), flat_work(), []
     handle = failing(module, 3, calls)
     with pytest.raises(torch.OutOfMemoryError):
-        work.frames(module, HOST, Attempt(torch.float32, tile=32, overlap=8))
+        work.frames(module, HOST, DecodeMethod(torch.float32, tile=32, overlap=8))
     done = work.windows[0].video.clone()
     left = len(work.windows[0].pending)
-    found = work.frames(module, HOST, Attempt(torch.float32, tile=24, overlap=8))
+    found = work.frames(module, HOST, DecodeMethod(torch.float32, tile=24, overlap=8))
     handle.remove()
     assert bool(done.any()) and left == 2 and calls[0] == (1, 4, 4) and calls[-1] == (1, 3, 3)
     assert calls.count((1, 4, 4)) == 3, "a finished tile was decoded again"
     torch.testing.assert_close(found, module.decoder(work.latents), atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("after", [Attempt(torch.float32, frames=1), Attempt(torch.float32, stream=32)])
+@pytest.mark.parametrize("after", [DecodeMethod(torch.float32, frames=1), DecodeMethod(torch.float32, stream=32)])
 @pytest.mark.parametrize("name", sampled(CAUSAL, "mochi_vae"))
 def test_chunks_that_are_done_are_not_done_again(made, name, after):
     module, work, calls = made(name), work_for(name, frames=4), []
     handle = failing(module, 2, calls)
     with pytest.raises(torch.OutOfMemoryError):
-        work.frames(module, HOST, Attempt(torch.float32, frames=2))
+        work.frames(module, HOST, DecodeMethod(torch.float32, frames=2))
     assert work.windows[0].pending[0].frames == 2
     found = work.frames(module, HOST, after)
     handle.remove()
@@ -217,8 +217,8 @@ def test_a_region_in_the_middle_of_its_chunks_splits_with_what_it_remembers():
         work = work_for("hunyuan15_vae", rows=2, columns=2)
         handle = failing(module, 2, calls)
         with pytest.raises(torch.OutOfMemoryError):
-            work.frames(module, HOST, Attempt(torch.float32, frames=1))
-        found = work.frames(module, HOST, Attempt(torch.float32, frames=1, tile=16, overlap=0))
+            work.frames(module, HOST, DecodeMethod(torch.float32, frames=1))
+        found = work.frames(module, HOST, DecodeMethod(torch.float32, frames=1, tile=16, overlap=0))
         handle.remove()
         assert calls[2:] == [(1, 1, 1)] * 8, "four tiles of the two frames that were left"
         close(found, upstream(module, work))
@@ -241,7 +241,7 @@ def test_a_stream_goes_on_with_smaller_tiles(made):
     conv_in = []
     counting = module.decoder.conv_in.register_forward_pre_hook(lambda *_: conv_in.append(1))
     handle = layer.register_forward_pre_hook(before)
-    found = work.frames(module, HOST, Attempt(torch.float32, stream=32))
+    found = work.frames(module, HOST, DecodeMethod(torch.float32, stream=32))
     handle.remove(), counting.remove()
     assert sides == [32] and calls[3] < calls[2]
     alone = len(conv_in)
@@ -256,7 +256,7 @@ def test_a_decoder_that_draws_noise_is_not_streamed(made):
     block.per_channel_scale1 = torch.nn.Parameter(torch.ones(block.conv1.conv.in_channels, 1, 1))
     try:
         with pytest.raises(UnsupportedError, match="draws new noise"):
-            work_for("ltx_vae").frames(module, HOST, Attempt(torch.float32, stream=32))
+            work_for("ltx_vae").frames(module, HOST, DecodeMethod(torch.float32, stream=32))
     finally:
         block.per_channel_scale1 = None
 

@@ -15,7 +15,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
-from anygpu.pipelines.vae.plan import Attempt
+from anygpu.pipelines.vae.plan import DecodeMethod
 from pipelines.vae.test_forms import CASES, CAUSAL, HOST, close, made, sampled, work_for
 
 assert made, "a fixture"
@@ -54,7 +54,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize(("name", "cut"), CELLS)
 def test_fused_equals_upstreams_operations_in_every_cut(made, calls, name, cut):
     module, time = copy.deepcopy(made(name)), torch.tensor([0.05]) if name == "ltx_vae_095" else None
-    way = (module, HOST, Attempt(torch.float32, **CUTS[cut]), time)
+    way = (module, HOST, DecodeMethod(torch.float32, **CUTS[cut]), time)
     expected = work_for(name).frames(*way)
     found = fuse_vae(module, "reference")
     close(work_for(name).frames(*way), expected)
@@ -69,12 +69,12 @@ def test_compiled_blocks_follow_when_a_decode_is_cut(made, name):
     """A graph expects the border from the operation; the frames that are remembered come without one."""
     torch._dynamo.reset()
     module = copy.deepcopy(made(name))
-    expected = work_for(name).frames(module, HOST, Attempt(torch.float32))
+    expected = work_for(name).frames(module, HOST, DecodeMethod(torch.float32))
     fuse_vae(module, "reference")
     compiled = Compilation(CompileSettings(vae=True, backend="eager"))
     compiled.attach(module)
     for cut in ("whole", "chunks", "whole") if name in CAUSAL else ("whole", "stream", "whole"):
-        close(work_for(name).frames(module, HOST, Attempt(torch.float32, **CUTS[cut])), expected)
+        close(work_for(name).frames(module, HOST, DecodeMethod(torch.float32, **CUTS[cut])), expected)
     assert not compiled.failure and compiled.graphs
     torch._dynamo.reset()
 

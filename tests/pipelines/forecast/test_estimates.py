@@ -15,13 +15,13 @@ from anygpu.compat.memory.offloader import MODES, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
+from anygpu.pipelines import sizes as estimates
+from anygpu.pipelines.forecast import fit as fitting
+from anygpu.pipelines.forecast import page as memory_plan
+from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory import estimates
-from anygpu.pipelines.memory import fit as fitting
-from anygpu.pipelines.memory import page as memory_plan
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import fastest, forecast, forecasts
 from anygpu.pipelines.requests import part_devices
+from anygpu.pipelines.sizes import Size
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_a_larger_run_needs_more(mochi):
 def test_parts_of_a_decode_need_less_than_the_whole(mochi):
     size = Size(848, 480, 85)
     whole, chunk, tile, stream = (
-        estimates.attempt_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
+        estimates.method_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
     )
     assert whole > chunk > stream and whole > tile
 

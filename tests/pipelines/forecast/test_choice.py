@@ -10,12 +10,13 @@ import torch
 from anygpu import cli
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, time_left
-from anygpu.compat.memory.times import StageTime, TimeForecast
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast.memory import Forecast
+from anygpu.pipelines.forecast.page import memory_plan
+from anygpu.pipelines.forecast.times import StageTime, TimeForecast
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import Forecast
-from anygpu.pipelines.memory.page import memory_plan
-from anygpu.pipelines.time import choice, counts, forecast
+from anygpu.pipelines.sizes import Size
 from tiny import build
 
 GB = 10**9
@@ -46,25 +47,25 @@ def needing(mode: str, gigabytes: float) -> Forecast:
 )
 def test_auto_takes_the_quickest_that_fits_or_their_order(seconds, chosen):
     times = {mode: taking(mode, each) for mode, each in seconds.items()}
-    assert choice.quickest(("none", "model", "group"), times) == chosen
-    assert choice.quickest((), times) == ""
+    assert forecast.quickest(("none", "model", "group"), times) == chosen
+    assert forecast.quickest((), times) == ""
 
 
 def test_advice_says_what_more_memory_saves():
     needs = (needing("none", 14), needing("model", 10), needing("group", 4))
     times = {"none": taking("none", 360), "model": taking("model", 360), "group": taking("group", 840)}
-    assert choice.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 2.5 GB more", (
+    assert forecast.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 2.5 GB more", (
         "the least that is as quick"
     )
-    assert choice.advice(needs, times, 16 * GB) == "", "everything fits"
-    assert choice.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
-    assert choice.advice(needs, times, None) == choice.advice(needs, {}, 8 * GB) == ""
+    assert forecast.advice(needs, times, 16 * GB) == "", "everything fits"
+    assert forecast.advice(needs, {**times, "group": taking("group", 370)}, 8 * GB) == "", "little is gained"
+    assert forecast.advice(needs, times, None) == forecast.advice(needs, {}, 8 * GB) == ""
 
 
 def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkeypatch):
-    monkeypatch.setattr(choice, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
+    monkeypatch.setattr(forecast, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
     pipeline = SimpleNamespace(offloader=SimpleNamespace(device=torch.device("cpu")))
-    assert list(choice.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
+    assert list(forecast.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
 
 
 def test_time_left_from_the_second_step_on():
@@ -91,7 +92,7 @@ def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
 
 
 def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, failed_forecasts):
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
     monkeypatch.setattr(counts, "_built", lambda *_: 1 / 0)
     text, _ = memory_plan(load(LoadRequest(build("ltx", tiny_folder), device="cpu")), Size(64, 96, 9))
     said = "time unknown: the forecast failed (ZeroDivisionError: division by zero)"

@@ -22,10 +22,10 @@ from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
-from ..loading.part import decode_as_published
-from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
-from ..vae.plan import Attempt
+from ..sizes import TRANSFORMER, VAE, Size, latent_shape
+from ..vae.chunked import decode_as_published
+from ..vae.plan import DecodeMethod
 from ..vae.tiled import decoder_call, pieces_of
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
@@ -101,17 +101,17 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     return counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue), count)
 
 
-def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None) -> Work:
-    """The work of a decode in the form of ``attempt``; whole without one."""
-    config, attempt = pipeline.configs[VAE], attempt or Attempt(pipeline.precision.vae)
+def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
+    """The work of a decode in the form of ``method``; whole without one."""
+    config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
     form = (pipeline.speed.forms if pipeline.speed else {}).get(VAE, "")
-    key = (VAE, pipeline.family, text_of(config), str(attempt.dtype), form)
+    key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
     total = Work()
     modules: list[Any] = []
 
     def vae() -> Any:
         if not modules:
-            modules.append(_built(pipeline, VAE, config, attempt.dtype))
+            modules.append(_built(pipeline, VAE, config, method.dtype))
             for name, value in pipeline.spec.vae_settings.items():
                 setattr(modules[0], name, value)
             decode_as_published(modules[0])
@@ -120,19 +120,19 @@ def decoding_work(pipeline: Pipeline, size: Size, attempt: Attempt | None = None
         return modules[0]
 
     def latents(cells: Cells) -> torch.Tensor:
-        return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=attempt.dtype)
+        return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=method.dtype)
 
     def decoded(cells: Cells) -> Work:
-        time = empty(1, dtype=attempt.dtype) if config.get("timestep_conditioning") else None
+        time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
         with counting_on_meta() as work:
             decoder_call(vae(), latents(cells), time)
         return work
 
     def cut(cells: Cells) -> Any:
-        return pieces_of(vae(), latents(cells), attempt, pipeline.spec.ratio)
+        return pieces_of(vae(), latents(cells), method, pipeline.spec.ratio)
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
-        for piece, count in counted_once((*key, cells, attempt), partial(cut, cells)).items():
+        for piece, count in counted_once((*key, cells, method), partial(cut, cells)).items():
             total.update(counted_once((*key, piece), partial(decoded, piece)).times(count * times))
     return total
 

@@ -12,8 +12,9 @@ from anygpu.compat.device.precision import PRECISION, Precision
 from anygpu.compat.device.probe_store import OK, UNUSABLE, ProbeResult
 from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Work, counting
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.time import counts, forecast
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.sizes import Size
 from simulated.test_families import CASES, loaded_for
 
 SAFE = precisions._EXPLICIT[precisions.SAFE]
@@ -43,7 +44,7 @@ def computing(work: Work) -> Counter:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     run = forecast.planned_run(pipeline, Size(64, 64, CASES[name].frames))
     for title, row in rows_of(pipeline).items():

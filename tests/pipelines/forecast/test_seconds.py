@@ -21,13 +21,13 @@ from anygpu.compat.device.work import (
     counting,
     pace_of,
 )
-from anygpu.compat.memory import times
 from anygpu.compat.memory.statistics import StageCost, duration, kept_stages
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast import times
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.time import forecast
+from anygpu.pipelines.sizes import Size
 from tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
@@ -105,7 +105,7 @@ def test_a_device_that_nobody_timed_goes_by_its_data_sheet(tiny_folder):
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load(LoadRequest(build("ltx", tiny_folder), precision="fp32", device="cpu", state=tmp_path))
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
     settings = SampleSettings(64, 64, 9, steps=2, seed=3, cfg=1.0)
@@ -124,8 +124,8 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
 
 
 def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
-    monkeypatch.setattr(forecast, "link_of", lambda *_: 1e6)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.link_of", lambda *_: 1e6)
     pipeline = load(LoadRequest(build("hunyuan_video", tiny_folder), device="cpu"))
     run = forecast.planned_run(pipeline, Size(64, 64, 5))
     none, model, group, sequential = (

@@ -18,13 +18,13 @@ from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines.base import Pipeline, SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
+from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.estimates import Size
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest, running
 from anygpu.pipelines.stages import DECODING as DECODE
 from anygpu.pipelines.stages import SAMPLING as SAMPLE
-from anygpu.pipelines.time import forecast
-from anygpu.pipelines.time.forecast import DECODING, SAMPLING, Run
 from anygpu.pipelines.vae.plan import Form
 from tiny import build
 
@@ -83,7 +83,7 @@ def loaded(tiny_folder, tmp_path_factory) -> Pipeline:
 @pytest.fixture
 def plain(loaded, monkeypatch) -> Pipeline:
     """Without a run."""
-    monkeypatch.setattr(forecast, "pace_of", lambda *_: PACE)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     (loaded.offloader.options.state / FILE).unlink(missing_ok=True)
     return loaded
 

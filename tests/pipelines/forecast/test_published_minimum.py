@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import published
 import pytest
-from anygpu.pipelines.memory.estimates import Size
-from anygpu.pipelines.memory.forecast import fastest, forecasts
+from anygpu.pipelines.forecast.memory import fastest, forecasts
+from anygpu.pipelines.sizes import Size
 
 FULL = pytest.mark.full
 # Model, size of the run, GB of the smallest card it is published for, and by whom.

@@ -9,8 +9,8 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Pipeline, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast.shortage import shortage_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.memory.shortage import shortage_in
 
 ERRORS = (
     RuntimeError("Invalid buffer size: 24.00 GiB"),

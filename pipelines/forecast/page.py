@@ -9,15 +9,14 @@ import torch
 from ...compat.device.facts import free_bytes, host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
-from ...compat.memory.times import Times
 from ..base import Pipeline, SampleSettings
-from ..placement import CARDS
 from ..settings import of_checkpoint, snap
-from ..time.choice import advice, quickest, times_of
-from ..time.forecast import planned_run
-from .estimates import Size
+from ..sizes import Size
 from .fit import plan_line
-from .forecast import Forecast, fastest, forecasts
+from .memory import Forecast, fastest, forecasts
+from .placement import CARDS
+from .seconds import advice, planned_run, quickest, times_of
+from .times import Times
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"

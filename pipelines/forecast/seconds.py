@@ -5,33 +5,23 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.work import Pace, pace_of
-from ...compat.memory.times import (
-    TEXT,
-    StageTime,
-    TimeForecast,
-    alike,
-    copied_seconds,
-    corrected,
-    kept_by,
-    key_of,
-    known_or_why,
-    link_of,
-    unknown_rates,
-)
+from ...compat.device.work import Work
+from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
 from ..base import Pipeline, PromptRequest, SampleSettings
-from ..memory.estimates import VAE, Size, sampling_bytes
-from ..memory.forecast import COMPUTES, Rooms, room_of
 from ..settings import guidance_steps, of_checkpoint, recipe_of
+from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import Form, planned_decode
+from . import times
 from .counts import (
     IMAGE_ENCODER,
     batches_of,
@@ -42,7 +32,10 @@ from .counts import (
     text_forwards,
     text_work,
 )
+from .memory import COMPUTES, Forecast, Rooms, room_of
+from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
 
+WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
@@ -134,24 +127,8 @@ def stage_time(
     Raises:
         UnsupportedError: the rates of its device are unknown.
     """
-    mode = mode or pipeline.offloader.mode
-    device = pipeline.offloader.device_of(PARTS[stage])
-    precision = pipeline.precision
-    dtype = {
-        TEXT: precision.text,
-        IMAGE: precision.vae,
-        SAMPLING: precision.compute or precision.transformer,
-        DECODING: precision.vae,
-    }[stage]
-    facts, probes = _machine_of(pipeline, device)
-    pace = pace_of(facts, probes, dtype)
-    if pace is None:
-        raise unknown_rates(facts)
-    rows = kept_by(pipeline)
-    link = 0.0 if stays else link_of(facts, rows)
-    modelled = _modelled(pipeline, stage, run, pace, mode, room, link)
-    known = alike(rows, pipeline, stage, mode, device, work_key(pipeline, stage, run))
-    return corrected(stage, modelled, pace.source, known)
+    planned = _planned(pipeline, stage, run, room)
+    return times.stage_time(pipeline, planned, mode or pipeline.offloader.mode, room, stays)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
@@ -163,26 +140,38 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
     return facts, None if state is None else probe_results_of(facts, state, quiet)
 
 
-def _modelled(pipeline: Pipeline, stage: str, run: Run, pace: Pace, mode: str, room: int | None, link: float) -> float:
-    """Seconds of a stage at these rates: computing, and copies over ``link`` (bytes per second) that nothing hides."""
+def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> times.PlannedStage:
+    """One stage of ``run`` as the forecast takes it: its parts, their work and how often they are called."""
+    precision, calls, beside = pipeline.precision, 1, 0
+    parts: tuple[str, ...]
+    work: Callable[[], Work]
     if stage == TEXT:
         forwards = text_forwards(pipeline, run.texts)
         parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
-        work = text_work(pipeline, run.texts)
-        beside = 0
+        dtype, work = precision.text, partial(text_work, pipeline, run.texts)
     elif stage == IMAGE:
-        parts, calls, work, beside = (IMAGE_ENCODER, VAE), 1, image_work(pipeline, run.size), 0
+        parts, dtype, work = (IMAGE_ENCODER, VAE), precision.vae, partial(image_work, pipeline, run.size)
     elif stage == SAMPLING:
-        parts, work = pipeline.spec.transformers, sampling_work(pipeline, run.size, run.settings)
+        parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
+        work = partial(sampling_work, pipeline, run.size, run.settings)
         calls = sum(1 for _ in batches_of(pipeline, run.settings)) * sections_of(pipeline, run.size)
         beside = sampling_bytes(pipeline, run.size)
     else:
         weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
-        attempt, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
-        parts, calls, work, beside = (VAE,), 1, decoding_work(pipeline, run.size, attempt), 0
-    computing = pace.seconds(work)
-    total = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
-    return copied_seconds(pipeline, computing, total, link, mode=mode, room=room, calls=calls, beside=beside)
+        method, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
+        parts, dtype, work = (VAE,), precision.vae, partial(decoding_work, pipeline, run.size, method)
+    facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[stage]))
+    return times.PlannedStage(
+        name=stage,
+        facts=facts,
+        probes=probes,
+        dtype=dtype,
+        work=work,
+        weights=sum(pipeline.weights[part].total for part in parts if part in pipeline.weights),
+        key=work_key(pipeline, stage, run),
+        calls=calls,
+        beside=beside,
+    )
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
@@ -194,3 +183,38 @@ def _room(pipeline: Pipeline, stage: str) -> int | None:
     """Bytes of its device that a stage may take now; None where unknown."""
     free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+
+
+def times_of(
+    pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
+) -> Times:
+    """How long a run takes under each mode that can be; without those whose time is unknown, and why."""
+    return times_by_mode(pipeline, modes, lambda mode: time_forecast(pipeline, run, mode, room, rooms))
+
+
+def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
+    """The first mode, or the quickest where that is worth leaving the order for; empty for no modes.
+
+    Where the time of a mode is not known, their order decides.
+    """
+    first = next(iter(modes), "")
+    if any(mode not in times for mode in modes) or not first:
+        return first
+    best = min(modes, key=lambda mode: times[mode].seconds)
+    return best if times[best].seconds < WORTH * times[first].seconds else first
+
+
+def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
+    """What a run would take with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
+    nothing is gained."""
+    if room is None:
+        return ""
+    now = quickest([each.mode for each in needs if each.fits(room)], times)
+    larger = [each for each in needs if not each.fits(room) and each.mode in times]
+    if now not in times or not larger:
+        return ""
+    best = min(larger, key=lambda each: (times[each.mode].seconds, each.peak))
+    if times[best.mode].seconds > WORTH * times[now].seconds:
+        return ""
+    lacks = amount_of(best.peak * SPARE - room)
+    return f"with offload {best.mode} {duration(times[best.mode].seconds)}, needs {lacks} more"

@@ -13,18 +13,8 @@ from ...compat.memory.parts import denoises
 from ...compat.memory.standalone import ahead_bytes
 from ...compat.memory.statistics import StageNeed
 from ..base import Pipeline
+from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
 from ..vae.plan import planned_decode
-from .estimates import (
-    PAIR,
-    SPARE,
-    TRANSFORMER,
-    VAE,
-    Size,
-    decoding_bytes,
-    sampling_bytes,
-    text_bytes,
-    transformer_bytes,
-)
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
 Rooms = Callable[[torch.device], int | None]
@@ -154,6 +144,6 @@ def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None
     """
     if room is None or whole.total * SPARE <= room:
         return whole
-    attempt, needed = planned_decode(pipeline, size, room - whole.weights)
-    weights = 0 if attempt.on_host else whole.weights
-    return replace(whole, kept=0, weights=weights, activations=needed, form=str(attempt))
+    method, needed = planned_decode(pipeline, size, room - whole.weights)
+    weights = 0 if method.on_host else whole.weights
+    return replace(whole, kept=0, weights=weights, activations=needed, form=str(method))

@@ -7,32 +7,30 @@ run. A card of another kind may also be quicker, or hold what the first cannot. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
 
-from ..compat.decision import AUTO, Decision
-from ..compat.device.facts import DeviceFacts, facts_for
-from ..compat.device.quirks import abilities
-from ..compat.errors import PackError
-from ..compat.memory.offloader import Offloader
-from ..compat.memory.statistics import StageNeed, duration
-from ..compat.memory.times import known_or_why
-from .base import Pipeline, Progress
-from .loading.folder import LoadRequest, load
-from .memory.estimates import SPARE, TRANSFORMER, VAE, default_size
-from .memory.fit import modes_of
-from .memory.forecast import COMPUTES, forecast
-from .settings import of_checkpoint
-from .time.choice import WORTH
-from .time.forecast import DECODING, SAMPLING, TEXT, planned_run, stage_time
+from ...compat.decision import AUTO, Decision
+from ...compat.device.facts import DeviceFacts, facts_for
+from ...compat.device.quirks import abilities
+from ...compat.errors import PackError
+from ...compat.memory.statistics import StageNeed, duration
+from ..base import Pipeline
+from ..settings import of_checkpoint
+from ..sizes import SPARE, VAE, default_size
+from .fit import modes_of
+from .memory import COMPUTES, forecast
+from .seconds import DECODING, SAMPLING, TEXT, WORTH, planned_run, stage_time
+from .times import known_or_why
 
 CARDS = "cards"  # of the decision
 LEAST_GAIN = 0.25  # seconds of a run, below which a further card is not worth being used
 NAMES = {TEXT: "text encoders", SAMPLING: "transformer", DECODING: "VAE"}
 Places = Mapping[str, torch.device]  # by stage
+LoadOn = Callable[[torch.device, Places], Pipeline]  # a device, and those of parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +87,27 @@ class Way:
     seconds: float | None
 
 
-def load_placed(
-    request: LoadRequest,
-    progress: Progress | None = None,
-    make_room: Callable[[int, torch.device], None] | None = None,
-    hosted: Callable[..., Offloader] | None = None,
+def share_out(
+    first: Pipeline, rooms: Mapping[torch.device, int | None], placed: Collection[str], load_on: LoadOn
 ) -> Pipeline:
-    """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.
+    """The pipeline with each stage on the card where a run is quickest, and the decision about that.
 
     Args:
-        progress, make_room, hosted: as :func:`load` takes them.
-
-    Raises:
-        PackError: what :func:`load` refuses.
+        first: the pipeline loaded on the first card, but for the parts that the user placed.
+        rooms: bytes that a run may take on each card; None where unknown.
+        placed: names of the parts that the user placed.
+        load_on: loads the pipeline on a device, with devices for its parts.
     """
-    first = load(request, progress, make_room, hosted)
-    if len(request.cards) < 2 or TRANSFORMER in request.devices or first.facts.device not in request.cards:
-        return first
-
-    def on(device: torch.device, devices: Mapping[str, torch.device]) -> Pipeline:
-        return load(replace(request, device=device, devices={**devices, **request.devices}), None, make_room, hosted)
-
     home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
-    home = {stage: device for stage, device in home.items() if device in request.cards}
-    found, failed = known_or_why(lambda: _chosen(first, home, request, on))
+    home = {stage: device for stage, device in home.items() if device in rooms}
+    known = {device: room for device, room in rooms.items() if room is not None}
+    fixed = {stage for stage in home if COMPUTES[stage] in placed}
+    found, failed = known_or_why(lambda: _chosen(first, home, known, fixed, load_on))
     places, why = found or (home, failed)
     if places == home:
         stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
         return replace(first, decisions=(*first.decisions, stay))
-    pipeline = on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
+    pipeline = load_on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
     return replace(pipeline, decisions=(*pipeline.decisions, Decision(CARDS, _in_words(places), why, AUTO)))
 
 
@@ -127,24 +117,19 @@ def _stage_of(part: str) -> str:
 
 
 def _chosen(
-    first: Pipeline,
-    home: Places,
-    request: LoadRequest,
-    on: Callable[[torch.device, Mapping[str, torch.device]], Pipeline],
+    first: Pipeline, home: Places, rooms: Mapping[torch.device, int], fixed: set[str], load_on: LoadOn
 ) -> tuple[Places, str]:
-    """Where each stage computes, and why.
+    """The card of each stage, and why.
 
     Args:
-        first: all of it on the first card, but for what the user placed.
-        home: where its stages compute; those that no card computes are left out.
-        on: the pipeline on a device, with devices for its parts.
+        home: the device of each stage as the pipeline was loaded; stages that no card computes are left out.
+        fixed: stages that the user placed.
     """
     own = first.facts.device
-    cards = _cards(first, home, request, lambda device: on(device, {}))
+    cards = _cards(first, home, rooms, load_on)
     others = ", ".join(f"{device} ({card.facts.name})" for device, card in cards.items() if device != own)
     if own not in cards or not others:
         return home, f"what is free on {'the other cards' if own in cards else own} is not known"
-    fixed = {stage for stage in home if COMPUTES[stage] in request.devices}
     ways = [way for places in _shares(home, fixed, cards) if (way := _way(places, cards)) is not None]
     if not ways:
         return home, f"a run of the model's own size fits neither there nor on {others}"
@@ -163,11 +148,10 @@ def _chosen(
 
 
 def _cards(
-    first: Pipeline, home: Places, request: LoadRequest, on: Callable[[torch.device], Pipeline]
+    first: Pipeline, home: Places, rooms: Mapping[torch.device, int], load_on: LoadOn
 ) -> dict[torch.device, Card]:
     """The first card, those that the user placed a part on, and of each kind the one with most room."""
     own, cards, pipelines = first.facts.device, dict[torch.device, Card](), {}
-    rooms = {device: room for device, room in request.cards.items() if room is not None}
     order = sorted(rooms, key=lambda device: (device != own, device not in home.values(), -rooms[device]))
     for device in order:
         facts = first.facts if device == own else facts_for(device)
@@ -176,7 +160,7 @@ def _cards(
             continue
         if kind not in pipelines:
             try:
-                pipelines[kind] = first if device == own else on(device)
+                pipelines[kind] = first if device == own else load_on(device, {})
             except PackError:  # it does not answer, or cannot compute this model
                 continue
         cards[device] = Card(facts, max(0, rooms[device] - first.offloader.options.keep_free_bytes), pipelines[kind])

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..device.execution import HOST
-from ..device.facts import DeviceFacts, indexed
-from ..device.rates import published_rates
-from ..device.work import PUBLISHED, TIMED
-from ..errors import PackError, UnsupportedError, first_line
-from .offloader import HOSTED
-from .statistics import StageCost, duration, kept_stages
+from ...compat.device.execution import HOST
+from ...compat.device.facts import DeviceFacts, indexed
+from ...compat.device.probe_store import ProbeStore
+from ...compat.device.rates import published_rates
+from ...compat.device.work import PUBLISHED, TIMED, Work, pace_of
+from ...compat.errors import PackError, UnsupportedError, first_line
+from ...compat.memory.offloader import HOSTED
+from ...compat.memory.statistics import StageCost, duration, kept_stages
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -106,16 +107,6 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
         return None, f"the forecast failed ({type(error).__name__}: {first_line(error)})"
 
 
-def unknown_rates(facts: DeviceFacts) -> UnsupportedError:
-    """The error for a device of which nobody knows how fast it is."""
-    untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
-    return UnsupportedError(
-        f"{facts.name} {untimed}, and no data sheet of it is known",
-        expected="a device that was timed, or one of compat/device/rates.py",
-        fix="Run a model on it once.",
-    )
-
-
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
     """``modelled`` seconds of a stage as earlier runs of it were longer or shorter.
 
@@ -150,36 +141,69 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     return StageTime(name=stage, seconds=seconds, low=seconds / off, high=seconds * off, modelled=modelled)
 
 
-def copied_seconds(
-    pipeline: Any, computing: float, weights: int, link: float, *, mode: str, room: int | None, calls: int, beside: int
-) -> float:
-    """Seconds of a stage with the copies of its weights that nothing hides.
+@dataclass(frozen=True, slots=True)
+class PlannedStage:
+    """One stage of a run, as a pipeline of any kind states it.
 
     Args:
-        pipeline: of any kind.
-        computing: seconds of its work alone.
-        weights: their bytes.
-        link: bytes per second to the device, as :func:`link_of` has them; 0 where nothing is copied.
-        mode: of the offload.
-        room: bytes of the device that the stage may take; None for all that it needs.
+        facts, probes: of the device on which it computes.
+        dtype: of its products.
+        work: counts its work; called where the rates of the device are known.
+        weights: bytes that it needs on the device.
+        key: of :func:`key_of`, from all that changes its work or its rate and that ``work`` does not count.
         calls: forwards, each of which copies streamed weights again.
         beside: bytes of activations.
     """
-    if not link:
-        return computing
+
+    name: str
+    facts: DeviceFacts
+    probes: ProbeStore | None
+    dtype: torch.dtype
+    work: Callable[[], Work]
+    weights: int
+    key: str
+    calls: int = 1
+    beside: int = 0
+
+
+def stage_time(pipeline: Any, stage: PlannedStage, mode: str, room: int | None, stays: bool = False) -> StageTime:
+    """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs.
+
+    Args:
+        mode: of the offload.
+        room: bytes of the device that the stage may take; None for all that it needs.
+        stays: whether its weights are on the device from an earlier run.
+
+    Raises:
+        UnsupportedError: the rates of its device are unknown.
+    """
+    facts, state = stage.facts, pipeline.offloader.options.state
+    pace = pace_of(facts, stage.probes, stage.dtype)
+    if pace is None:
+        untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
+        raise UnsupportedError(
+            f"{facts.name} {untimed}, and no data sheet of it is known",
+            expected="a device that was timed, or one of compat/device/rates.py",
+            fix="Run a model on it once.",
+        )
+    rows = [] if state is None else kept_stages(state)
+    modelled = pace.seconds(stage.work())
+    if link := 0.0 if stays else link_of(facts, rows):
+        modelled = _with_copies(stage, modelled, link, mode, room, facts.unified)
+    return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
+
+
+def _with_copies(
+    stage: PlannedStage, computing: float, link: float, mode: str, room: int | None, unified: bool
+) -> float:
+    """Seconds of a stage with the copies of its weights over ``link`` (bytes per second) that nothing hides."""
     if mode == HOSTED:
-        streamed = 0 if room is None else min(weights, max(0, weights + beside - room))
-        return max(computing, calls * streamed / link) + (weights - streamed) / link
+        streamed = 0 if room is None else min(stage.weights, max(0, stage.weights + stage.beside - room))
+        return max(computing, stage.calls * streamed / link) + (stage.weights - streamed) / link
     if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
-        copying = calls * weights / link
-        return computing + copying if pipeline.facts.unified else max(computing, copying)
-    return computing + weights / link
-
-
-def kept_by(pipeline: Any) -> list[StageCost]:
-    """The last stages that pipelines with the state folder of this one ran; none where nothing is kept."""
-    state = pipeline.offloader.options.state
-    return [] if state is None else kept_stages(state)
+        copying = stage.calls * stage.weights / link
+        return computing + copying if unified else max(computing, copying)
+    return computing + stage.weights / link
 
 
 def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
@@ -210,18 +234,16 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def alike(
-    rows: Sequence[StageCost], pipeline: Any, stage: str, mode: str, device: torch.device, work: str
-) -> list[StageCost]:
-    """Runs of the same stage of this model on this device that did the same ``work``; of this mode where there are any.
+def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: str) -> list[StageCost]:
+    """Runs of the same stage of this model on this device with the same key; of this mode where there are any.
 
     Others, and those of which the work is unknown, say nothing: another kernel or fewer steps take another time.
     """
-    title = f"{pipeline.family} {pipeline.variant}"
+    wanted = stage.name, f"{pipeline.family} {pipeline.variant}", str(indexed(stage.facts.device)), stage.key
     usable = [
         row
         for row in rows
-        if (row.stage, row.pipeline, row.device, row.work) == (stage, title, str(device), work)
+        if (row.stage, row.pipeline, row.device, row.work) == wanted
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
     ]

@@ -6,9 +6,7 @@ and the transformer as a whole. A mode that the user chose changes only after ru
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,19 @@ import torch
 
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
-from ...compat.device.facts import GIBIBYTE, DeviceFacts, empty_cache, facts_for, free_bytes, locks_host_memory
-from ...compat.device.failures import DEVICE_ERRORS, is_shortage
+from ...compat.device.facts import GIBIBYTE, facts_for, free_bytes
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
+from ...compat.memory.host_weights import DISK, HostWeights
 from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Pipeline, Progress
-from ..loading.part import PartFiles
 from ..settings import require_range
-from ..time.choice import quickest, times_of
-from ..time.forecast import Run
-from .estimates import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
-from .forecast import COMPUTES, forecast
+from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
+from .memory import COMPUTES, forecast
+from .seconds import Run, quickest, times_of
 
-GIVEN_UP = "_anygpu_given_up"  # on an error that every way on was tried for
 MOST_KEPT_FREE = 1023.0  # GB: the widget's
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own
 
@@ -62,41 +56,6 @@ def offload_options(
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
     }
     return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
-
-
-def fit_host_memory(
-    files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
-) -> tuple[dict[str, PartFiles], HostWeights]:
-    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
-
-    Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
-    this kind of device, they go there by way of ordinary memory, a slice at a time.
-
-    Args:
-        files: of each part.
-        facts: of the device that computes.
-        free: bytes of host memory that this process may take.
-        swap: bytes beside them that are slow.
-
-    Raises:
-        UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
-            fit; said before anything is read.
-    """
-    sizes = {name: part.total_bytes for name, part in files.items()}
-    views = {name: part.view_bytes for name, part in files.items()}
-    host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
-    left = host_weights.of(DISK)
-    for name, part in files.items():
-        held = sizes[name] - (views[name] if part.mapped or name in left else 0)
-        if held > free + swap:
-            raise UnsupportedError(
-                f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
-                expected=f"{amount_of(held - free - swap)} more",
-                fix="Close other programs, add swap (on Windows: enlarge the page file), or use a safetensors file in "
-                "the precision that computes: it can stay on disk.",
-            )
-    kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
-    return {**files, **kept}, host_weights
 
 
 def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
@@ -184,46 +143,6 @@ def release_text(pipeline: Pipeline, comes: str) -> None:
     for part in pipeline.spec.text_parts:
         if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
             offloader.release(part)
-
-
-def make_room_and_retry(
-    pipeline: Pipeline,
-    progress: Progress,
-    parts: tuple[str, ...] = (),
-    told: str = "sampling ran out of memory: continuing {}, after the last finished step",
-) -> Callable[[BaseException], bool]:
-    """What a stage asks after an error: whether to try again, with more room.
-
-    Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
-    nothing of that is left, it is tried once more: what took the room may have been another program.
-
-    Args:
-        parts: those that come in pieces; none means the transformers.
-        told: what is said, with a place for what was done.
-    """
-    parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
-    once_more = True
-
-    def again(error: BaseException) -> bool:
-        nonlocal once_more
-        alone = pipeline.group is None  # else the others wait inside the step for what this rank sends
-        if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
-            return False
-        try:
-            done = pipeline.offloader.step_down(*parts)
-        except DEVICE_ERRORS:  # no room for that either, and the part may have left while its inputs stayed
-            done, once_more = "", False
-        if not done and once_more:
-            done, once_more = "once more", False
-        if not done:
-            setattr(error, GIVEN_UP, True)  # a stage around a step must not start again for it
-            return False
-        gc.collect()
-        empty_cache(pipeline.offloader.device)
-        progress.notify(told.format(done))
-        return True
-
-    return again
 
 
 def plan_line(pipeline: Pipeline) -> str:

@@ -9,9 +9,9 @@ import torch
 from anygpu.compat.device.work import counting
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.memory.estimates import Size, latent_shape
-from anygpu.pipelines.time import counts
-from anygpu.pipelines.time.forecast import planned_run
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast.seconds import planned_run
+from anygpu.pipelines.sizes import Size, latent_shape
 from simulated.test_families import CASES, PICTURE, loaded_for
 
 OFF = 0.02
@@ -87,7 +87,7 @@ def test_tiles_of_a_decode_count_what_they_overlap(tiny_folder):
     pipeline = loaded_for(CASES["ltx"], tiny_folder, "cpu")
     size = Size(512, 512, 9)
     whole = counts.decoding_work(pipeline, size).flops
-    tiled = counts.decoding_work(pipeline, size, counts.Attempt(torch.float32, tile=256)).flops
+    tiled = counts.decoding_work(pipeline, size, counts.DecodeMethod(torch.float32, tile=256)).flops
     rows, area = 3 * 256, 512  # three tiles of 256 pixels cover 512 with a quarter of overlap
     assert latent_shape(pipeline, size)[1:] == (16, 16)
     assert close(tiled / whole, (rows / area) ** 2)

@@ -9,20 +9,19 @@ library takes for itself comes on top.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat.device.execution import HOST
-from ...compat.device.facts import free_bytes
-from ...compat.memory.offloader import HOSTED
-from ...compat.memory.parts import PartBytes, denoises, part_bytes
-from ..base import Pipeline, SampleSettings
-from ..family import FamilySpec
-from ..loading.part import PartFiles
+from ..compat.device.execution import HOST
+from ..compat.device.facts import free_bytes
+from ..compat.memory.offloader import HOSTED
+from ..compat.memory.parts import denoises
+from .base import Pipeline, SampleSettings
+from .family import FamilySpec
 
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
@@ -157,7 +156,7 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
     return widest(pipeline.configs[VAE]) * plain, plain
 
 
-def attempt_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
+def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
     """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
     if stream:
         return int(pipeline.spec.memory.fit.streamed * streamed_term(pipeline, size, frames, tile, stream))
@@ -189,15 +188,6 @@ def widest(config: Mapping[str, Any]) -> float:
     patch = int(config.get("patch_size") or 1) if "decoder_block_out_channels" in config else 1
     grown = "norm_num_groups" in config and len(widths) > 1  # HunyuanVideo upsamples before it narrows
     return float((widths[1] if grown else widths[0]) / patch**2)
-
-
-def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
-    """Part name to the bytes of the part, from what was read of its headers."""
-    sizes = {}
-    for part in files:
-        size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
-        sizes[part.name] = replace(size, dense=part.dense_bytes)
-    return sizes
 
 
 def default_size(family: FamilySpec) -> Size:

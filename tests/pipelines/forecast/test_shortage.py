@@ -10,7 +10,7 @@ from anygpu.compat.errors import parts_of
 from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.base import SampleSettings, Silent
-from anygpu.pipelines.memory.shortage import Shortage, explain_shortage, lowered, shortage_in
+from anygpu.pipelines.forecast.shortage import Shortage, explain_shortage, lowered, shortage_in
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.speed import running
 from anygpu.pipelines.stages import DECODING, SAMPLING

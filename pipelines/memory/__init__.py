@@ -1,1 +1,0 @@
-"""What a run needs and how it is made to fit."""
