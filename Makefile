@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser pictures cards workflows matrix memory lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser pictures cards workflows matrix memory words lint bench clean
 
 install: $(READY)
 
@@ -124,6 +124,11 @@ cards: $(READY)
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py
+
+# The lists of inputs on the help pages, from the schemas; then the words of each page.
+words: $(READY)
+	$(PY) tests/help_pages.py
+	$(PY) tests/words.py
 
 memory: $(READY) accelerator
 	OMP_NUM_THREADS=1 $(PY) benchmarks/memory_fits.py

@@ -235,44 +235,32 @@ def write_page(names: dict[str, list[str]], pictures: dict[str, str]) -> None:
     page = [HEAD]
     for model, switched in names.items():
         lines = [line(rows[model, name]) for name in switched if (model, name) in rows]
-        page += [f"## {model.removeprefix('demo: ')}\n", *TABLE, *lines, f"\n![Strips]({pictures[model]})\n"]
+        page += [f"## {model.removeprefix('demo: ')}\n", f"<!-- {model} -->", *TABLE, *lines, "<!-- end -->"]
+        page += [f"\n![Strips]({pictures[model]})\n"]
     (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
 
 
 HEAD = """# What each quality switch costs
 
-Measured on the demo models, which draw what they are asked for: a checker, which is not a network, reads shape, colour,
+Measured on the demo models with 64 x 64 pixels and 9 frames. A checker, which is not a network, reads shape, colour,
 motion and background back from the frames. *Right* is the share of clips in which all four match the prompt. PSNR and
 SSIM compare each clip with the fp32 clip of the same seed; they also drop when a clip is different but just as good.
+The order of the switches carries over to large models; the figures may not.
 
-The models are small and draw 64 x 64 pixels in 9 frames. The order of the switches carries over to large models; the
-figures may not: rounding errors grow with depth and shrink with width.
+- **GGUF's K types** share scales among 256 values, which the demo models' short rows do not fill. Rows marked *file*
+  measure what llama.cpp's tools write, with another type for such rows; in the others a block continues into the next
+  row. Published models need neither.
+- **fp16-safe** ran on a CPU, where AnyGPU normally refuses it.
+- **Tiled decode** has no row: a tile is a whole clip here. [Memory](memory.md#decode) compares the ways to decode.
 
-- **K types.** They share scales among 256 values, and the demo models' rows have 64 to 768. llama.cpp's tools use
-  another type for rows whose length is not a multiple of 256. The rows marked *file* measure such a file; Mochi's would
-  consist of the other type only. In the rows without that mark, a block of 256 continues into the next row, so that
-  every Linear has the type. Published models have rows of 2048 and more and need neither. Written by ggml's own
-  encoder, read back by the package gguf.
-- **fp16-safe** was computed on a CPU, where AnyGPU normally refuses it: fp16 products around an fp32 residual, as on
-  GPUs.
-- **Tiled decode** has no row: a tile is at least 64 pixels, which is a whole clip here, and LTX's small VAE, which was
-  trained at that size, decodes larger pictures worse in one piece than in tiles (6 clips at 128 x 128: 16 dB whole, 22
-  dB in tiles). [Memory](memory.md) compares the ways to decode.
+What follows for the defaults:
 
-Defaults and presets beside the table:
-
-- `precision` auto is bf16 on GPUs that compute it fast, otherwise fp16-safe, never plain fp16. fp16 and fp16-safe are
-  closer to fp32 than bf16 in every model here; bf16 stays the first choice, since it does not overflow when activations
-  are large, as they are in published models but not in these.
-- `weights` auto leaves them as in the file. If memory is short, int8 has a tenth of the squared error of fp8.
-- The step cache is off unless asked for. At each preset first_block costs least. It and pyramid cost more with each
-  preset, in every model; taylor does so in LTX-Video alone: with `balanced` both HunyuanVideos' and Mochi's, with
-  `quality` FramePack's clips are further from fp32 than with the preset after it. HunyuanVideo 1.5 has no pyramid with
-  cfg above 1, and the model's own cfg is 3.
-- With GGUF, each bit less doubles the error. In LTX-Video and HunyuanVideo 4 bits cost about what pyramid's `fast`
-  does.
-- `steps` 0 is the model's own 20. HunyuanVideo and FramePack draw with 2 what was asked, LTX-Video with 4,
-  HunyuanVideo 1.5 with 8; Mochi loses some with 8 already, and not in order.
+- `precision` `auto` is bf16 where a GPU computes it fast, otherwise fp16-safe, never plain fp16. The fp16 forms are
+  closer to fp32 here, but bf16 cannot overflow with the large activations of published models.
+- `weights` `auto` keeps the file's. If memory is short, int8 has a tenth of the squared error of fp8. Each bit less in
+  a GGUF doubles the error.
+- The step cache is off. At each preset `first_block` costs least.
+- `steps` 0 is the model's own 20; all but Mochi draw what was asked with 8.
 """
 TABLE = (
     "| switch | how | right | shape | motion | PSNR dB | SSIM |",

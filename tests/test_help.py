@@ -105,12 +105,7 @@ def test_translated_help_answers_the_same(language):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_translated_help_calls_nodes_and_inputs_as_the_node_does(language):
-    nodes, wrong = translated(language), []
-    for node_id, _, ((_, title), *rest) in pages(language):
-        names = nodes[node_id]
-        labels = " ".join(text.partition("：")[0] for kind, text in rest if kind.startswith("item"))
-        expected = [f"{entry['name']} `{name}`" for name, entry in names["inputs"].items()]
-        wrong += [f"{node_id}: {text}" for text in expected if text not in labels]
-        wrong += [f"{node_id}: {title}"] * (title != f"# {names['display_name']}")
+def test_translated_help_calls_nodes_as_the_node_does(language):
+    nodes = translated(language)
+    wrong = [node for node, _, ((_, title), *_) in pages(language) if title != f"# {nodes[node]['display_name']}"]
     assert not wrong

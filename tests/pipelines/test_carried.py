@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import typing
-from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +11,10 @@ from anygpu.compat.records import WITHOUT
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import PLACES, VideoJob
 from anygpu.pipelines.requests import LOAD_INPUTS
+from help_pages import schemas
 from test_web import translated
 
-TREES = [ast.parse(path.read_text("utf-8")) for path in (Path(__file__).parents[2] / "nodes").glob("*.py")]
-SHARED = {node.name: node for tree in TREES for node in tree.body if isinstance(node, ast.FunctionDef)}
+INPUTS = {name: {entry.name for entry in inputs} for name, (_, inputs) in schemas().items()}
 LOADED = {"model", "base", "image_encoder", "task"} | (LOAD_INPUTS.keys() - set(PLACES))
 CARRIED: dict[str, tuple[Any, ...]] = {  # node -> names, or the kind of job and its fields that hold inputs of the node
     "AnyGPULoadPipeline": (LOADED,),
@@ -57,26 +54,6 @@ OWN_EXCUSES: dict[str, dict[str, str]] = {
 }
 
 
-def inputs_of(node: ast.AST) -> Iterator[str]:
-    """The names of the inputs in a schema, those of the functions that it calls too."""
-    for call in (call for call in ast.walk(node) if isinstance(call, ast.Call)):
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "Input":
-            assert isinstance(call.args[0], ast.Constant)
-            yield call.args[0].value
-        elif isinstance(call.func, ast.Name) and call.func.id in SHARED:
-            yield from inputs_of(SHARED[call.func.id])
-
-
-def schemas() -> dict[str, set[str]]:
-    """Node id to the names of its inputs."""
-    functions = [node for tree in TREES for node in ast.walk(tree) if getattr(node, "name", "") == "define_schema"]
-    ids = [
-        next(word.value.value for word in ast.walk(node) if isinstance(word, ast.keyword) and word.arg == "node_id")
-        for node in functions
-    ]
-    return {name: set(inputs_of(node)) for name, node in zip(ids, functions, strict=True)}
-
-
 def names(job: type, path: str) -> set[str]:
     """The fields that a record has of what the field ``path`` of a job holds."""
     first, _, rest = path.partition(".")
@@ -91,12 +68,11 @@ def test_each_input_is_carried_or_excused(node_id: str) -> None:
     for entry in CARRIED[node_id]:
         job = entry if isinstance(entry, type) else job
         known |= entry if isinstance(entry, set) else names(job, entry) if isinstance(entry, str) else set()
-    left = {name for name in schemas()[node_id] if RENAMED.get(name, name) not in known and name not in known}
+    left = {name for name in INPUTS[node_id] if RENAMED.get(name, name) not in known and name not in known}
     assert not left, f"give {left} a field in the job, or say in OWN_EXCUSES why a replay does not need it"
 
 
 def test_every_input_is_seen_and_no_excuse_is_left() -> None:
-    found = schemas()
-    assert {name: set(node["inputs"]) for name, node in translated("zh").items() if node.get("inputs")} == found
+    assert {name: set(node["inputs"]) for name, node in translated("zh").items() if node.get("inputs")} == INPUTS
     for node_id, excused in OWN_EXCUSES.items():
-        assert excused.keys() <= found[node_id], node_id
+        assert excused.keys() <= INPUTS[node_id], node_id

@@ -145,18 +145,16 @@ FILES = (
 )  # fmt: skip
 HEAD = """# Published models
 
-What AnyGPU makes of each published transformer file: what it is taken for and what says so, how it is run where every
-input is left alone, the memory of the transformer once it is loaded, and the verdict of the memory plan at the
-recipe's size on NVIDIA cards of 8, 12, 16 and 24 GB with 64 GB of host memory. The verdicts are modelled, not
-measured; a desktop and CUDA are taken to keep a sixteenth of a card.
+What AnyGPU takes each published transformer file for, how it runs it by default, and the verdict of the memory plan at
+that size on NVIDIA cards with 64 GB of host memory: the fastest [offload mode](memory.md) that fits, and how the run
+begins to decode. **Modelled, not measured**, and without weights: from published names and shapes, which the classes
+that read these files elsewhere confirm (`tests/published/record.py`). A desktop and CUDA are taken to keep a sixteenth
+of a card. Assumed are the noise levels in Lightricks' metadata, one format for every matrix of a GGUF (`_M` files keep
+some in more bits), and the names of QuantStack's files.
 
-This page is written by `python tests/published/page.py` from the published names and shapes, without weights. Names
-and shapes are those of the classes that read the files elsewhere (`tests/published/record.py`); the metadata of
-Lightricks' files is as its own loader reads it, and which of them have noise levels in it is assumed. GGUF rows have
-one format for every matrix, where files whose names end in `_M` keep some in more bits; the names of the files in
-QuantStack's repository are assumed.
+Written by `python tests/published/page.py`.
 
-A verdict names the fastest [offload mode](memory.md) that fits, and the form in which the run begins to decode.
+<!-- published -->
 """
 
 
@@ -205,10 +203,11 @@ def verdict(pipeline: Pipeline, size: Size, card: float) -> str:
 def page() -> str:
     """The page as text."""
     cards = [f"{card} GB" for card in CARDS]
-    lines = [HEAD, f"| File | Taken for | Runs as published | GiB loaded | {' | '.join(cards)} |", "|" + " --- |" * 8]
+    titles = f"| File | Taken for | Runs as published | GiB loaded | {' | '.join(cards)} |"
+    lines = [HEAD.rstrip("\n"), titles, "|" + " --- |" * 8]
     with tempfile.TemporaryDirectory() as folder, published.large_host():
         lines += [row(file, Path(folder)) for file in FILES]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n<!-- end -->\n"
 
 
 def main() -> int:
