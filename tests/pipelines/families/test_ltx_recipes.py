@@ -103,7 +103,7 @@ def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], record
     (said,) = [decision for decision in pipeline.plan.decisions if decision.subject == "recipe"]
     assert said.verdict.startswith("2B dev: 40 steps; cfg 3") and "ltxv-2b" in said.why and said.source == "auto"
     for variant, steps, size in (("dev", 40, (704, 512)), ("distilled", 7, (1216, 704)), ("distilled_0.9.6", 8, None)):
-        found = of_checkpoint(replace(pipeline, model=replace(pipeline.model, variant=variant))).defaults
+        found = of_checkpoint(replace(pipeline, model=replace(pipeline.model, variant=variant))).sizes.defaults
         assert found.steps == steps and (size is None or (found.width, found.height) == size)
         progress = recorded()
         run = replace(SETTINGS, frames=9, steps=0)
