@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,8 @@ class Profile:
 
     def _free(self, stage: str) -> Path:
         """The next numbered file of a stage; a person compares runs, so none is written over."""
-        number = 1
-        while (path := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
-            number += 1
-        return path
+        paths = (self.path.with_stem(f"{self.path.stem}-{stage}-{number:03}") for number in count(1))
+        return next(path for path in paths if not path.exists())
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
@@ -84,9 +83,7 @@ class Profile:
         """
         handles: list[Any] = []
         for name, owner in module.named_modules():
-            if not isinstance(owner, nn.ModuleList):
-                continue
-            for index, block in enumerate(owner):
+            for index, block in enumerate(owner if isinstance(owner, nn.ModuleList) else ()):
                 handles += self._range(f"{RANGE} block: {part}.{name}.{index}", block)
                 if not hasattr(block, COMPILED):
                     for child_name, child in block.named_children():
