@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..compat.device.facts import value_or
+from ..compat.device.facts import first_line, value_or
 from ..compat.durable import replacing
-from ..compat.errors import InputError, MissingPackageError, UnsupportedError, first_line
+from ..compat.errors import InputError, MissingPackageError, UnsupportedError
 from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
 from ..pipelines.records.job_folder import SUFFIXES
 from ..pipelines.records.job_lists import JobList
