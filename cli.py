@@ -163,8 +163,7 @@ def render(arguments: argparse.Namespace) -> int:
         return _save_job(arguments)
     if arguments.plan:
         return _plan(arguments)
-    progress, output = Printed(), Path(arguments.output)
-    started = time.monotonic()
+    progress, output, started = Printed(), Path(arguments.output), time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
     frames, fps, receipt = rendered(arguments, progress)
     path = write_mp4(frames, fps, output, tags_for(receipt))

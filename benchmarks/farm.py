@@ -37,6 +37,7 @@ class Sleeper:
     """Sleeps as long as a line says."""
 
     folder: Path
+    device: Any = None
 
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """Sleep in slices, as a render has layers at which it looks for a cancel."""

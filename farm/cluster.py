@@ -31,7 +31,7 @@ def ray_module() -> Any:
     """The package ``ray``.
 
     Raises:
-        MissingPackageError: it is not installed, or the settings that it reads while it is imported come too late.
+        MissingPackageError: it is not installed.
     """
     try:
         import ray

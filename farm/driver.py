@@ -357,7 +357,7 @@ class Driver:
 
     def _write_notes(self) -> None:
         """Write down why jobs failed, also what the folder did not take before."""
-        refused: OSError | None = None
+        refused = None
         for key, text in list(self._notes.items()):
             try:
                 self.folder.fail(key, text)

@@ -96,13 +96,11 @@ class Rank:
         patience = timedelta(seconds=self.patience)
         store = distributed.FileStore(meeting, self.size)
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
-        half = None
+        half, middle = None, self.size // 2
         if self.halves:
-            middle = self.size // 2
-            lists = [list(range(middle)), list(range(middle, self.size))]
+            lists = (list(range(middle)), list(range(middle, self.size)))
             groups = [distributed.new_group(ranks, timeout=patience) for ranks in lists]
-            own = int(self.rank >= middle)
-            half = Ranks(groups[own], self.rank - own * middle, middle, device)
+            half = Ranks(groups[self.rank // middle], self.rank % middle, middle, device)
         self._group = Group(Ranks(None, self.rank, self.size, device), half)
         self.renderer.group = self._group
         self._group.world.any(False)  # the first exchange is what opens the connections
@@ -249,8 +247,7 @@ class GroupRenderer:
             self._give_up()
         gone, silent = (" and ".join(self._names[rank] for rank in some) for some in (dead, stuck))
         if dead:
-            beside = f", and {silent} did not end" if stuck else ""
-            return Outcome(LOST, _advice(f"{gone} died{beside}"))
+            return Outcome(LOST, _advice(f"{gone} died{f', and {silent} did not end' if stuck else ''}"))
         if stuck and reason.status == LOST:
             return Outcome(LOST, _advice(f"{silent} hangs: no answer to the others for {self.patience:g} s"))
         return reason
@@ -329,7 +326,5 @@ def loopback_name() -> str:
     """The name of the network interface that is 127.0.0.1."""
     import psutil
 
-    for name, addresses in value_or(psutil.net_if_addrs, {}).items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return str(name)
-    return ""
+    named = value_or(psutil.net_if_addrs, {}).items()
+    return next((str(name) for name, found in named if any(one.address == "127.0.0.1" for one in found)), "")

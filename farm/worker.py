@@ -33,9 +33,10 @@ PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
 
 
 class Renders(Protocol):
-    """The renderer of a worker."""
+    """The renderer of a worker, which writes into ``folder`` and computes on ``device``, None for the default one."""
 
     folder: Any
+    device: Any
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
         """Render the job of a line; returns the record of it."""
@@ -141,7 +142,7 @@ class Worker:
         except Ended as ended:
             return ended.outcome
         except Exception as error:  # whatever it is belongs to this job or this machine, and the next job is another
-            return outcome_of(error, getattr(self.renderer, "device", None))
+            return outcome_of(error, self.renderer.device)
         finally:
             self._task = None
         self._finished += 1
@@ -160,7 +161,7 @@ class Worker:
             return text_of(error)
         if not same:
             return f"the folder of jobs {str(path.parent)!r} gives back something else than was written"
-        return device_fault(getattr(self.renderer, "device", None))
+        return device_fault(self.renderer.device)
 
     def state(self) -> dict[str, Any]:
         """Its current job and progress."""

@@ -55,7 +55,9 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     store = probe_results_of(facts, state)
     store.ask_all(again)
     told = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
-    times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", _last_runs(state)))
+    costs = [] if state is None else [cost for cost in kept_stages(state) if cost.beside_forecast][-MOST_RUNS:]
+    runs = tuple(Decision(f"{cost.date} {cost.pipeline}", cost.beside_forecast) for cost in costs)
+    times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", runs))
     sections = ((name, (*rows, *_further(facts.device)) if name == DEVICE else rows) for name, rows in told.sections)
     return Report((*sections, *(section for section in times if section[1])))
 
@@ -81,11 +83,6 @@ def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
             rates = (f"{kind} {rate / 1e12:.3g} TFLOPS" for kind, rate in named.items())
             lines.append(Decision(name, f"{', '.join(rates)}; memory {pace.memory / 1e9:.3g} GB/s", source=pace.source))
     return tuple(lines)
-
-
-def _last_runs(state: Path | None) -> tuple[Decision, ...]:
-    rows = [] if state is None else [cost for cost in kept_stages(state) if cost.beside_forecast][-MOST_RUNS:]
-    return tuple(Decision(f"{cost.date} {cost.pipeline}", cost.beside_forecast) for cost in rows)
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:

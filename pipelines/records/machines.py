@@ -111,6 +111,7 @@ def machine_of(
         for cost in ([] if state is None else kept_stages(state))
         if cost.device == str(facts.device)
     ]
+    kernel = re.match(r"\d+(\.\d+)*", facts.versions.get("kernel", ""))  # after it comes its builder's own text
     decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in models.items()}
     whole = SharedMachine(
         device=facts.name,
@@ -118,18 +119,12 @@ def machine_of(
         arch=facts.arch,
         driver=facts.driver,
         memory_gb=round(facts.total_bytes / GIBIBYTE, 1),
-        versions={**versions(), **facts.versions, "kernel": _number(facts.versions.get("kernel", ""))},
+        versions={**versions(), **facts.versions, "kernel": kernel[0] if kernel else ""},
         answers=tuple(ProbeAnswer(name, one.status, round(one.milliseconds, 1)) for name, one in probes.items()),
         precision=decided,
         runs=tuple(runs),
     )
     return parse(SharedMachine, short(redact(plain(whole), tuple(names))), "the machine")
-
-
-def _number(version: str) -> str:
-    """The number a version begins with: what follows one of a kernel is its builder's."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return match[0] if match else ""
 
 
 def short(value: Any) -> Any:

@@ -199,11 +199,9 @@ class PictureIndex:
         """Write down what was decoded since."""
         if self.path is None or not self.changed:
             return
-        newest = dict(list(self.contents.items())[-MOST_FILES:])
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps(newest), encoding="utf-8")
+                temporary.write_text(json.dumps(dict(list(self.contents.items())[-MOST_FILES:])), encoding="utf-8")
             self.changed = False
         except (OSError, PackError) as error:
             log.debug("the index of pictures is not written: %s", error)
@@ -216,9 +214,8 @@ def _saved(path: Path) -> dict[str, str]:
             record = json.loads(file.read(MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    if not isinstance(record, dict):
-        return {}
-    return {key: text for key, text in record.items() if isinstance(text, str) and len(text) in (0, DIGITS)}
+    items = record.items() if isinstance(record, dict) else ()
+    return {key: text for key, text in items if isinstance(text, str) and len(text) in (0, DIGITS)}
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -213,16 +213,14 @@ def _job(
     framepack: FramePackSettings | None,
 ) -> VideoJob:
     request: LoadRequest = pipeline.model.request
-    parts = {} if request.files is None else request.files.parts
-    sources = () if image is None else image.sources
-    cache = pipeline.plan.step_cache
+    files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
     return VideoJob(
         model=_named(request.model),
         family=pipeline.family,
         prompt=prompt.extra.get("request", PromptRequest("")),
         settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
-        files={part: _named(path) for part, path in parts.items()},
-        task="auto" if request.files is None else request.files.task,
+        files={} if files is None else {part: _named(path) for part, path in files.parts.items()},
+        task="auto" if files is None else files.task,
         load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
         loras=tuple(Adapter(_named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),

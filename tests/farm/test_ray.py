@@ -54,6 +54,7 @@ class Play:
     """
 
     root: Path
+    device: Any = None
 
     @property
     def folder(self) -> Path:
@@ -315,6 +316,7 @@ class Copier:
     """Writes the job's prompt as its video; refuses hares."""
 
     folder: Path
+    device: Any = None
 
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """The file of a job."""
