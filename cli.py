@@ -311,7 +311,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
-    from .pipelines.loading.folder import family_of_folder
+    from .pipelines.loading.models import family_of_folder
     from .pipelines.vae.plan import Form
 
     if arguments.job is not None:

@@ -22,9 +22,9 @@ from .pipelines import stages, tiny
 from .pipelines.base import FramePackSettings, ImageRequest, Latents, Pipeline, PromptRequest, SampleSettings, Silent
 from .pipelines.demo import demo_models, drawing
 from .pipelines.loading.folder import LoadRequest, load
-from .pipelines.loading.part import decode_as_published
 from .pipelines.movie import read_frames, write_mp4
 from .pipelines.settings import snap
+from .pipelines.vae.chunked import decode_as_published
 
 EQUAL = 1e-5  # frames in 0..1: where padding is trimmed, sums are taken in another order
 CHANGED = 1e-3

@@ -10,10 +10,9 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
-from ..pipelines.latents import batch, musubi, musubi_items
+from ..pipelines.latents import batch, musubi, musubi_items, prompt_files
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
-from ..pipelines.text import prompt_files
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 
 FILES = f"{CATEGORY}/files"

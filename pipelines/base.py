@@ -24,6 +24,8 @@ from .family import FamilySpec, GuidanceStep
 
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
+EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
+POOLED, EMBEDS_2 = "pooled_prompt_embeds", "prompt_embeds_2"
 ENCODING = StageText("encoding", "prompt")
 DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that ship with the pack
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..compat.decision import AUTO
 from ..compat.durable import replacing
 from ..compat.errors import CheckpointError, InputError
 from ..compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
@@ -20,7 +21,6 @@ from ..compat.transforms.step_cache import OFF, StepCacheSettings
 from .base import FramePackSettings, PromptRequest, SampleSettings
 from .family import FITS
 from .loading import lora
-from .loading.folder import AUTO
 from .requests import LOAD_INPUTS
 from .vae.plan import Form
 

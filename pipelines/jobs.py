@@ -21,7 +21,8 @@ from .job_format import Content, Job, Picture
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .loading import lora
-from .loading.folder import LoadRequest, find_models
+from .loading.folder import LoadRequest
+from .loading.models import find_models
 from .loading.single_file import Files
 from .memory import page
 from .memory.estimates import Size

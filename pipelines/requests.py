@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..compat.decision import AUTO
 from ..compat.device import precision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import default_device, device_count
 from ..compat.errors import InputError, UnsupportedError
 from ..compat.transforms.compile import CACHE_SIZE, CompileSettings
-from .loading.folder import AUTO, LoadRequest
+from .loading.folder import LoadRequest
 from .profiling import Profile
 from .speed import SpeedRequest
 

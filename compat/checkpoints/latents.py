@@ -16,7 +16,7 @@ import torch
 from ..device.execution import HOST, placed, to_host
 from ..errors import CheckpointError, InputError, first_line
 from .headers import STORED, entries_and_notes
-from .weights import read_tensors, write_tensors
+from .weights import tensor_file, write_tensors
 
 RECORD = "anygpu"
 NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows at the end
@@ -71,11 +71,11 @@ def read_record(
     Raises:
         CheckpointError: the file is missing, damaged, changed while it was read, or holds no tensor.
     """
-    entries, metadata = entries_and_notes(path)
-    if not entries:
-        raise CheckpointError(f"no tensors in {str(path)!r}", expected=f"a file of {subject}", fix="Choose another.")
-    tensors = read_tensors(entries, None, lambda _bytes: None)
-    return placed(tensors, device), metadata
+    with tensor_file(path) as file:
+        if not file.entries:
+            found = f"no tensors in {str(path)!r}"
+            raise CheckpointError(found, expected=f"a file of {subject}", fix="Choose another.")
+        return placed(file.read(file.entries, lambda _bytes: None), device), dict(file.metadata)
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..base import DEMOS as MODELS
-from ..loading.folder import family_of_folder, find_models
+from ..loading.models import family_of_folder, find_models
 
 __all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]
 

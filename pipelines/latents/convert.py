@@ -10,10 +10,7 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import LATENT_VERSION, Latents, Pipeline, Prompt
-from ..text.llama import POOLED
-from ..text.qwen import EMBEDS_2
-from ..text.t5 import EMBEDS, MASK
+from ..base import EMBEDS, EMBEDS_2, LATENT_VERSION, MASK, POOLED, Latents, Pipeline, Prompt
 
 KEY = "anygpu"
 MORE = "more"  # under our key: further tensors

@@ -20,10 +20,9 @@ from torch.nn import functional
 from ...compat.checkpoints.latents import dtype_name, dtype_named, written
 from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
-from ..base import LATENT_VERSION, Prompt
+from ..base import EMBEDS, LATENT_VERSION, MASK, Prompt
 from ..family import MusubiCache
 from ..registry import FAMILIES, family_named
-from ..text.t5 import EMBEDS, MASK
 from .convert import KEY, samples_of
 
 MUSUBI = "musubi"  # the key under which a LATENT and a prompt carry what was read

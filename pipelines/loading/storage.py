@@ -27,7 +27,8 @@ from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
 from ..base import Parts
-from .part import PartFiles, reader_of
+from .part import PartFiles
+from .reading import reader_of
 
 log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")

@@ -22,9 +22,9 @@ from ...compat.transforms import fused
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ..base import Call, Forwards, Pipeline, PromptRequest, SampleSettings
-from ..loading.part import decode_as_published
 from ..memory.estimates import TRANSFORMER, VAE, Size, latent_shape
 from ..sampling.guidance import Guidance
+from ..vae.chunked import decode_as_published
 from ..vae.plan import Attempt
 from ..vae.tiled import decoder_call, pieces_of
 

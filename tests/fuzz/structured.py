@@ -39,6 +39,7 @@ from anygpu.pipelines import job_format, jobs, receipts, stages, tiny
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.job_folder import JobFolder
 from anygpu.pipelines.latents import musubi, recovery, store
+from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
@@ -47,7 +48,6 @@ from anygpu.pipelines.loading.formats import config_of, contents, layouts
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
-from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
 ROOT = Path(__file__).resolve().parents[2]

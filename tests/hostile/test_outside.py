@@ -28,7 +28,7 @@ from anygpu.compat.report import report_on
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.folder import find_models
+from anygpu.pipelines.loading.models import find_models
 from anygpu.pipelines.machines import this_machine
 from anygpu.pipelines.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions

@@ -15,7 +15,8 @@ from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines import tiny
 from anygpu.pipelines.base import Pipeline, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.part import part_files, reader_of
+from anygpu.pipelines.loading.part import part_files
+from anygpu.pipelines.loading.reading import reader_of
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator

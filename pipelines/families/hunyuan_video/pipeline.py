@@ -19,6 +19,9 @@ import torch
 from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
+    EMBEDS,
+    MASK,
+    POOLED,
     Call,
     ImageCondition,
     ImageRequest,
@@ -45,8 +48,7 @@ from ...sampling.loop import (
     start_from,
 )
 from ...sampling.schedules import even_levels, schedule_for
-from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import EMBEDS, MASK
+from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
 from .spec import CHANNELS, SKYREELS, SPEC, TEMPORAL_RATIO

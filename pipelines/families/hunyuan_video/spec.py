@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
+from ...base import EMBEDS, POOLED
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -19,8 +20,6 @@ from ...family import (
     Quantised,
     Recipe,
 )
-from ...text.llama import POOLED
-from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4

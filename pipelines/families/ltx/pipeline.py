@@ -30,6 +30,8 @@ from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
 from ...base import (
+    EMBEDS,
+    MASK,
     Call,
     Forwards,
     ImageCondition,
@@ -43,7 +45,6 @@ from ...base import (
 )
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
-from ...loading.part import SPATIAL_PADDING
 from ...memory.estimates import beside_transformer
 from ...sampling.loop import (
     Predict,
@@ -55,7 +56,8 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import recipe_of
-from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_forwards, t5_from_core
+from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
+from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form
 from .conditions import (

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
 from anygpu.pipelines.base import (
+    EMBEDS,
+    MASK,
     Call,
     ImageCondition,
     Latents,
@@ -22,7 +24,7 @@ from anygpu.pipelines.memory.fit import make_room_and_retry
 from anygpu.pipelines.sampling.guidance import Guidance
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
-from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from anygpu.pipelines.text.t5 import batched, t5_embeds, t5_from_core
 from anygpu.pipelines.vae.fallback import decoded, encoded
 
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO, VOICES

@@ -14,6 +14,8 @@ from anygpu.compat.errors import InputError
 from anygpu.compat.memory.offloader import StandaloneOffloader
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import (
+    EMBEDS,
+    MASK,
     ImageCondition,
     ImageRequest,
     Latents,
@@ -29,7 +31,7 @@ from anygpu.pipelines.families.ltx.pipeline import ltx_schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
+from anygpu.pipelines.text.t5 import batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
 GRID = (4, 2, 2)

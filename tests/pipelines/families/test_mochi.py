@@ -10,7 +10,7 @@ from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages, tiny
 from anygpu.pipelines.base import Pipeline, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.part import decode_as_published
+from anygpu.pipelines.vae.chunked import decode_as_published
 
 PADDING = 1e-5  # text padding is trimmed, so attention sums run over fewer zeros
 ASKED = SampleSettings(64, 48, 7, steps=3, seed=7, cfg=4.5, fps=30.0)

@@ -13,10 +13,9 @@ import torch
 from anygpu.compat.checkpoints.latents import metadata_of
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
 from anygpu.pipelines.base import SECTION_ORDERS, ImageCondition, Latents, Prompt
-from anygpu.pipelines.latents import musubi, musubi_items
+from anygpu.pipelines.latents import musubi, musubi_items, prompt_files
 from anygpu.pipelines.latents import store as latent_store
 from anygpu.pipelines.latents.convert import to_core
-from anygpu.pipelines.text import prompt_files
 from safetensors.torch import load_file, save_file
 
 SCALE = 0.476986

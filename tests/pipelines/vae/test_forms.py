@@ -11,10 +11,10 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import SubProgress
-from anygpu.pipelines.loading.part import decode_as_published
 from anygpu.pipelines.tiny import parts
 from anygpu.pipelines.tiny.weights import randomise
 from anygpu.pipelines.vae import tiled as decode_work
+from anygpu.pipelines.vae.chunked import decode_as_published
 from anygpu.pipelines.vae.plan import Attempt, Form, checked_form
 from anygpu.pipelines.vae.tiled import Work, decoder_call
 
