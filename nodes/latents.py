@@ -10,7 +10,7 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
-from ..pipelines.latents import batch, musubi, musubi_items, prompt_files
+from ..pipelines.latents import batch, musubi, prompt_files
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
@@ -284,8 +284,8 @@ class SaveMusubiCache(io.ComfyNode):
         """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
-        cut = None if image is None else musubi_items.Cut(image, window, order)
-        paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
+        cut = None if image is None else musubi.Cut(image, window, order)
+        paths = musubi.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
 

@@ -278,8 +278,8 @@ def eight_bits(weight: torch.Tensor, choice: str) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if dtype is torch.int8 else scaled).clamp(-largest, largest).to(dtype), factors
 
 
-def require_storable(choice: str, subject: str, offload: str, precision: Any) -> None:
-    """Raise unless a storage choice is compatible with the other choices; called before anything is read.
+def require_storable(choice: str, subject: str, precision: Any) -> None:
+    """Raise unless a storage choice goes with the precision; called before anything is read.
 
     Raises:
         InputError: unknown choice. UnsupportedError: a pair that cannot be.
@@ -292,13 +292,6 @@ def require_storable(choice: str, subject: str, offload: str, precision: Any) ->
             expected="weights auto, because fp16-safe stores them as fp16 itself",
             fix="Choose weights auto, or another precision.",
         )
-    if choice in EIGHT and offload in REFUSED:
-        raise UnsupportedError(
-            f"{subject} {choice!r} with offload {offload!r}", expected=REFUSED[offload], fix="Choose another offload."
-        )
-
-
-REFUSED: dict[str, str] = {}  # offload modes that packed weights cannot go with, and why; none is known
 
 
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

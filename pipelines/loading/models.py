@@ -13,7 +13,7 @@ from ...compat.errors import CheckpointError
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
-from .others import other_class
+from .evidence import other_class
 from .part import without_text
 from .single_file import encoder_task, lone_task, transformer_file
 

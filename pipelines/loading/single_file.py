@@ -20,7 +20,7 @@ from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
-from .evidence import CONFIGS, evidence_of
+from .evidence import CONFIGS, evidence_of, other_model, refusal
 from .formats import (
     ENDINGS,
     Configured,
@@ -33,7 +33,6 @@ from .formats import (
     width_of,
 )
 from .keys import TRANSFORMER, listed
-from .others import other_model, refusal
 from .part import PartFiles, tool_configs, without_text
 
 CLASSES = {

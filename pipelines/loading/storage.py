@@ -49,14 +49,14 @@ def with_storage(
     and its convolutions run once per tile.
 
     Args:
-        chosen: has ``weights``, ``text_weights``, ``offload`` and ``devices``, as :class:`~.folder.LoadRequest`.
+        chosen: has ``weights``, ``text_weights`` and ``devices``, as :class:`~.folder.LoadRequest`.
         probes: what this device has answered and where it is kept; None relies on the tables.
 
     Raises:
         InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
     """
-    packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
-    packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
+    packed.require_storable(chosen.weights, "weights", precision)
+    packed.require_storable(chosen.text_weights, "text_weights", precision)
     transformers = filter(denoises, files)
     choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
     for name, choice in choices.items():
