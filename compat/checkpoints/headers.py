@@ -245,6 +245,15 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
     return shape
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object that ``text`` is in JSON; None for anything else, nesting without end included."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 class Repeated(ValueError):
     """A name that an object has twice; the text says which."""
 

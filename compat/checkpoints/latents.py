@@ -15,7 +15,7 @@ import torch
 
 from ..device.execution import HOST, placed, to_host
 from ..errors import CheckpointError, InputError, first_line
-from .headers import STORED, entries_and_notes
+from .headers import STORED, entries_and_notes, json_object
 from .weights import tensor_file, write_tensors
 
 RECORD = "anygpu"
@@ -95,11 +95,8 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """
     if RECORD not in metadata:
         return {}
-    try:
-        record = json.loads(metadata[RECORD])
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
+    record = json_object(metadata[RECORD])
+    if record is None:
         raise CheckpointError(
             f"the metadata {RECORD!r} of {str(path)!r} is not a JSON object",
             expected="a file that an AnyGPU node saved",

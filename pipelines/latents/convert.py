@@ -25,10 +25,11 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     """
     kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
+    more = {MORE: dict(latents.more)} if latents.more else {}
     return {
         **kept,
         "samples": latents.samples,
-        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more_tensors(latents.more)},
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more},
     }
 
 
@@ -80,11 +81,6 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
     if mask is not None:
         mask = to_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
-
-
-def more_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The entry of further tensors under our key; none where there are none."""
-    return {MORE: dict(tensors)} if tensors else {}
 
 
 def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:

@@ -229,7 +229,8 @@ def save_item(
     """Write what there is of one training item, and return the paths.
 
     Args:
-        cut: makes FramePack's sections of the latents. notify: called with how many there are and what is left out.
+        cut: makes FramePack's sections of the latents.
+        notify: called with how many there are and what is left out.
 
     Raises:
         InputError: neither latents nor a prompt, or latents and a prompt of two architectures.

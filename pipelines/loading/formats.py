@@ -155,16 +155,12 @@ def config_of(content: Content, task: str = "") -> Configured:
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
     for name in names_around(content.path) if len(fitting) > 1 else ():
-        named = [row for row in fitting if row.get("named") and _says(name, row)]
+        patterns = [(row, row["named"]) for row in fitting if row.get("named")]
+        named = [row for row, all_of in patterns if all(re.search(pattern, name.lower()) for pattern in all_of)]
         if named:
             return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
     return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
-
-
-def _says(name: str, row: Mapping[str, Any]) -> bool:
-    """Whether a name says all that tells a configuration from others of the same shapes."""
-    return all(re.search(pattern, name.lower()) for pattern in row["named"])
 
 
 def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:

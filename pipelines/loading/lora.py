@@ -6,7 +6,6 @@ chains can start from one pipeline and none sees the others' LoRAs.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compat.checkpoints.headers import json_object
 from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import tensor_file
 from ...compat.decision import Decision
@@ -266,12 +266,7 @@ def _scales(
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """What diffusers notes of a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
-    try:
-        noted = json.loads(notes.get("lora_adapter_metadata", "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(noted, dict):
-        return {}
+    noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
 

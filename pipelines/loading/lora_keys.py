@@ -80,7 +80,11 @@ def matched(
     names = _Names(layers, family.lora_layouts or family.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
-    for base, group in _groups(tensors).items():
+    groups: dict[str, dict[str, str]] = {}  # from a layer's name in the file to its keys by role
+    for name in tensors:
+        role, base = role_of(name)
+        groups.setdefault(base, {})[role] = name
+    for base, group in groups.items():
         keys = list(group.values())
         if base.startswith(TEXT):
             text += len(keys)
@@ -146,15 +150,6 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
             fix="Choose blocks that this model has.",
         )
     return re.compile(rf"{stem}\.(?:{'|'.join(map(str, range(low, high + 1)))})\..+")
-
-
-def _groups(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
-    """From layer name in the file to its keys by role; a key of no role is a group of its own."""
-    groups: dict[str, dict[str, str]] = {}
-    for name in tensors:
-        role, base = role_of(name)
-        groups.setdefault(base, {})[role] = name
-    return groups
 
 
 def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names) -> dict[str, Pair]:

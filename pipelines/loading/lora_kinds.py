@@ -140,10 +140,6 @@ def _lokr(own: Mapping[str, Tensor], pair: Pair) -> tuple[Tensor, Tensor]:
     return torch.kron(torch.eye(first.shape[1]), own[KRON[5]].float()), up
 
 
-def _difference_size(shapes: Shapes) -> Size | None:
-    return (shapes[DIFFERENCE][0], math.prod(shapes[DIFFERENCE][1:]), 0) if DIFFERENCE in shapes else None
-
-
 def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:
     """Down and up of a whole matrix: itself and an identity, the smaller one."""
     rows, columns = difference.shape
@@ -154,7 +150,10 @@ KINDS = (
     Kind(_low_rank_size, _low_rank),
     Kind(_loha_size, _loha),
     Kind(_lokr_size, _lokr),
-    Kind(_difference_size, lambda own, pair: _factors(pair.cut(own[DIFFERENCE].float().flatten(1)))),
+    Kind(
+        lambda shapes: (shapes[DIFFERENCE][0], math.prod(shapes[DIFFERENCE][1:]), 0) if DIFFERENCE in shapes else None,
+        lambda own, pair: _factors(pair.cut(own[DIFFERENCE].float().flatten(1))),
+    ),
     Kind(  # a bias alone
         lambda shapes: (shapes[BIAS][0], 0, 0) if BIAS in shapes else None,
         lambda own, pair: (torch.zeros(1, math.prod(pair.shape[1:])), torch.zeros(pair.shape[0], 1)),
