@@ -1,4 +1,4 @@
-"""What a GGUF file declares, and the values of its blocks.
+"""The tensors that a GGUF file declares, and the values of its blocks.
 
 Uses the tables and block formats of the package gguf, but reads the header itself, bounded by the file's size: gguf
 loops for hours if a list is declared longer than its file.

@@ -83,12 +83,12 @@ class TensorEntry:
 
     @property
     def is_floating(self) -> bool:
-        """Whether its values are numbers to calculate with, which a cast may touch."""
+        """Tell whether its values are numbers to calculate with, which a cast may touch."""
         return bool(self.codec) or self.scale is not None or STORED[self.dtype].is_floating_point
 
     @property
     def is_packed(self) -> bool:
-        """Whether its bytes are not plain values: a block format, or numbers with a scale."""
+        """Tell whether its bytes are not plain values: a block format, or numbers with a scale."""
         return bool(self.codec) or self.scale is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:

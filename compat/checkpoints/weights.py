@@ -211,7 +211,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_view(entry: TensorEntry) -> bool:
-    """Whether the bytes of a tensor in its file are its values in order, and it is large enough to be left there."""
+    """Tell whether the bytes of a tensor in its file are its values in order, and enough of them to be left there."""
     plain = not entry.is_packed and not entry.swapped and not entry.heads
     return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
 

@@ -48,12 +48,12 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
 
 
 def is_latent_cache(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
-    """Whether a file is a latent cache of this trainer, of whatever architecture."""
+    """Tell whether a file is a latent cache of this trainer, of whatever architecture."""
     return "architecture" in metadata and any(LATENTS.fullmatch(name) for name in tensors)
 
 
 def is_text_cache(metadata: Mapping[str, str]) -> bool:
-    """Whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
+    """Tell whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
     return "architecture" in metadata and "caption1" in metadata
 
 
@@ -149,7 +149,7 @@ def _scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tenso
 
 
 def sized(latents: torch.Tensor) -> str:
-    """What follows the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    """The end of the name of a tensor of latents (C, T, H, W): its size and its dtype."""
     return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
 
 
@@ -203,7 +203,7 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a video becomes FramePack's sections.
+    """The way to cut a video into FramePack's sections.
 
     Args:
         image: its encoded first frame.

@@ -98,7 +98,7 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
 
 
 def listing(folder: Path) -> list[Kept]:
-    """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
+    """The saved samplings, newest first; files that are not ours or damaged are left out. Reads headers only."""
     dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
@@ -170,7 +170,7 @@ class KeptSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
-        """How far the newest unfinished sampling with the same ``key`` is; None if there is none."""
+        """The state of the newest unfinished sampling with the same ``key`` is; None if there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
                 continue

@@ -41,7 +41,7 @@ NUMBERS = ("frames", "height", "width", "seed", "version")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a file says of where its content came from.
+    """The origin of a file's content.
 
     Args:
         metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
@@ -187,7 +187,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
 
 
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What our nodes carry along, from a file's record that may have been edited."""
+    """The values that our nodes carry along, from a file's record that may have been edited."""
     require_version(path, record, "latents", LATENT_VERSION)
     wrong = [name for name in PLAIN if name not in record]
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
@@ -206,7 +206,7 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
 
 
 def _is_extra(extra: Any) -> bool:
-    """Whether this can be what a family left for decoding, and for resuming."""
+    """Tell whether this can be what a family left for decoding, and for resuming."""
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")

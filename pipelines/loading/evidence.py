@@ -38,7 +38,7 @@ ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What shows which variant a checkpoint is, the surest first.
+    """Evidence of which variant a checkpoint is, the surest first.
 
     Args:
         notes: the metadata of its file.
@@ -55,7 +55,7 @@ class Evidence:
         return next((name for name in self.names if re.search(pattern, name, re.IGNORECASE)), "")
 
     def note(self, *path: str) -> Any:
-        """What the metadata says under a key and, where that is JSON, under further ones; None for nothing."""
+        """The value in the metadata under a key and, where that is JSON, under further ones; None for nothing."""
         value: Any = self.notes.get(path[0])
         try:
             for key in path[1:]:
@@ -130,7 +130,7 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
 
 
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
-    """What to say beside a published file that gave others trouble. Args as above."""
+    """Cautions about a published file that gave others trouble. Args as above."""
     names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
     return tuple(
@@ -158,7 +158,7 @@ def refusal(other: OtherModel, path: Path) -> CheckpointError:
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
+    """Tell whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
     ends = {mark: next((name for name in entries if f".{name}".endswith(f".{mark}")), "") for mark in row.marks}
     if not all(ends.values()):
         return False

@@ -1,4 +1,4 @@
-"""Builds a pipeline from a model folder: its family, its parts, and the dtype of each part.
+"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part.
 
 Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
 a part that a run does not use is never read.
@@ -60,7 +60,7 @@ HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What the user asks of loading.
+    """The wishes of the user about loading.
 
     Args:
         model: folder of a diffusers pipeline, or of a transformer alone.

@@ -1,4 +1,4 @@
-"""What a single file contains, from its header alone: which models, in which layout, with which configuration.
+"""The contents of a single file, from its header alone: which models, in which layout, with which configuration.
 
 A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
 (``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
@@ -239,7 +239,7 @@ def _under(
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[str, ...]]:
-    """What of the file does not fit a configuration, each difference as a phrase, and what it has no place for."""
+    """The differences of a file from a configuration, as phrases, and the tensors it has no place for."""
     entries = content.entries
     if "where" in row:
         different = [

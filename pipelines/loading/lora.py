@@ -71,12 +71,12 @@ class LoRA:
 
     @property
     def in_weights(self) -> bool:
-        """Whether any of it is in the weights."""
+        """Tell whether any of it is merged into the weights."""
         return self.mode == "merged" or bool(self.lengths)
 
     @property
     def key(self) -> Hashable:
-        """What its layers depend on; a strength in the weights is part of it."""
+        """The key of its layers; a strength in the weights is part of it."""
         return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.in_weights else None)
 
 
@@ -197,11 +197,11 @@ class LoRAs:
 
     @property
     def in_weights(self) -> bool:
-        """Whether one of them is in the weights."""
+        """Tell whether one of them is in the weights."""
         return any(lora.in_weights for lora in self.loras)
 
     def step(self) -> Step:
-        """What puts them on a transformer that was just read or reverted, on the CPU."""
+        """The step that attaches them to a transformer that was just read or reverted, on the CPU."""
         return Step(Order.LORA, "LoRA", self._apply)
 
     def tune(self, module: nn.Module, active: bool) -> None:
@@ -265,7 +265,7 @@ def _scales(
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
-    """What diffusers notes of a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
+    """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
@@ -369,7 +369,7 @@ def _unload(module: Any) -> None:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether an addition to ``weight`` stays: packed layers make theirs again at each use."""
+    """Tell whether an addition to ``weight`` stays: packed layers make theirs again at each use."""
     weight = layer._parameters.get("weight")
     plain = isinstance(layer, LAYERS) and weight is not None and type(weight.data) is torch.Tensor
     return plain and weight is not None and weight.dtype in WIDE

@@ -37,7 +37,7 @@ TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a file belongs where: layer name to what it gets, keys of no use here, and keys the filter left out."""
+    """The keys of a file by the layer that they belong to, keys of no use here, and keys the filter left out."""
 
     pairs: Mapping[str, Pair]
     unmatched: Sequence[str] = ()

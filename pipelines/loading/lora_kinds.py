@@ -182,5 +182,5 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
 
 
 def is_narrower(down: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a factor takes the first input channels of a layer of ``shape``, such as the noise of a wider input."""
+    """Tell whether a factor takes the first input channels of a layer of ``shape``, such as noise of a wider one."""
     return len(down) == len(shape) and down[2:] == shape[2:] and down[1] < shape[1]

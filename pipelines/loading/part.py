@@ -1,5 +1,4 @@
-"""What a pipeline consists of, read from its folders: parts, strict about configuration and weights, and tools without
-weights (schedulers, tokenizers, processors)."""
+"""The parts of a pipeline on disk: class, configuration, checked headers, and the bytes that they take in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from ..family import FamilySpec
 
 @dataclass(frozen=True, slots=True)
 class PartFiles:
-    """Where a part is and what it is; headers were read, weights were not.
+    """One part of a pipeline on disk; headers were read, weights were not.
 
     Args:
         name: part name.
@@ -71,7 +70,7 @@ class PartFiles:
         return sum(entry.total_bytes for name, entry in self.entries.items() if self.may_be_view(name, entry))
 
     def may_be_view(self, name: str, entry: TensorEntry) -> bool:
-        """Whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
+        """Tell whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
         uncast = not entry.is_floating or self.becomes(name) == STORED[entry.dtype]
         kept = uncast and self.storage in ("auto", "as in file")
         return is_view(entry) and (kept or stays(self, name, entry))
@@ -114,7 +113,7 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
 
 
 def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
-    """Whether a layer's weight stays in memory as the file has it."""
+    """Tell whether a layer's weight stays in memory as the file has it."""
     if files.keeps_packed and stays_packed(name, entry):
         return True
     return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)

@@ -56,7 +56,7 @@ VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a pipeline is composed of.
+    """The files that a pipeline is composed of.
 
     Args:
         parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.

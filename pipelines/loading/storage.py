@@ -1,4 +1,4 @@
-"""How the weights of a pipeline are stored in memory, independent of the dtype that computes."""
+"""Storage of a pipeline's weights in memory, independent of the dtype that computes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_eight_bits(device: torch.device) -> bool:
-    """Whether ``device`` holds float8 tensors and casts them right."""
+    """Tell whether ``device`` holds float8 tensors and casts them right."""
     try:
         return not probes.eight_bits(device)
     except (RuntimeError, NotImplementedError, TypeError):
@@ -116,7 +116,7 @@ def _dense_bytes(part: PartFiles) -> int:
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:
-    """What ``auto`` means for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
+    """The meaning of ``auto`` for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"
