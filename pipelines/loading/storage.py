@@ -116,7 +116,7 @@ def _dense_bytes(part: PartFiles) -> int:
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:
-    """The meaning of ``auto`` for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
+    """The meaning of ``auto`` for a part that computes on ``device``; bf16 is always widened there, by bits."""
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"
