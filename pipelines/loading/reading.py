@@ -11,12 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.checkpoints.packed import (
-    Stored,
-    is_table,
-    pack,
-    packable,
-)
+from ...compat.checkpoints.packed import Stored, is_table, pack, packable
 from ...compat.checkpoints.weights import is_view, read_json, read_tensors
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views

@@ -21,17 +21,7 @@ from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
 from .evidence import CONFIGS, evidence_of, other_model, refusal
-from .formats import (
-    ENDINGS,
-    Configured,
-    Content,
-    config_of,
-    contents,
-    entries_in,
-    kinds,
-    layouts,
-    width_of,
-)
+from .formats import ENDINGS, Configured, Content, config_of, contents, entries_in, kinds, layouts, width_of
 from .keys import TRANSFORMER, listed
 from .part import PartFiles, tool_configs, without_text
 

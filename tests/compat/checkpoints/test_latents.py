@@ -14,13 +14,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints import latents as latent_files
 from anygpu.compat.checkpoints import weights
-from anygpu.compat.checkpoints.latents import (
-    finite,
-    metadata_of,
-    read_record,
-    record_in,
-    write_record,
-)
+from anygpu.compat.checkpoints.latents import finite, metadata_of, read_record, record_in, write_record
 from anygpu.compat.device.execution import placed, to_host
 from anygpu.compat.errors import CheckpointError, InputError
 from simulated import accelerator, profiles
