@@ -298,7 +298,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
     from .pipelines.loading import lora
-    from .pipelines.loading.folder import family_of_folder
+    from .pipelines.loading.models import family_of_folder
     from .pipelines.records import job as job_format
     from .pipelines.vae.plan import Form
 

@@ -126,22 +126,22 @@ def _begin(patcher: PartPatcher) -> None:
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
-    """A layer's share of one of our LoRAs as core's patch; its tensors are read when a weight is first made of them."""
+    """The additions of one of our LoRAs to a layer, as core's patch."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]], name: str, scale: float) -> None:
-        self.loaded_keys, self.read, self.name_of_layer, self.scale = set(), read, name, scale
+    def __init__(self, lora: loras.LoRA, layer: str) -> None:
+        self.loaded_keys, self.lora, self.layer = set(), lora, layer
 
     @property
     def weights(self) -> tuple[Any, ...]:
         """Up, down, alpha, a middle, which none has, magnitudes of a DoRA, another shape, which none has."""
-        down, up, _, magnitude = self.read()[self.name_of_layer]
-        return up.flatten(1), down.flatten(1), self.scale * down.shape[0], None, magnitude, None
+        down, up, _, magnitude = self.lora.delta(self.layer)
+        return up.flatten(1), down.flatten(1), self.lora.scales[self.layer] * down.shape[0], None, magnitude, None
 
 
 def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     """The MODEL of a pipeline with its LoRAs, as patches that core adds to the weights of the pipeline's own MODEL.
 
-    None where ComfyUI does not manage them. But for what is added to biases, no file is read before weights are made.
+    None where ComfyUI does not manage them.
     """
     offloader = comfy_offloader(pipeline)
     if offloader is None:
@@ -149,12 +149,10 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreModel) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
-        read = functools.cache(functools.partial(loras.shares_of, lora))
-        patches: dict[str, Any] = {}
-        for name, pair in lora.match.pairs.items():
-            patches[f"diffusion_model.{name}.weight"] = Factors(read, name, lora.scales[name])
+        patches: dict[str, Any] = {f"diffusion_model.{name}.weight": Factors(lora, name) for name in lora.pairs}
+        for name, pair in lora.pairs.items():
             if BIAS in pair.names:
-                patches[f"diffusion_model.{name}.bias"] = ("diff", (read()[name].bias,))
+                patches[f"diffusion_model.{name}.bias"] = ("diff", (lora.delta(name).bias,))
         model = patched(model, patches, lora.strength)
     return model
 

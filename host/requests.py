@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 
+from ..compat.decision import AUTO
 from ..compat.errors import PackError
 from ..paint.choices import CACHE_LIMIT
-from ..pipelines.loading.folder import AUTO, LoadRequest, part_folders
+from ..pipelines.base import Silent
+from ..pipelines.loading.folder import LoadRequest
+from ..pipelines.loading.models import part_folders
 from ..pipelines.loading.single_file import Files
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
@@ -59,7 +62,8 @@ def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
     """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
     try:
         request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
-        return [request.model, *part_folders(request)[1].values()]
+        given = {"base": request.base, "image_encoder": request.image_encoder}
+        return [request.model, *part_folders(request.model, given, request.search, Silent())[1].values()]
     except PackError:
         return []
 

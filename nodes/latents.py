@@ -10,10 +10,9 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
-from ..pipelines.latents import batch, musubi, musubi_items
+from ..pipelines.latents import batch, musubi, prompt_files
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
-from ..pipelines.text import prompt_files
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 
 FILES = f"{CATEGORY}/files"
@@ -285,8 +284,8 @@ class SaveMusubiCache(io.ComfyNode):
         """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
-        cut = None if image is None else musubi_items.Cut(image, window, order)
-        paths = musubi_items.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
+        cut = None if image is None else musubi.Cut(image, window, order)
+        paths = musubi.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput()
 

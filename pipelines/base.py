@@ -18,6 +18,8 @@ from .family import GuidanceStep
 
 LATENT_VERSION = 1
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
+EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
+POOLED, EMBEDS_2 = "pooled_prompt_embeds", "prompt_embeds_2"
 ENCODING = StageText("encoding", "prompt")
 
 

@@ -1,4 +1,4 @@
-"""What a GGUF file declares, and the values of its blocks.
+"""The tensors that a GGUF file declares, and the values of its blocks.
 
 Uses the tables and block formats of the package gguf, but reads the header itself, bounded by the file's size: gguf
 loops for hours if a list is declared longer than its file.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..errors import CheckpointError, PackError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..packages import imported
-from .headers import MOST_AXES, TensorEntry, damaged, plain_status, possible_shape, unreadable
+from .headers import MOST_AXES, TensorEntry, damaged, opened, possible_shape
 
 MAGIC = b"GGUF"
 MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
@@ -78,16 +79,12 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         UnsupportedError: weights in a format that it does not decode.
     """
     try:
-        status = plain_status(path)
-        with path.open("rb") as file:
+        with opened(path) as file:
+            status = os.fstat(file.fileno())
             header = Header(file, status.st_size)
             if header.take(min(4, header.left)) != MAGIC:
                 raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
             return _declared(path, header, (status.st_size, status.st_mtime_ns))
-    except PackError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
     except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError
         raise _damaged(path, f"contents that cannot be read ({' '.join(str(error).split())})") from error
 

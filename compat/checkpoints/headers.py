@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -83,12 +83,12 @@ class TensorEntry:
 
     @property
     def is_floating(self) -> bool:
-        """Whether its values are numbers to calculate with, which a cast may touch."""
+        """Tell whether its values are numbers to calculate with, which a cast may touch."""
         return bool(self.codec) or self.scale is not None or STORED[self.dtype].is_floating_point
 
     @property
     def is_packed(self) -> bool:
-        """Whether its bytes are not plain values: a block format, or numbers with a scale."""
+        """Tell whether its bytes are not plain values: a block format, or numbers with a scale."""
         return bool(self.codec) or self.scale is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
@@ -113,29 +113,46 @@ def header_of(path: Path) -> dict[str, TensorEntry]:
 
 def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors that one safetensors file declares, and its metadata; checked and raising as :func:`header_of`."""
+    with opened(path) as file:
+        return header_in(file, path)
+
+
+@contextmanager
+def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
+    """A file of weights, open for the block; whatever the system refuses in the block is one line.
+
+    Raises:
+        CheckpointError: there is no such file, or it cannot be read.
+    """
     try:
-        status = plain_status(path)
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            _require_header(path, prefix + file.read(24), status.st_size)
-            (length,) = struct.unpack("<Q", prefix)
-            file.seek(8)
-            header = json.loads(file.read(length), object_pairs_hook=_distinct)
+        plain_status(path)
+        with path.open("rb", buffering) as file:
+            yield file  # type: ignore[misc]
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"no file {str(path)!r}", expected="a safetensors file", fix="Download this file again."
+            f"no file {str(path)!r}", expected="a safetensors or GGUF file", fix="Download this file again."
         ) from error
     except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
         raise
     except OSError as error:  # a folder, a loop of links, no permission
         raise unreadable(path, error) from error
+
+
+def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors and the metadata that the open file of ``path`` declares, as :func:`entries_and_notes`."""
+    status = os.fstat(file.fileno())
+    prefix = file.read(8)
+    _require_header(path, prefix + file.read(24), status.st_size)
+    (length,) = struct.unpack("<Q", prefix)
+    file.seek(8)
+    try:
+        header = json.loads(file.read(length), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         problem = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
         raise damaged(path, problem) from error
     if not isinstance(header, dict):
         raise damaged(path, "a header that is not an object")
-    stamp = (status.st_size, status.st_mtime_ns)
-    entries = _entries(path, header, 8 + length, stamp)
+    entries = _entries(path, header, 8 + length, (status.st_size, status.st_mtime_ns))
     notes = header.get("__metadata__")
     return entries, {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {}
 
@@ -226,6 +243,15 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
     if len(shape) > MOST_AXES or math.prod(max(side, 1) for side in shape) >= 2**60:
         raise ValueError(f"a shape of {len(shape)} sides up to {max(shape)}")
     return shape
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object that ``text`` is in JSON; None for anything else, nesting without end included."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 class Repeated(ValueError):

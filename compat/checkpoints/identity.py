@@ -1,4 +1,4 @@
-"""What a model, a file or pictures contain, as one short hash that is the same on every machine.
+"""The content of a model, a file or pictures as one short hash that is the same on every machine.
 
 Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is identified by its size and by samples of its bytes,
 spread evenly: a training changes nearly every weight. Neither paths nor times are part of it.

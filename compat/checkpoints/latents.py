@@ -15,8 +15,8 @@ import torch
 
 from ..device.execution import HOST, placed, to_host
 from ..errors import CheckpointError, InputError, first_line
-from .headers import STORED, entries_and_notes
-from .weights import read_tensors, write_tensors
+from .headers import STORED, entries_and_notes, json_object
+from .weights import tensor_file, write_tensors
 
 RECORD = "anygpu"
 NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows at the end
@@ -71,11 +71,11 @@ def read_record(
     Raises:
         CheckpointError: the file is missing, damaged, changed while it was read, or holds no tensor.
     """
-    entries, metadata = entries_and_notes(path)
-    if not entries:
-        raise CheckpointError(f"no tensors in {str(path)!r}", expected=f"a file of {subject}", fix="Choose another.")
-    tensors = read_tensors(entries, None, lambda _bytes: None)
-    return placed(tensors, device), metadata
+    with tensor_file(path) as file:
+        if not file.entries:
+            found = f"no tensors in {str(path)!r}"
+            raise CheckpointError(found, expected=f"a file of {subject}", fix="Choose another.")
+        return placed(file.read(file.entries, lambda _bytes: None), device), dict(file.metadata)
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -95,11 +95,8 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """
     if RECORD not in metadata:
         return {}
-    try:
-        record = json.loads(metadata[RECORD])
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
+    record = json_object(metadata[RECORD])
+    if record is None:
         raise CheckpointError(
             f"the metadata {RECORD!r} of {str(path)!r} is not a JSON object",
             expected="a file that an AnyGPU node saved",

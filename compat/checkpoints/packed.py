@@ -135,7 +135,7 @@ def opened(layer: StoredLinear) -> Callable[[], None]:
 
 
 def is_exact(layer: nn.Module) -> bool:
-    """Whether a layer is packed without rounding: 16-bit values that are widened at each use."""
+    """Tell whether a layer is packed without rounding: 16-bit values that are widened at each use."""
     return isinstance(layer, StoredLinear) and not layer.codec and layer.factors is None
 
 
@@ -158,7 +158,7 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether any layer of ``module`` is packed: merging something into its weights would be lost."""
+    """Tell whether any layer of ``module`` is packed: merging something into its weights would be lost."""
     return any(isinstance(owner, Stored) for owner in module.modules())
 
 
@@ -176,7 +176,7 @@ def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:
-    """Whether a weight that its file has in 8 bits or in blocks can stay so in memory, if its layer is linear.
+    """Tell whether a weight that its file has in 8 bits or in blocks can stay so in memory, if its layer is linear.
 
     That rounds nothing, so it holds for every matrix, modulations included.
     """
@@ -186,18 +186,18 @@ def stays_packed(name: str, entry: TensorEntry) -> bool:
 
 
 def is_table(name: str) -> bool:
-    """Whether a weight is a table of token embeddings, by its name."""
+    """Tell whether a weight is a table of token embeddings, by its name."""
     return bool(EMBEDDINGS.search(name))
 
 
 def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
-    """Whether a tensor is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
+    """Tell whether a tensor is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
     named = name.endswith(".weight") and BLOCK.search(name) and not (TABLE if exact else DENSE).search(name)
     return bool(named) and len(entry.shape) == 2
 
 
 def kept_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
-    """Whether a weight's own dtype in the file is what the choice keeps, so that nothing is cast while it is read."""
+    """Tell whether a weight's own dtype in the file is what the choice keeps, so that reading casts nothing."""
     own = STORED[entry.dtype]
     if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
         return False
@@ -278,8 +278,8 @@ def eight_bits(weight: torch.Tensor, choice: str) -> tuple[torch.Tensor, torch.T
     return (scaled.round() if dtype is torch.int8 else scaled).clamp(-largest, largest).to(dtype), factors
 
 
-def require_storable(choice: str, subject: str, offload: str, precision: Any) -> None:
-    """Raise unless a storage choice is compatible with the other choices; called before anything is read.
+def require_storable(choice: str, subject: str, precision: Any) -> None:
+    """Raise unless a storage choice goes with the precision; called before anything is read.
 
     Raises:
         InputError: unknown choice. UnsupportedError: a pair that cannot be.
@@ -292,13 +292,6 @@ def require_storable(choice: str, subject: str, offload: str, precision: Any) ->
             expected="weights auto, because fp16-safe stores them as fp16 itself",
             fix="Choose weights auto, or another precision.",
         )
-    if choice in EIGHT and offload in REFUSED:
-        raise UnsupportedError(
-            f"{subject} {choice!r} with offload {offload!r}", expected=REFUSED[offload], fix="Choose another offload."
-        )
-
-
-REFUSED: dict[str, str] = {}  # offload modes that packed weights cannot go with, and why; none is known
 
 
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -325,7 +318,7 @@ def _blocks(stored: torch.Tensor, codec: str) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def codec_is_usable(codec: str) -> bool:
-    """Whether blocks of this GGUF type can stay packed in memory: diffusers has a function for them."""
+    """Tell whether blocks of this GGUF type can stay packed in memory: diffusers has a function for them."""
     import gguf
     from diffusers.quantizers.gguf import utils
 

@@ -5,7 +5,6 @@ A dropped scale raises no error but makes weights wrong by a factor, so unknown 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedError
-from .headers import TensorEntry
+from .headers import TensorEntry, json_object
 
 SCALES = (".scale_weight", ".weight_scale", ".fp8_scale")  # of a weight: before and after ComfyUI 0.4, Tencent's
 ASIDE = (".scale_input", ".input_scale", ".comfy_quant", ".pre_quant_scale")  # about the matrix product, not the weight
@@ -62,13 +61,13 @@ def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path:
     """The format that the file names for each of its layers, from its metadata or from a small tensor beside each."""
     formats: dict[str, str] = {}
     if "_quantization_metadata" in notes:
-        layers = _parsed(notes["_quantization_metadata"]).get("layers")
+        layers = (json_object(notes["_quantization_metadata"]) or {}).get("layers")
         formats |= {name: _named(about) for name, about in layers.items()} if isinstance(layers, dict) else {}
     for name, entry in entries.items():
         if name.endswith(".comfy_quant") and entry.total_bytes < 4096:
             with path.open("rb") as file:
                 file.seek(entry.start)
-                formats[name.removesuffix(".comfy_quant")] = _named(_parsed(file.read(entry.total_bytes)))
+                formats[name.removesuffix(".comfy_quant")] = _named(json_object(file.read(entry.total_bytes)) or {})
     return formats
 
 
@@ -79,11 +78,3 @@ def _named(about: Any) -> str:
     inner = about.get("params")
     rotated = about.get("convrot") or (isinstance(inner, dict) and inner.get("convrot"))
     return f"{about.get('format')}{' with convrot' if rotated else ''}"
-
-
-def _parsed(text: str | bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -13,9 +13,10 @@ import mmap
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from ..device.execution import to_host
 from ..durable import replacing
 from ..errors import CheckpointError, PackError
 from .gguf_file import decoded_rows
-from .headers import STORED, TensorEntry, damaged, plain_status, unreadable
+from .headers import STORED, TensorEntry, damaged, header_in, opened, plain_status
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
@@ -137,22 +138,55 @@ def read_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for path in dict.fromkeys(entry.file for entry in entries.values()):
         mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
-        try:
-            with path.open("rb", buffering=0) as file:
-                _require_unchanged(file, mine[0][1])
-                if hasattr(os, "posix_fadvise"):  # it reads twice as far ahead then
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-                pages = _pages(file) if mapped and any(is_view(entry) for _, entry in mine) else None
-                for name, entry in sorted(mine, key=lambda item: item[1].start):
-                    if pages is not None and is_view(entry):
-                        tensors[name] = _viewed(pages, entry, dtype, advance)
-                    else:
-                        tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
-                _require_unchanged(file, mine[0][1])
-        except PackError:
-            raise
-        except OSError as error:
-            raise unreadable(path, error) from error
+        with opened(path, buffering=0) as file:
+            tensors |= _read_all(file, mine, dtype, advance, mapped)
+    return tensors
+
+
+class TensorFile(NamedTuple):
+    """A safetensors file that stays open between its header and its tensors."""
+
+    file: BinaryIO
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+    def read(self, names: Iterable[str], advance: Callable[[int], None]) -> dict[str, torch.Tensor]:
+        """The tensors of these names as the file has them; arguments and errors of :func:`read_tensors`."""
+        return _read_all(self.file, [(name, self.entries[name]) for name in names], None, advance, mapped=False)
+
+
+@contextmanager
+def tensor_file(path: Path) -> Iterator[TensorFile]:
+    """One safetensors file, opened once, its header checked before any tensor is read.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or the system refuses to read it in the block.
+    """
+    with opened(path) as file:
+        yield TensorFile(file, *header_in(file, path))
+
+
+def _read_all(
+    file: BinaryIO,
+    wanted: Sequence[tuple[str, TensorEntry]],
+    dtype: torch.dtype | None,
+    advance: Callable[[int], None],
+    mapped: bool,
+) -> dict[str, torch.Tensor]:
+    """The ``wanted`` tensors of one open file, in the order of their bytes."""
+    tensors: dict[str, torch.Tensor] = {}
+    if not wanted:
+        return tensors
+    _require_unchanged(file, wanted[0][1])
+    if hasattr(os, "posix_fadvise"):  # it reads twice as far ahead then
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    pages = _pages(file) if mapped and any(is_view(entry) for _, entry in wanted) else None
+    for name, entry in sorted(wanted, key=lambda item: item[1].start):
+        if pages is not None and is_view(entry):
+            tensors[name] = _viewed(pages, entry, dtype, advance)
+        else:
+            tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
+    _require_unchanged(file, wanted[0][1])
     return tensors
 
 
@@ -177,7 +211,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_view(entry: TensorEntry) -> bool:
-    """Whether the bytes of a tensor in its file are its values in order, and it is large enough to be left there."""
+    """Tell whether the bytes of a tensor in its file are its values in order, and enough of them to be left there."""
     plain = not entry.is_packed and not entry.swapped and not entry.heads
     return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
 

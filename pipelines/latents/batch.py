@@ -76,5 +76,5 @@ def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def seeds_of(videos: Sequence[Latents]) -> str:
-    """How many videos there are and of which seeds, for a status line; empty for one."""
+    """The number of videos and their seeds, for a status line; empty for one."""
     return f"{len(videos)} videos, seeds {videos[0].seed} to {videos[-1].seed}" if len(videos) > 1 else ""

@@ -10,11 +10,8 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import LATENT_VERSION, Latents, Prompt
+from ..base import EMBEDS, EMBEDS_2, LATENT_VERSION, MASK, POOLED, Latents, Prompt
 from ..pipeline import Pipeline
-from ..text.llama import POOLED
-from ..text.qwen import EMBEDS_2
-from ..text.t5 import EMBEDS, MASK
 
 KEY = "anygpu"
 MORE = "more"  # under our key: further tensors
@@ -29,10 +26,11 @@ def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[s
     """
     kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
+    more = {MORE: dict(latents.more)} if latents.more else {}
     return {
         **kept,
         "samples": latents.samples,
-        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more_tensors(latents.more)},
+        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more},
     }
 
 
@@ -84,11 +82,6 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
     if mask is not None:
         mask = to_host(mask).float().reshape(1, 1, -1, mask.shape[-2], mask.shape[-1])
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
-
-
-def more_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The entry of further tensors under our key; none where there are none."""
-    return {MORE: dict(tensors)} if tensors else {}
 
 
 def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:

@@ -2,7 +2,7 @@
 
 A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
 compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
-:mod:`.musubi_items` makes it again.
+:func:`save_item` makes it again.
 
 Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
 """
@@ -10,7 +10,8 @@ Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is writt
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from torch.nn import functional
 from ...compat.checkpoints.latents import dtype_name, dtype_named, written
 from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
-from ..base import LATENT_VERSION, Prompt
-from ..family import MusubiCache
+from ..base import EMBEDS, LATENT_VERSION, MASK, SECTION_ORDERS, ImageCondition, Prompt
+from ..family import FamilySpec, MusubiCache
 from ..registry import FAMILIES, family_named
-from ..text.t5 import EMBEDS, MASK
 from .convert import KEY, samples_of
 
 MUSUBI = "musubi"  # the key under which a LATENT and a prompt carry what was read
@@ -48,12 +48,12 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
 
 
 def is_latent_cache(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
-    """Whether a file is a latent cache of this trainer, of whatever architecture."""
+    """Tell whether a file is a latent cache of this trainer, of whatever architecture."""
     return "architecture" in metadata and any(LATENTS.fullmatch(name) for name in tensors)
 
 
 def is_text_cache(metadata: Mapping[str, str]) -> bool:
-    """Whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
+    """Tell whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
     return "architecture" in metadata and "caption1" in metadata
 
 
@@ -130,30 +130,30 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
         InputError: a name that is not a file name. CheckpointError: the file cannot be written.
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
-    kind = architecture_of(str(known.get("family", "")), "latents")
+    kind = _architecture_of(str(known.get("family", "")), "latents")
     if not read and family_named(str(known.get("family"))).recipes.sections:
         raise UnsupportedError(
             f"{family_named(str(known['family'])).title} latents without image embeddings",
             expected="the encoded first frame, which Musubi Tuner caches beside each section",
             fix="Connect AnyGPU Encode Image to image.",
         )
-    stored = scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
+    stored = _scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
     tensors = {f"latents_{sized(stored)}": stored, **read.get("tensors", {})}
-    return write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
+    return _write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
 
 
-def scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
+def _scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
     """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
     stored = to_host(samples)[0]
     return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
 
 
 def sized(latents: torch.Tensor) -> str:
-    """What follows the name of a tensor of latents (C, T, H, W): its size and its dtype."""
+    """The end of the name of a tensor of latents (C, T, H, W): its size and its dtype."""
     return f"{'x'.join(map(str, latents.shape[1:]))}_{dtype_name(latents.dtype)}"
 
 
-def write_latents(
+def _write_latents(
     folder: Path,
     name: str,
     kind: MusubiCache,
@@ -189,7 +189,7 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     Raises:
         UnsupportedError: a family without an architecture there. InputError: a name that is not a file name.
     """
-    kind = architecture_of(prompt.family, "a prompt")
+    kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
     read = prompt.extra.get(MUSUBI, {})
     if read and dtype == DTYPES[0]:
@@ -199,6 +199,89 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     metadata = {**read.get("metadata", {}), "architecture": kind.full, "format_version": FORMAT_VERSION}
     metadata["caption1"] = caption or str(prompt.extra.get("text", ""))
     return written(path, tensors, metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The way to cut a video into FramePack's sections.
+
+    Args:
+        image: its encoded first frame.
+        window: latent frames per section.
+        order: one of :data:`SECTION_ORDERS`.
+    """
+
+    image: ImageCondition
+    window: int = 9
+    order: str = SECTION_ORDERS[0]
+
+
+def save_item(
+    folder: Path,
+    name: str,
+    latent: Mapping[str, Any] | None,
+    prompt: Prompt | None,
+    caption: str,
+    dtype: str,
+    cut: Cut | None = None,
+    notify: Callable[[str], None] = lambda _text: None,
+) -> list[Path]:
+    """Write what there is of one training item, and return the paths.
+
+    Args:
+        cut: makes FramePack's sections of the latents.
+        notify: called with how many there are and what is left out.
+
+    Raises:
+        InputError: neither latents nor a prompt, or latents and a prompt of two architectures.
+            Otherwise as :func:`save_latent_cache` and :func:`save_text_cache`.
+    """
+    if latent is None and prompt is None:
+        raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
+    paths: list[Path] = []
+    if latent is not None:
+        family = cut.image.family if cut is not None else str(latent.get(KEY, {}).get("family", ""))
+        if prompt is not None and prompt.family != family:
+            raise InputError(
+                f"a prompt of {prompt.family!r} beside latents for {family!r}",
+                expected="both of the same model, because Musubi Tuner looks for both under one name",
+                fix=f"Encode the caption with a pipeline of {family}.",
+            )
+        if cut is None:
+            paths = [save_latent_cache(folder, name, latent, dtype)]
+        else:
+            paths = _save_sections(folder, name, latent, cut, dtype, notify)
+    return paths if prompt is None else [*paths, save_text_cache(folder, name, prompt, caption, dtype)]
+
+
+def _save_sections(
+    folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, notify: Callable[[str], None]
+) -> list[Path]:
+    samples, known = samples_of(latent), latent.get(KEY, {})
+    family = family_named(cut.image.family)
+    _require_same_vae(family, known, latent)
+    plan, left = family.code.training_plan(samples.shape[2], cut.window, cut.order)
+    kind = _architecture_of(family.id, "latents")
+    film = _scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
+    told = f"{plan.count} sections of {plan.window} latent frames"
+    notify(f"{told}; the last {left} frames are left out" if left else told)
+    return [
+        _write_latents(folder, name, kind, known, tensors, {}, place)
+        for place, tensors in family.code.training_sections(film, cut.image, plan)
+    ]
+
+
+def _require_same_vae(family: FamilySpec, known: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
+    """Raise where these latents cannot be cut into sections of ``family``."""
+    source = str(known.get("family", ""))
+    same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
+    if source not in same or not family.recipes.sections or latent.get(MUSUBI):
+        of = "a Musubi Tuner cache" if latent.get(MUSUBI) else repr(source or "an unknown family")
+        raise UnsupportedError(
+            f"{family.title}'s sections of latents of {of} with an image of {family.id!r}",
+            expected="latents of FramePack or HunyuanVideo, which share a VAE, and an image of FramePack",
+            fix="Disconnect image for other models and for latents from a cache.",
+        )
 
 
 def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -232,7 +315,7 @@ def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiC
     )
 
 
-def architecture_of(family: str, subject: str) -> MusubiCache:
+def _architecture_of(family: str, subject: str) -> MusubiCache:
     """The caches of a family of ours; ``subject`` is what is to be saved, for the error."""
     known = architectures()
     if family in known:

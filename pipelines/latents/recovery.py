@@ -12,7 +12,8 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,12 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
     """As :func:`keep`, for latents of core's samplers and of paint: they are loaded as a plain LATENT."""
     name = _new_id(sampled.family, sampled.seed)
     listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
-    return (
-        name
-        if _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, limit_bytes)
-        else ""
-    )
+    saved = _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, limit_bytes)
+    return name if saved else ""
 
 
 def listing(folder: Path) -> list[Kept]:
-    """What is kept, newest first; files that are not ours or damaged are left out. Reads headers only."""
+    """The saved samplings, newest first; files that are not ours or damaged are left out. Reads headers only."""
     dated: list[tuple[float, Kept]] = []
     for path in folder.glob("*.safetensors"):
         try:
@@ -172,7 +170,7 @@ class KeptSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents
 
     def found(self, key: str) -> SectionState | None:
-        """How far the newest unfinished sampling with the same ``key`` is; None if there is none."""
+        """The state of the newest unfinished sampling with the same ``key`` is; None if there is none."""
         for kept in listing(self.folder):
             if not kept.unfinished:
                 continue
@@ -201,10 +199,8 @@ class KeptSections:
         if index + 1 < count:
             record = {"resume": key, "unfinished": f"section {index + 1} of {count}"}
             tensors = {HISTORY: standing.latents}
-        origin = Origin(record=record, tensors=tensors)
-        if _write(
-            self.folder, name, lambda path: _saved(path, latents, self.notify, origin), self.notify, self.limit_bytes
-        ):
+        write = partial(_saved, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
+        if _write(self.folder, name, write, self.notify, self.limit_bytes):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
             self.notify(
                 "finished sections are saved: after a cancel or a crash, queue the same graph again with seed "
@@ -264,29 +260,18 @@ def _new_id(family: str, seed: int) -> str:
 
 def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
     record = whole.get(LISTED, whole)
-    family, frames, seed = str(record["family"]), int(record["frames"]), int(record["seed"])
-    width, height, unfinished = (
-        int(record["width"]),
-        int(record["height"]),
-        str(whole.get("unfinished") or record.get("unfinished", "")),
-    )
-    date, fps = str(whole["saved"]), float(record["fps"])
-    prompt = str(record.get("extra", {}).get("prompt", ""))
-    sizes = [f"{width}x{height}", f"{frames} frame{'s' if frames > 1 else ''}"] if width else []
-    title = ", ".join(filter(None, (date.replace("T", " "), family, *sizes, f"seed {seed}", unfinished)))
-    rough = str(record.get("latent_format", ""))
-    return Kept(
+    kept = Kept(
+        **{name: int(record[name]) for name in ("frames", "seed", "width", "height")},
         id=name,
-        name=title,
-        family=family,
+        name="",
+        family=str(record["family"]),
         total_bytes=size,
-        date=date,
-        seed=seed,
-        frames=frames,
-        width=width,
-        height=height,
-        fps=fps,
-        prompt=prompt,
-        unfinished=unfinished,
-        latent_format=rough,
+        date=str(whole["saved"]),
+        fps=float(record["fps"]),
+        prompt=str(record.get("extra", {}).get("prompt", "")),
+        unfinished=str(whole.get("unfinished") or record.get("unfinished", "")),
+        latent_format=str(record.get("latent_format", "")),
     )
+    sizes = [f"{kept.width}x{kept.height}", f"{kept.frames} frame{'s' if kept.frames > 1 else ''}"]
+    words = (kept.date.replace("T", " "), kept.family, *(sizes if kept.width else ()), f"seed {kept.seed}")
+    return replace(kept, name=", ".join(filter(None, (*words, kept.unfinished))))

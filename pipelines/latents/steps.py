@@ -49,7 +49,7 @@ class KeptSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """How far the sampling of this ``key`` is; None if there is none, or its file is damaged."""
+        """The state of the sampling of this ``key``; None if there is none, or its file is damaged."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
@@ -62,7 +62,7 @@ class KeptSteps:
             return None
 
     def due(self) -> bool:
-        """Whether another state takes no more than what is left of ``share`` of the time until now."""
+        """Tell whether another state takes no more than what is left of ``share`` of the time until now."""
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
     def keep(self, key: str, state: StepState) -> bool:

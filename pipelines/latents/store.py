@@ -28,7 +28,7 @@ from ...compat.errors import CheckpointError, InputError
 from ..base import LATENT_VERSION
 from ..settings import FINAL, LARGEST_SIDE
 from . import musubi
-from .convert import KEY, MORE, PLAIN, more_tensors, samples_of
+from .convert import KEY, MORE, PLAIN, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
@@ -41,7 +41,7 @@ NUMBERS = ("frames", "height", "width", "seed", "version")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a file says of where its content came from.
+    """The origin of a file's content.
 
     Args:
         metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
@@ -181,19 +181,20 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         latent[NESTED] = [tensors[name] for name in nested]
     if "family" in record:
         latent[KEY] = _checked(path, samples, record)
-        more = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{MORE}.")}
-        latent[KEY] |= more_tensors({name.removeprefix(f"{MORE}."): tensor for name, tensor in more.items()})
+        more = {name.removeprefix(f"{MORE}."): t for name, t in tensors.items() if name.startswith(f"{MORE}.")}
+        latent[KEY] |= {MORE: more} if more else {}
     return latent
 
 
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
-    """What our nodes carry along, from a file's record that may have been edited."""
+    """The values that our nodes carry along, from a file's record that may have been edited."""
     require_version(path, record, "latents", LATENT_VERSION)
     wrong = [name for name in PLAIN if name not in record]
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
     wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
-    wrong += [] if _is_rate(record.get("fps")) else ["fps"]
+    rate = record.get("fps")
+    wrong += [] if type(rate) in (int, float) and math.isfinite(rate) and rate >= 0 else ["fps"]
     wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
     if wrong:
         raise CheckpointError(
@@ -204,12 +205,8 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}
 
 
-def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
-
-
 def _is_extra(extra: Any) -> bool:
-    """Whether this can be what a family left for decoding, and for resuming."""
+    """Tell whether this can be what a family left for decoding, and for resuming."""
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")

@@ -63,7 +63,7 @@ def require_counts(path: Path, config: Mapping[str, Any]) -> None:
 
 
 class _Building(threading.local):
-    """What becomes of the parameters and modules that this thread registers."""
+    """The treatment of the parameters and modules that this thread registers."""
 
     count: Callable[[str], None] | None = None
     empty = False
@@ -161,7 +161,7 @@ def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> 
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Whether ``value`` could stand where a published configuration has ``known``."""
+    """Tell whether ``value`` could stand where a published configuration has ``known``."""
     if isinstance(known, (list, tuple)):
         return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
     if isinstance(known, (bool, str)):
@@ -172,7 +172,7 @@ def _alike(value: Any, known: Any) -> bool:
 
 
 def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether each item could stand there; a list of counts may have a 0, such as a level without layers."""
+    """Tell whether each item could stand there; a list of counts may have a 0, such as a level without layers."""
     counts = bool(known) and all(type(one) is int for one in known)
     return not known or all(
         (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values

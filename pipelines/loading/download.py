@@ -1,4 +1,4 @@
-"""What to download first, and into which folder; on request, the download with huggingface_hub, checked.
+"""Advice on the first download and its folder; on request, the download with huggingface_hub, checked.
 
 A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
 folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
@@ -50,7 +50,7 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Fetched:
-    """How far one repository is; written by the thread that fetches.
+    """The progress of one repository; written by the thread that fetches.
 
     Args:
         done, total: bytes.
@@ -101,7 +101,7 @@ def _pages() -> list[tuple[FamilySpec, str]]:
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
-    """What to do about a model that is not there: its page where the name is a published one, else the smallest."""
+    """Advice on a model that is not there: its page where the name is a published one, else the smallest."""
     each = (download for offer in every_offer().values() for download in offer.downloads)
     offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
@@ -151,7 +151,7 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """What to do while there is no model: the smallest model that fits, its pages and folders, and where was searched.
+    """Advice while there is no model: the smallest model that fits, its pages and folders, and where was searched.
 
     Args:
         searched: the model folders; the first is where the model goes.
@@ -197,7 +197,7 @@ def fetched(
     endpoint: str | None = None,
     card_bytes: int = 0,
 ) -> list[str]:
-    """What is there of a model and what is not, a line per repository; with ``download`` all of it is there afterwards.
+    """Describe which files of a model are there, a line per repository; ``download`` fetches the others.
 
     Args:
         choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
@@ -229,7 +229,7 @@ def fetched(
 
 
 def is_checked(folder: Path, download: Download) -> bool:
-    """Whether the files of ``download`` were compared with the Hub's hashes, and are of the same sizes and times."""
+    """Tell whether the files of ``download`` matched the Hub's hashes, and are of the same sizes and times."""
     try:
         note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
         had = any(
@@ -381,7 +381,7 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
 
 
 def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
-    """Whether a file has the hash that the Hub lists."""
+    """Tell whether a file has the hash that the Hub lists."""
     digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(HASHED_BYTES):

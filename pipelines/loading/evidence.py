@@ -1,4 +1,7 @@
-"""What shows which model a checkpoint is: what its file says, the names around it, and the published configurations."""
+"""Evidence of which model a checkpoint is: the words of its file, the names around it, the published configurations.
+
+Models that are not run here are recognised too, by names and shapes of their tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ...compat.checkpoints.headers import entries_and_notes
+from ...compat.checkpoints.headers import TensorEntry, entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.errors import InputError
-from ..family import FamilySpec
+from ...compat.errors import CheckpointError, InputError
+from ..family import FamilySpec, OtherModel
 from ..registry import FAMILIES
 from .part import PartFiles
 
@@ -26,12 +29,16 @@ PLAIN = re.compile(  # names that every model has
     r"|(?:diffusion_pytorch_model|pytorch_model|model|dit)(?:[-.]\d+-of-\d+)?(?:[._]?(?:bf16|fp16|fp32|fp8))?)",
     re.IGNORECASE,
 )
+ELSEWHERE = (  # models of other packs
+    OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation"), classes="Wan"),
+    OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight"), classes="Flux"),
+)
 ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub", "comfyui")  # no name is above them
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What shows which variant a checkpoint is, the surest first.
+    """Evidence of which variant a checkpoint is, the surest first.
 
     Args:
         notes: the metadata of its file.
@@ -48,7 +55,7 @@ class Evidence:
         return next((name for name in self.names if re.search(pattern, name, re.IGNORECASE)), "")
 
     def note(self, *path: str) -> Any:
-        """What the metadata says under a key and, where that is JSON, under further ones; None for nothing."""
+        """The value in the metadata under a key and, where that is JSON, under further ones; None for nothing."""
         value: Any = self.notes.get(path[0])
         try:
             for key in path[1:]:
@@ -124,7 +131,7 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
 
 
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
-    """What to say beside a published file that gave others trouble. Args as above."""
+    """Cautions about a published file that gave others trouble. Args as above."""
     names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
     return tuple(
@@ -132,3 +139,33 @@ def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tupl
         for row in family.published.cautions
         if row.stored in plain and names.name_with(row.named)
     )
+
+
+def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
+    """The model that is known by name although nothing here runs it; None for an unknown one."""
+    return next((row for row in _others() if _fits(row, entries)), None)
+
+
+def other_class(name: str) -> OtherModel | None:
+    """The model of a diffusers class that nothing here runs; None for an unknown one."""
+    return next((row for row in _others() if row.classes and name.startswith(row.classes)), None)
+
+
+def refusal(other: OtherModel, path: Path) -> CheckpointError:
+    """The error for a file that holds another model."""
+    return CheckpointError(
+        f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
+    )
+
+
+def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
+    """Tell whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
+    ends = {mark: next((name for name in entries if f".{name}".endswith(f".{mark}")), "") for mark in row.marks}
+    if not all(ends.values()):
+        return False
+    shape = entries[ends[row.marks[0]]].shape
+    return not row.columns or (len(shape) > 1 and shape[1] == row.columns)
+
+
+def _others() -> tuple[OtherModel, ...]:
+    return (*(other for family in FAMILIES.values() for other in family.published.others), *ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Builds a pipeline from a model folder: its family, its parts, and the dtype of each part.
+"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part.
 
 Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
 a part that a run does not use is never read.
@@ -7,8 +7,7 @@ a part that a run does not use is never read.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,6 @@ from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..forecast.fit import host_weight_decisions, offload_options, require_room
 from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
-from ..registry import FAMILIES
 from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
@@ -55,12 +53,12 @@ from .configs import require_plausible
 from .evidence import evidence_of, published, variant_of
 from .host_memory import fit_host_memory, sizes_of
 from .keys import TRANSFORMER
-from .others import other_class
-from .part import PartFiles, part_files, reader_of, tool_reader, without_text
-from .single_file import Composed, composed, encoder_task, family_in, lone_task, transformer_file
+from .models import INDEX, folders_in, index_beside, part_folders, task_beside
+from .part import PartFiles, part_files
+from .reading import reader_of, tool_reader
+from .single_file import Composed, composed, family_in
 from .storage import SafeFp16
 
-INDEX = "model_index.json"
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 
@@ -105,7 +103,7 @@ def load(
     speed.settle_offload(offloader.mode, request.offload != AUTO)
     more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     model = Checkpoint(
-        task=_task(family, folders["transformer"]) if single is None else single.task,
+        task=task_beside(family, folders["transformer"]) if single is None else single.task,
         variant=variant,
         source=request.model,
         request=request if single is None else _resolved(request, single),
@@ -141,8 +139,9 @@ def _sources(
 ) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
     """The composed single files, None for a folder; family; folders of its parts; tools; what was guessed of them."""
     if request.files is None:
-        family, folders = part_folders(request, progress)
-        index = {"index": partial(_index_beside, folders["transformer"])}
+        given = {"base": request.base, "image_encoder": request.image_encoder}
+        family, folders = part_folders(request.model, given, request.search, progress)
+        index = {"index": partial(index_beside, folders["transformer"])}
         return None, family, folders, _tools(family, folders, index), ()
     single = _composed(request, request.files, progress)
     tools = _tools(single.family, single.folder_tools, single.tools)
@@ -170,101 +169,6 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
     return parts
 
 
-def find_models(roots: Iterable[Path]) -> list[Path]:
-    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
-
-    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
-    such as ``lost+found``.
-    """
-    folders: dict[Path, None] = {}
-    for root in roots:
-        level, seen = [Path(root)], set()
-        for _ in range(4):
-            deeper: list[Path] = []
-            for folder in level:
-                with suppress(OSError, RuntimeError):  # before Python 3.13 a loop of links is a RuntimeError
-                    real = folder.resolve()
-                    if real in seen or not folder.is_dir():
-                        continue
-                    seen.add(real)
-                    if _is_model(folder):
-                        folders[folder] = None
-                    else:
-                        deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
-            level = deeper
-    return sorted(folders)
-
-
-def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with reading(folder):
-        if (folder / INDEX).is_file():
-            name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.files.pipelines), None)
-        if (folder / "config.json").is_file():
-            name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
-            return next((family for family in FAMILIES.values() if name in family.files.transformer_classes), None)
-    return None
-
-
-def _is_model(folder: Path) -> bool:
-    if (folder / INDEX).is_file():
-        return True
-    try:
-        return family_of_folder(folder) is not None
-    except CheckpointError:
-        return False
-
-
-def part_folders(request: LoadRequest, progress: Progress | None = None) -> tuple[FamilySpec, dict[str, Path]]:
-    """The family, and the folder of every part and tool it has."""
-    progress, model = progress or Silent(), request.model
-    if not model.is_dir():
-        raise CheckpointError(
-            f"no model folder {str(model)!r}",
-            expected="a folder with model_index.json or a transformer's config.json",
-            fix="Put the model into ComfyUI/models/diffusers and refresh, or correct the path.",
-        )
-    family = family_of_folder(model)
-    if family is None:
-        raise _unknown(model)
-    whole = (model / INDEX).is_file()
-    folders = _folders_in(model) if whole else {"transformer": model}
-    wanted = [*family.files.parts, *family.files.tools]
-    for name, given in (("base", request.base), ("image_encoder", request.image_encoder)):
-        missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
-        if missing and (
-            given is not None or (not whole and any(part not in family.files.optional for part in missing))
-        ):
-            source = given or _searched(name, family, request)
-            progress.notify(f"{name} from {source.name}{'' if given else ' (auto)'}")
-            offered = _folders_in(source)
-            if name == "base" and request.image_encoder is None:
-                missing += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
-            folders.update({part: offered[part] for part in missing if part in offered})
-    spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
-    folders = {part: folder for part, folder in folders.items() if part not in spared}
-    for tool in family.files.tools:
-        if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
-            raise CheckpointError(
-                f"no files in {str(folders[tool])!r}",
-                expected=f"the {tool} of this model",
-                fix="Download the missing folder, and keep its published name.",
-            )
-    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
-    if absent:
-        raise CheckpointError(
-            f"no {absent[0]} for {str(model)!r}",
-            expected=f"the parts {', '.join(family.files.parts)}",
-            fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
-        )
-    return family, {part: folder for part, folder in folders.items() if part in wanted}
-
-
 def _attention(
     choice: str, config: Mapping[str, Any], precision: Precision, facts: DeviceFacts, probes: ProbeStore | None
 ) -> Attention:
@@ -279,67 +183,10 @@ def _attention(
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
     """The pipeline of single files, with what a folder named as base provides."""
     wanted = family_in(files.parts["transformer"])
-    providers = [_folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
     offered = {name: folder for provider in providers for name, folder in provider.items()}
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     return composed(replace(files, provided=provided), progress)
-
-
-ENCODER_FOLDER = ("image_encoder", "feature_extractor")
-
-
-def _folders_in(folder: Path) -> dict[str, Path]:
-    """The folders of parts and tools that the index of a pipeline names; without an index, all of them."""
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX, "a diffusers pipeline")
-        pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"no folder {str(folder)!r}",
-            expected="a folder with the parts that this model lacks",
-            fix="Choose another folder.",
-        )
-    return {child.name: child for child in folder.iterdir() if child.is_dir()}
-
-
-def _searched(name: str, family: FamilySpec, request: LoadRequest) -> Path:
-    """The first folder beside the model, or in the search folders, that has the missing parts."""
-    roots = [request.model.parent, *request.search]
-    if name == "base":
-        own = request.model / "transformer" if (request.model / INDEX).is_file() else request.model
-        provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
-        for spared in (
-            (),
-            family.files.text_parts,
-        ):  # one with text encoders is better; without them a prompt is loaded
-            for folder in find_models(roots):
-                offered = family_of_folder(folder)
-                if (
-                    offered is None
-                    or offered.id != provider
-                    or not (folder / INDEX).is_file()
-                    or folder == request.model
-                ):
-                    continue
-                if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
-                    continue
-                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
-                provided = [part for part in family.files.parts if part not in own_parts]
-                if all((folder / part).is_dir() for part in provided):
-                    return folder
-    else:
-        for root in roots:
-            files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
-            # One on its own was put there for this; that of another pipeline may be another training of it.
-            for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
-                if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
-                    return config.parent.parent
-    raise CheckpointError(
-        f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
-        expected=f"a folder with the missing parts of {family.title}",
-        fix=f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}.",
-    )
 
 
 def _part_files(
@@ -407,45 +254,8 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
     return chosen
 
 
-def _task(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
-    index = _index_beside(transformer)
-    if not index:
-        return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
-    return family.files.pipelines.get(str(index.get("_class_name")), family.files.lone_task)
-
-
-def _encoder_task(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipelines whose text encoder goes with ``transformer``."""
-    config = transformer / "config.json"
-    settings = read_json(config, "a model configuration") if config.is_file() else {}
-    return encoder_task(family, settings, _task(family, transformer))
-
-
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
     """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.files.tools.items() if name in folders}
     readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})
-
-
-def _index_beside(transformer: Path) -> dict[str, Any]:
-    """The ``model_index.json`` of the pipeline around ``transformer``; empty for a lone one."""
-    index = transformer.parent / INDEX
-    return read_json(index, "a diffusers pipeline") if index.is_file() else {}
-
-
-def _unknown(model: Path) -> CheckpointError:
-    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
-    if index.is_file():
-        name = str(read_json(index, "a model description").get("_class_name"))
-        other = other_class(name)
-        found = f"{str(index)!r} describes a {name!r}{f', which is {other.title}' if other else ''}"
-        expected = f"one of {', '.join(f.title for f in FAMILIES.values())}"
-        fix = f"Use its single file with {other.runs}." if other else "Choose a model of these families."
-    else:
-        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
-        fix = "Choose the folder that directly contains model_index.json, or download the model again."
-    if single is not None:
-        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
-    return CheckpointError(found, expected=expected, fix=fix)

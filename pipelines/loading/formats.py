@@ -1,4 +1,4 @@
-"""What a single file contains, from its header alone: which models, in which layout, with which configuration.
+"""The contents of a single file, from its header alone: which models, in which layout, with which configuration.
 
 A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
 (``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
@@ -24,9 +24,8 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..registry import FAMILIES
 from .configs import MOST_TENSORS, construction, empty_weights
-from .evidence import names_around, published
+from .evidence import names_around, other_model, published, refusal
 from .keys import SAME, Layout, Row, is_another_model, renamed
-from .others import other_model, refusal
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
 NAMED = 3
@@ -156,16 +155,12 @@ def config_of(content: Content, task: str = "") -> Configured:
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
     for name in names_around(content.path) if len(fitting) > 1 else ():
-        named = [row for row in fitting if row.get("named") and _says(name, row)]
+        patterns = [(row, row["named"]) for row in fitting if row.get("named")]
+        named = [row for row, all_of in patterns if all(re.search(pattern, name.lower()) for pattern in all_of)]
         if named:
             return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
     return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
-
-
-def _says(name: str, row: Mapping[str, Any]) -> bool:
-    """Whether a name says all that tells a configuration from others of the same shapes."""
-    return all(re.search(pattern, name.lower()) for pattern in row["named"])
 
 
 def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:
@@ -244,7 +239,7 @@ def _under(
 
 
 def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[str, ...]]:
-    """What of the file does not fit a configuration, each difference as a phrase, and what it has no place for."""
+    """The differences of a file from a configuration, as phrases, and the tensors it has no place for."""
     entries = content.entries
     if "where" in row:
         different = [
@@ -283,52 +278,48 @@ def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:
 
 
 # Tensor names of text and image encoders: as published, as ComfyUI has them, and in GGUF's names.
-UNDER_MODEL = (Row("model.*", "*"),)
-GGUF_LAYER = (
-    ("attn_norm", "input_layernorm"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_output", "self_attn.o_proj"),
+GGUF_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+GGUF_LAYER |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+GGUF_LAYER |= {"attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
+T5_ATTENTION = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_o": "o", "attn_rel_b": "relative_attention_bias"}
+T5_LAYER = {source: f"0.SelfAttention.{name}" for source, name in T5_ATTENTION.items()}
+T5_LAYER |= {"ffn_gate": "1.DenseReluDense.wi_0", "ffn_up": "1.DenseReluDense.wi_1", "ffn_down": "1.DenseReluDense.wo"}
+T5_LAYER |= {"attn_norm": "0.layer_norm", "ffn_norm": "1.layer_norm"}
+T5_GGUF = (
+    Row("token_embd.weight", "shared.weight"),
+    Row("enc.output_norm.weight", "encoder.final_layer_norm.weight"),
+    *(Row(f"enc.blk.#.{source}.*", f"encoder.block.#.layer.{target}.*") for source, target in T5_LAYER.items()),
 )
-GGUF_ENDS = (
-    Row("token_embd.weight", "embed_tokens.weight"),
-    Row("output_norm.weight", "norm.weight"),
-    *(Row(f"blk.#.{source}.*", f"layers.#.{target}.*") for source, target in GGUF_LAYER),
-)
+T5_MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
+HEADS = (r"^lm_head\.", r"^model\.lm_head\.", r"^output\.weight$", r"rope_freqs\.weight$", r"rotary_emb\.inv_freq$")
+VISION = (r"^visual\.", r"^model\.visual\.")
+POSITIONS = r"position_ids$"
 
 
 def gguf_llama(heads: int, key_heads: int) -> tuple[Row, ...]:
     """Llama in GGUF's names, where query and key rows of each head are in another order; with 0 heads they are not."""
     return (
-        *GGUF_ENDS,
+        Row("token_embd.weight", "embed_tokens.weight"),
+        Row("output_norm.weight", "norm.weight"),
+        *(Row(f"blk.#.{source}.*", f"layers.#.{target}.*") for source, target in GGUF_LAYER.items()),
         Row("blk.#.attn_q.*", "layers.#.self_attn.q_proj.*", heads=heads),
         Row("blk.#.attn_k.*", "layers.#.self_attn.k_proj.*", heads=key_heads),
     )
 
 
-T5_LAYER = (
-    ("attn_q", "layer.0.SelfAttention.q"),
-    ("attn_k", "layer.0.SelfAttention.k"),
-    ("attn_v", "layer.0.SelfAttention.v"),
-    ("attn_o", "layer.0.SelfAttention.o"),
-    ("attn_rel_b", "layer.0.SelfAttention.relative_attention_bias"),
-    ("attn_norm", "layer.0.layer_norm"),
-    ("ffn_gate", "layer.1.DenseReluDense.wi_0"),
-    ("ffn_up", "layer.1.DenseReluDense.wi_1"),
-    ("ffn_down", "layer.1.DenseReluDense.wo"),
-    ("ffn_norm", "layer.1.layer_norm"),
-)
-T5_GGUF = (
-    Row("token_embd.weight", "shared.weight"),
-    Row("enc.output_norm.weight", "encoder.final_layer_norm.weight"),
-    *(Row(f"enc.blk.#.{source}.*", f"encoder.block.#.{target}.*") for source, target in T5_LAYER),
-)
-T5_MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
-HEADS = (r"^lm_head\.", r"^model\.lm_head\.", r"^output\.weight$", r"rope_freqs\.weight$", r"rotary_emb\.inv_freq$")
-POSITIONS = r"position_ids$"
+def _qwen(name: str, prefix: str, ignored: tuple[str, ...]) -> Layout:
+    """The layout of Qwen 2.5 VL under a prefix: of these models only Qwen's queries have a bias."""
+    marks = (f"{prefix}layers.0.self_attn.q_proj.bias", f"{prefix}embed_tokens.weight")
+    return Layout("qwen2_5_vl", name, marks, (Row(f"{prefix}*", "*"),), ignored=ignored)
+
+
+def _llama(name: str, prefix: str) -> Layout:
+    """The layout of Llama 3 under a prefix."""
+    layer = f"{prefix}layers.0.self_attn"
+    marks, absent = (f"{layer}.q_proj.weight", f"{prefix}embed_tokens.weight"), ("q_proj.bias", "q_norm.weight")
+    rows = (Row(f"{prefix}*", "*"),)
+    return Layout("llama", name, marks, rows, absent=tuple(f"{layer}.{one}" for one in absent), ignored=HEADS)
+
 
 TEXT: tuple[Layout, ...] = (
     Layout(
@@ -349,20 +340,8 @@ TEXT: tuple[Layout, ...] = (
         SAME,
         ignored=(r"^text_projection", r"^logit_scale$", POSITIONS, r"^vision_model\.", r"^visual_projection"),
     ),
-    Layout(
-        "qwen2_5_vl",
-        "Qwen 2.5 VL",
-        ("model.layers.0.self_attn.q_proj.bias", "model.embed_tokens.weight"),
-        UNDER_MODEL,
-        ignored=(*HEADS, r"^visual\.", r"^model\.visual\."),
-    ),
-    Layout(
-        "qwen2_5_vl",
-        "Qwen 2.5 VL",
-        ("model.language_model.layers.0.self_attn.q_proj.bias", "model.language_model.embed_tokens.weight"),
-        (Row("model.language_model.*", "*"),),
-        ignored=(*HEADS, r"^visual\.", r"^model\.visual\."),
-    ),
+    _qwen("Qwen 2.5 VL", "model.", (*HEADS, *VISION)),
+    _qwen("Qwen 2.5 VL", "model.language_model.", (*HEADS, *VISION)),
     Layout(
         "qwen2_5_vl",
         "Qwen 2.5 VL in GGUF's names",
@@ -370,29 +349,9 @@ TEXT: tuple[Layout, ...] = (
         gguf_llama(0, 0),
         ignored=HEADS,
     ),
-    Layout(
-        "qwen2_5_vl",
-        "Qwen 2.5 VL's text model",
-        ("layers.0.self_attn.q_proj.bias", "embed_tokens.weight"),
-        SAME,
-        ignored=HEADS,
-    ),
-    Layout(
-        "llama",
-        "Llama 3",
-        ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"),
-        UNDER_MODEL,
-        absent=("model.layers.0.self_attn.q_proj.bias", "model.layers.0.self_attn.q_norm.weight"),
-        ignored=HEADS,
-    ),
-    Layout(
-        "llama",
-        "Llama 3's text model",
-        ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight"),
-        SAME,
-        absent=("layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_norm.weight"),
-        ignored=HEADS,
-    ),
+    _qwen("Qwen 2.5 VL's text model", "", HEADS),
+    _llama("Llama 3", "model."),
+    _llama("Llama 3's text model", ""),
     Layout(
         "llama",
         "Llama 3 in GGUF's names",

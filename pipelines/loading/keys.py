@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one release names the tensors of one model.
+    """The names that one release gives to the tensors of one model.
 
     Args:
         kind: which model, such as ``ltx/transformer``.
@@ -69,7 +69,7 @@ class Layout:
     half_of: str = ""
 
     def fits(self, names: Mapping[str, object]) -> bool:
-        """Whether tensors of these names, without their common prefix, are of this layout."""
+        """Tell whether tensors of these names, without their common prefix, are of this layout."""
         marked = all(any(way in names for way in mark.split("|")) for mark in self.marks)
         return marked and not any(name in names for name in self.absent)
 
@@ -92,7 +92,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def is_another_model(unused: Collection[str], wanted: Iterable[str]) -> bool:
-    """Whether tensors that a model has no place for are too many to be left out, or are one more block of it.
+    """Tell whether tensors that a model has no place for are too many to be left out, or are one more block of it.
 
     Args:
         wanted: the names that the model has.
@@ -180,7 +180,7 @@ def _parts(row: Row, name: str) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """What each way to write a name begins with, and its pattern."""
+    """The literal beginning of each way to write a name, and its pattern."""
     return tuple((re.split(r"[#*]", way)[0], name_pattern(way)) for way in source.split("|"))
 
 
@@ -192,5 +192,5 @@ def filled(target: str, parts: Iterable[str]) -> str:
 
 @lru_cache(maxsize=4096)
 def name_pattern(source: str) -> re.Pattern[str]:
-    """What names a row's ``source`` fits; a group for each ``#`` and ``*``."""
+    """The pattern of the names that a row's ``source`` fits; a group for each ``#`` and ``*``."""
     return re.compile(re.escape(source).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))

@@ -6,22 +6,21 @@ chains can start from one pipeline and none sees the others' LoRAs.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat.checkpoints.headers import TensorEntry, declared, entries_and_notes
-from ...compat.checkpoints.packed import is_exact, opened, without_unpacking
-from ...compat.checkpoints.weights import read_tensors
+from ...compat.checkpoints.headers import json_object
+from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
+from ...compat.checkpoints.weights import tensor_file
 from ...compat.decision import Decision
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
@@ -31,12 +30,12 @@ from ..pipeline import Pipeline
 from .configs import MOST_TENSORS, construction, empty_weights
 from .keys import listed
 from .lora_keys import Match, matched
-from .lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Pair, Shapes, Share, share_of
+from .lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, Pair, Shapes
 
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-LEAVES = (nn.Linear, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
@@ -49,7 +48,8 @@ class LoRA:
         strength: times what it was trained for.
         blocks: filter as :func:`lora_keys.chosen` takes it.
         mode: one of :data:`MODES`.
-        match: what of the file belongs where.
+        pairs: the tensors of each layer, by the layer's name.
+        tensors: those tensors on the CPU, by their names in the file, which is not read again.
         stamp: the file's size and time.
         scales: alpha over rank by layer name, 1 where the file has no alpha.
         lengths: layers whose weights get their lengths from the file (DoRA): that takes the weights themselves, in any
@@ -60,19 +60,24 @@ class LoRA:
     strength: float
     blocks: str
     mode: str
-    match: Match
+    pairs: Mapping[str, Pair]
     stamp: tuple[int, int]
     scales: Mapping[str, float]
-    lengths: frozenset[str] = frozenset()
+    lengths: frozenset[str]
+    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
+
+    def delta(self, layer: str) -> Delta:
+        """The additions to a layer, without strength and scale."""
+        return self.pairs[layer].delta(self.tensors)
 
     @property
     def in_weights(self) -> bool:
-        """Whether any of it is in the weights."""
+        """Tell whether any of it is merged into the weights."""
         return self.mode == "merged" or bool(self.lengths)
 
     @property
     def key(self) -> Hashable:
-        """What its layers depend on; a strength in the weights is part of it."""
+        """The key of its layers; a strength in the weights is part of it."""
         return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.in_weights else None)
 
 
@@ -92,29 +97,31 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
-    entries, notes = entries_and_notes(path)
-    shapes = {name: tuple(entry.shape) for name, entry in entries.items()}
-    leaves = _leaves_of(pipeline)
-    biased = {name for name, leaf in leaves.items() if getattr(leaf, "bias", None) is not None}
-    match = matched(path, shapes, _shapes_of(leaves), pipeline.spec, blocks, biased)
-    match = _without_packed(match, pipeline, path, progress)
-    progress.notify(match.said(path.stem))
-    if mode == "separate":
-        attribute("peft", "LoraConfig")
-    stat = path.stat()
-    if strength == 0.0:
-        progress.notify(f"{path.stem} has no effect at strength 0")
-        return pipeline
+    with tensor_file(path) as file:
+        shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
+        layers = _layers_of(pipeline)
+        biased = {name for name, layer in layers.items() if layer.bias is not None}
+        match = matched(path, shapes, _shapes_of(layers), pipeline.spec, blocks, biased)
+        match = _without_packed(match, pipeline, path, progress)
+        progress.notify(match.said(path.stem))
+        if mode == "separate":
+            attribute("peft", "LoraConfig")
+        if strength == 0.0:
+            progress.notify(f"{path.stem} has no effect at strength 0")
+            return pipeline
+        wanted = {name for pair in match.pairs.values() for name in pair.names.values()}
+        tensors = file.read(wanted, lambda _bytes: progress.check())
     added = LoRA(
         path=path,
         strength=strength,
         blocks=blocks,
         mode=mode,
-        match=match,
-        stamp=(stat.st_size, stat.st_mtime_ns),
-        scales=_scales(match, entries, notes),
+        pairs=match.pairs,
+        tensors=tensors,
+        stamp=next(iter(file.entries.values())).stamp,
+        scales=_scales(match.pairs, tensors, file.metadata),
+        lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names),
     )
-    added = replace(added, lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names))
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
     offloader = pipeline.offloader.with_adapters(loras)
@@ -145,16 +152,16 @@ def named(text: str) -> tuple[Path, float, str]:
 
 def layers_of(pipeline: Pipeline) -> Shapes:
     """Names and weight shapes of the transformers' layers; nothing is read for it."""
-    return _shapes_of(_leaves_of(pipeline))
+    return _shapes_of(_layers_of(pipeline))
 
 
-def _shapes_of(leaves: Mapping[str, Any]) -> Shapes:
-    return {name: tuple(leaf.weight.shape) for name, leaf in leaves.items()}
+def _shapes_of(layers: Mapping[str, Any]) -> Shapes:
+    return {name: tuple(layer.weight.shape) for name, layer in layers.items()}
 
 
-def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
+def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
     """The transformers' layers by name, empty."""
-    leaves: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
         _, *classes = pipeline.spec.files.parts[part]
@@ -162,20 +169,14 @@ def _leaves_of(pipeline: Pipeline) -> dict[str, Any]:
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
         with construction(part, pipeline.model.source, MOST_TENSORS, lambda: None), empty_weights():
             module = cls.from_config(dict(config))
-        leaves |= {name: leaf for name, leaf in module.named_modules() if isinstance(leaf, LEAVES)}
-    return leaves
+        layers |= {name: layer for name, layer in module.named_modules() if isinstance(layer, LAYERS)}
+    return layers
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     """The LoRAs of a pipeline, first to last."""
     adapters = pipeline.offloader.adapters
     return adapters.loras if isinstance(adapters, LoRAs) else ()
-
-
-def shares_of(lora: LoRA) -> dict[str, Share]:
-    """What each layer gets, by its name; reads the file."""
-    tensors = _tensors(lora)
-    return {name: share_of(pair, tensors) for name, pair in lora.match.pairs.items()}
 
 
 class LoRAs:
@@ -199,11 +200,11 @@ class LoRAs:
 
     @property
     def in_weights(self) -> bool:
-        """Whether one of them is in the weights."""
+        """Tell whether one of them is in the weights."""
         return any(lora.in_weights for lora in self.loras)
 
     def step(self) -> Step:
-        """What puts them on a transformer that was just read or reverted, on the CPU."""
+        """The step that attaches them to a transformer that was just read or reverted, on the CPU."""
         return Step(Order.LORA, "LoRA", self._apply)
 
     def tune(self, module: nn.Module, active: bool) -> None:
@@ -229,12 +230,12 @@ class LoRAs:
         with ExitStack() as undo:
             for lora in self.loras:
                 if lora.in_weights:
-                    undo.callback(_merge(module, lora, _tensors(lora)))
+                    undo.callback(_merge(module, lora))
             separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
             if separate:
                 undo.callback(_unload, module)
             for index, lora in separate:
-                _inject(module, lora, _adapter(index), _tensors(lora), self.dtype)
+                _inject(module, lora, _adapter(index), self.dtype)
             return undo.pop_all().close
 
 
@@ -248,16 +249,16 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
     return replace(match, pairs={name: pair for name, pair in match.pairs.items() if name not in lost})
 
 
-def _scales(match: Match, entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, float]:
-    """Alpha over rank of each layer; only the alphas are read. Without one, what the file's metadata says; else 1."""
-    named = {pair.names[ALPHA] for pair in match.pairs.values() if ALPHA in pair.names}
-    alphas = read_tensors({name: entries[name] for name in named}, torch.float32, lambda _bytes: None)
+def _scales(
+    pairs: Mapping[str, Pair], tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]
+) -> dict[str, float]:
+    """Alpha over rank of each layer. Without an alpha, what the file's metadata says; else 1."""
     trained = _metadata(notes)
     scales = {}
-    for name, pair in match.pairs.items():
+    for name, pair in pairs.items():
         scales[name] = 1.0
         if pair.rank and ALPHA in pair.names:
-            scales[name] = float(alphas[pair.names[ALPHA]]) / pair.rank
+            scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
         elif UP in pair.names and trained:
             pattern = trained.get("alpha_pattern") or {}
             own = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name))
@@ -267,62 +268,46 @@ def _scales(match: Match, entries: Mapping[str, TensorEntry], notes: Mapping[str
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
-    """What diffusers notes of a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
-    try:
-        noted = json.loads(notes.get("lora_adapter_metadata", "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(noted, dict):
-        return {}
+    """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
+    noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
 
 
-def _tensors(lora: LoRA) -> dict[str, torch.Tensor]:
-    """What matches."""
-    entries = declared([lora.path])
-    named = {name for pair in lora.match.pairs.values() for name in pair.names.values()}
-    return read_tensors({name: entries[name] for name in named}, None, lambda _bytes: None)
-
-
-def _merge(module: nn.Module, lora: LoRA, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
     """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before.
 
     Raises:
         UnsupportedError: a weight that is stored in a way that addition would not reach.
     """
-    pairs = _pairs_of(module, lora, merged=True)
-    leaves = {name: module.get_submodule(name) for name in pairs}
-    quantised = [name for name, leaf in leaves.items() if not (_is_plain(leaf) or is_exact(leaf))]
+    layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
+    quantised = [layer for layer in layers.values() if not (_is_plain(layer) or is_exact(layer))]
     if quantised:
-        leaf: Any = leaves[quantised[0]]
-        stored = getattr(leaf, "stored", leaf.weight)
+        layer = quantised[0]
+        stored = layer.stored if isinstance(layer, Stored) else layer.weight
         raise UnsupportedError(
-            f"merging {lora.path.stem!r} into {type(leaf).__name__} weights kept as {stored.dtype} in {len(quantised)} "
-            f"of {len(leaves)} layers",
+            f"merging {lora.path.stem!r} into {type(layer).__name__} weights kept as {stored.dtype} in "
+            f"{len(quantised)} of {len(layers)} layers",
             expected="weights in the dtype that computes, 16 bits or more",
             fix="Set mode to separate, or weights on the load node to auto.",
         )
     before: list[tuple[nn.Parameter, torch.Tensor]] = []
     closing: list[Callable[[], None]] = []
-    for name, pair in pairs.items():
-        layer: Any = leaves[name]
+    for name, layer in layers.items():
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
-        weight, share = layer.weight, share_of(pair, tensors)
-        product, own = (
-            (share.up.float().flatten(1) @ share.down.float().flatten(1)).view_as(weight),
-            weight.data.float(),
-        )
-        if share.magnitude is None:
+        weight, delta = layer.weight, lora.delta(name)
+        product = (delta.up.float().flatten(1) @ delta.down.float().flatten(1)).view_as(weight)
+        own = weight.data.float()
+        if delta.magnitude is None:
             changed = own + (lora.strength * lora.scales[name]) * product
         else:
-            changed = own + lora.strength * (_lengthened(own, lora.scales[name] * product, share.magnitude) - own)
+            changed = own + lora.strength * (_lengthened(own, lora.scales[name] * product, delta.magnitude) - own)
         before.append((weight, weight.data))
         weight.data = changed.to(weight.dtype)
-        if share.bias is not None:
+        if delta.bias is not None:
             before.append((layer.bias, layer.bias.data))
-            layer.bias.data = (layer.bias.data.float() + lora.strength * share.bias.float()).to(layer.bias.dtype)
+            layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
 
     def undo() -> None:
         for weight, data in reversed(before):
@@ -344,19 +329,19 @@ def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Te
     return (changed * (magnitude / (length + torch.finfo(torch.float32).eps))).view_as(weight)
 
 
-def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
     """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
     state: dict[str, torch.Tensor] = {}
     with without_unpacking(module), warnings.catch_warnings():
-        pairs = _pairs_of(module, lora, merged=False)
-        biased = any(BIAS in pair.names for pair in pairs.values())
-        for name, pair in pairs.items():
-            leaf: Any = module.get_submodule(name)
-            leaf = getattr(leaf, "base_layer", leaf)
-            weight = leaf.weight
-            down, up, bias, _ = share_of(pair, tensors)
+        names = _names_in(module, lora, merged=False)
+        biased = any(BIAS in lora.pairs[name].names for name in names)
+        for name in names:
+            layer: Any = module.get_submodule(name)
+            layer = getattr(layer, "base_layer", layer)  # where peft has put an earlier LoRA around it
+            weight = layer.weight
+            down, up, bias, _ = lora.delta(name)
             wide = weight.dtype if weight.dtype in WIDE else dtype
-            if isinstance(leaf, (nn.Conv2d, nn.Conv3d)):
+            if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
                 ones = [1] * (weight.ndim - 2)
                 down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
             else:  # some trainers write those of a Linear as of a convolution
@@ -374,11 +359,11 @@ def _inject(module: Any, lora: LoRA, adapter: str, tensors: Mapping[str, torch.T
     module.requires_grad_(False)
 
 
-def _pairs_of(module: nn.Module, lora: LoRA, merged: bool) -> dict[str, Pair]:
-    """What goes into the weights of this transformer, which may be one of several, or beside them."""
+def _names_in(module: nn.Module, lora: LoRA, merged: bool) -> list[str]:
+    """The layers of this transformer, one of several perhaps, whose additions are merged or stay separate."""
     layers = {name for name, _ in module.named_modules()}
     inside = layers if lora.mode == "merged" else lora.lengths
-    return {n: pair for n, pair in lora.match.pairs.items() if n in layers and merged == (n in inside)}
+    return [name for name in lora.pairs if name in layers and merged == (name in inside)]
 
 
 def _unload(module: Any) -> None:
@@ -386,12 +371,11 @@ def _unload(module: Any) -> None:
         module.unload_lora()
 
 
-def _is_plain(leaf: nn.Module) -> bool:
-    """Whether what is added to ``weight`` stays: packed layers make theirs again at each use."""
-    weight = leaf._parameters.get("weight")
-    return (
-        isinstance(leaf, LEAVES) and weight is not None and type(weight.data) is torch.Tensor and weight.dtype in WIDE
-    )
+def _is_plain(layer: nn.Module) -> bool:
+    """Tell whether an addition to ``weight`` stays: packed layers make theirs again at each use."""
+    weight = layer._parameters.get("weight")
+    plain = isinstance(layer, LAYERS) and weight is not None and type(weight.data) is torch.Tensor
+    return plain and weight is not None and weight.dtype in WIDE
 
 
 def _adapter(index: int) -> str:

@@ -12,10 +12,11 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
-from .keys import TRANSFORMER, Layout, Row, filled, listed, name_pattern
+from .keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
 from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, Pair, Shapes, is_narrower, role_of, size_of
 
 PREFIXES = (
@@ -36,7 +37,7 @@ TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a file belongs where: layer name to what it gets, keys of no use here, and keys the filter left out."""
+    """The keys of a file by the layer that they belong to, keys of no use here, and keys the filter left out."""
 
     pairs: Mapping[str, Pair]
     unmatched: Sequence[str] = ()
@@ -79,7 +80,11 @@ def matched(
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
     pairs: dict[str, Pair] = {}
     unmatched, text = [], 0
-    for base, group in _groups(tensors).items():
+    groups: dict[str, dict[str, str]] = {}  # from a layer's name in the file to its keys by role
+    for name in tensors:
+        role, base = role_of(name)
+        groups.setdefault(base, {})[role] = name
+    for base, group in groups.items():
         keys = list(group.values())
         if base.startswith(TEXT):
             text += len(keys)
@@ -147,40 +152,37 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"{stem}\.(?:{'|'.join(map(str, range(low, high + 1)))})\..+")
 
 
-def _groups(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
-    """From layer name in the file to its keys by role; a key of no role is a group of its own."""
-    groups: dict[str, dict[str, str]] = {}
-    for name in tensors:
-        role, base = role_of(name)
-        groups.setdefault(base, {})[role] = name
-    return groups
-
-
 def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names) -> dict[str, Pair]:
     """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
-    size, place = size_of(group, tensors), names.of(base)
-    if size is None or place is None:
+    size, target = size_of(group, tensors), names.target(base)
+    if size is None or target is None:
         return {}
-    (total, inside, rank), (targets, row) = size, place
-    sizes = [total // len(targets)] * len(targets)
-    if row is not None and row.first_square:
-        side = inside or math.prod(layers[targets[0]][1:])
-        sizes = [side] * (len(targets) - 1) + [total - side * (len(targets) - 1)]
-    own = {role: name for role, name in group.items() if role not in _spare(group)}
-    pairs: dict[str, Pair] = {}
-    for index, (target, count) in enumerate(zip(targets, sizes, strict=True)):
-        shape = layers[target]
+    total, inside, rank = size
+    own = {role: name for role, name in group.items() if role != DIFFERENCE or UP not in group}  # not beside a LoRA
+    first, pairs = 0, dict[str, Pair]()
+    for name, count in target.counts(total, inside or math.prod(layers[target.layers[0]][1:])):
+        shape = layers[name]
         narrower = DOWN in group and is_narrower(tensors[group[DOWN]], shape)
         if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
             return {}
-        rows = None if len(targets) == 1 else (sum(sizes[:index]), count)
-        pairs[target] = Pair(names=own, shape=shape, rank=rank, rows=rows, swapped=row is not None and row.swapped)
+        rows = None if len(target.layers) == 1 else (first, count)
+        pairs[name] = Pair(names=own, shape=shape, rank=rank, rows=rows, swapped=target.row.swapped)
+        first += count
     return pairs
 
 
-def _spare(group: Mapping[str, str]) -> tuple[str, ...]:
-    """Roles of a group that stand beside a whole kind and are not applied: a difference beside a LoRA."""
-    return (DIFFERENCE,) if UP in group and DIFFERENCE in group else ()
+class Target(NamedTuple):
+    """The layers of the model under one name of a file, and the table's row, which says how their rows are cut."""
+
+    layers: list[str]
+    row: Row = SAME[0]
+
+    def counts(self, total: int, side: int) -> list[tuple[str, int]]:
+        """Each layer with the number of its rows of ``total``; ``side`` is the number of columns."""
+        count = side if self.row.first_square else total // len(self.layers)
+        *first, last = self.layers
+        rest = total - count * len(first) if self.row.first_square else count
+        return [*((name, count) for name in first), (last, rest)]
 
 
 class _Names:
@@ -193,17 +195,15 @@ class _Names:
         rows = [row for layout in named if isinstance(layout.rows, tuple) for row in layout.rows]
         self.rows = [row for row in rows if row.source != "*"]
 
-    def of(self, base: str) -> tuple[list[str], Row | None] | None:
-        """The layers and the table's row, which says how to cut; None where no layer has that name."""
+    def target(self, base: str) -> Target | None:
+        """The layers of a name with or without one of the prefixes; None where no layer has that name."""
         for stem in self._stems(base):
-            if stem in self.layers:
-                return [stem], None
-            if stem in self.flat:
-                return [self.flat[stem]], None
+            if stem in self.layers or stem in self.flat:
+                return Target([stem if stem in self.layers else self.flat[stem]])
             for row in self.rows:
-                targets = self._targets(row, stem)
-                if targets is not None:
-                    return targets, row
+                layers = self._layers_in(row, stem)
+                if layers is not None:
+                    return Target(layers, row)
         return None
 
     def _stems(self, base: str) -> Iterator[str]:
@@ -213,10 +213,10 @@ class _Names:
                 yield from self._stems(base.removeprefix(prefix))
                 return
 
-    def _targets(self, row: Row, stem: str) -> list[str] | None:
+    def _layers_in(self, row: Row, stem: str) -> list[str] | None:
         for source in row.source.split("|"):
             dotted = name_pattern(source).fullmatch(f"{stem}.weight")
-            flat = name_pattern(_flat(source)).fullmatch(f"{stem}_weight")
+            flat = name_pattern(source.replace(".", "_")).fullmatch(f"{stem}_weight")
             for written in (row.targets, row.last):
                 parts: list[str | None] = []
                 for name in written.split():
@@ -224,12 +224,8 @@ class _Names:
                         full = filled(name, dotted.groups()).removesuffix(".weight")
                         parts.append(full if full in self.layers else None)
                     elif flat is not None:
-                        full = filled(_flat(name), flat.groups()).removesuffix("_weight")
+                        full = filled(name.replace(".", "_"), flat.groups()).removesuffix("_weight")
                         parts.append(self.flat.get(full))
                 if parts and None not in parts:
                     return [name for name in parts if name is not None]
         return None
-
-
-def _flat(source: str) -> str:
-    return source.replace(".", "_")

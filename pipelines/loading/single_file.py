@@ -21,7 +21,7 @@ from ..base import Progress
 from ..family import FamilySpec
 from ..registry import FAMILIES
 from ..requests import Files as Files
-from .evidence import CONFIGS, evidence_of
+from .evidence import CONFIGS, evidence_of, other_model, refusal
 from .formats import (
     ENDINGS,
     Configured,
@@ -34,7 +34,6 @@ from .formats import (
     width_of,
 )
 from .keys import TRANSFORMER, listed
-from .others import other_model, refusal
 from .part import PartFiles, tool_configs, without_text
 
 CLASSES = {

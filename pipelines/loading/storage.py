@@ -1,4 +1,4 @@
-"""How the weights of a pipeline are stored in memory, independent of the dtype that computes."""
+"""Storage of a pipeline's weights in memory, independent of the dtype that computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
 from ..pipeline import Parts
-from .part import PartFiles, reader_of
+from .part import PartFiles
+from .reading import reader_of
 
 log = logging.getLogger(__name__)
 FILE_CHOICES = ("auto", "as in file")
@@ -48,14 +49,14 @@ def with_storage(
     and its convolutions run once per tile.
 
     Args:
-        chosen: has ``weights``, ``text_weights``, ``offload`` and ``devices``, as :class:`~.folder.LoadRequest`.
+        chosen: has ``weights``, ``text_weights`` and ``devices``, as :class:`~.folder.LoadRequest`.
         probes: what this device has answered and where it is kept; None relies on the tables.
 
     Raises:
         InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
     """
-    packed.require_storable(chosen.weights, "weights", chosen.offload, precision)
-    packed.require_storable(chosen.text_weights, "text_weights", chosen.offload, precision)
+    packed.require_storable(chosen.weights, "weights", precision)
+    packed.require_storable(chosen.text_weights, "text_weights", precision)
     transformers = filter(denoises, files)
     choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
     for name, choice in choices.items():
@@ -83,7 +84,7 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_eight_bits(device: torch.device) -> bool:
-    """Whether ``device`` holds float8 tensors and casts them right."""
+    """Tell whether ``device`` holds float8 tensors and casts them right."""
     try:
         return not probes.eight_bits(device)
     except (RuntimeError, NotImplementedError, TypeError):
@@ -115,7 +116,7 @@ def _dense_bytes(part: PartFiles) -> int:
 
 
 def _narrow(part: PartFiles, device: torch.device) -> str:
-    """What ``auto`` means for a part that computes on ``device``; bf16 is widened right there in any case, by bits."""
+    """The meaning of ``auto`` for a part that computes on ``device``; bf16 is always widened there, by bits."""
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"

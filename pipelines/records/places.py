@@ -15,7 +15,7 @@ import torch
 from ...compat.checkpoints.identity import DIGITS, content_of
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, PackError
-from ..loading.folder import find_models
+from ..loading.models import find_models
 from ..loading.single_file import Files
 from ..movie import Allowance, content_in, read_frames
 from .job import Content

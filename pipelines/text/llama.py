@@ -11,12 +11,11 @@ import torch
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Progress, PromptRequest
+from ..base import EMBEDS, ENCODING, MASK, POOLED, Forwards, Progress, PromptRequest
 from ..pipeline import Pipeline
 from ..sizes import PAIR, texts_at_once
-from .t5 import EMBEDS, MASK, bare_pipeline, by_text, held_encoder, in_batches, shortened, trimmed
+from .t5 import bare_pipeline, by_text, held_encoder, in_batches, shortened, trimmed
 
-POOLED = "pooled_prompt_embeds"
 CLIP_TOKENS = 77
 PICTURE, HEADER_END = "<image>", "<|end_header_id|>"
 PICTURE_TOKENS = 576  # what one <image> of a template becomes

@@ -11,12 +11,11 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Progress, PromptRequest, Silent
+from ..base import EMBEDS, EMBEDS_2, ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..pipeline import Pipeline
 from ..sizes import texts_at_once
-from .t5 import EMBEDS, by_text, held_encoder, in_batches, shortened
+from .t5 import by_text, held_encoder, in_batches, shortened
 
-EMBEDS_2 = "prompt_embeds_2"
 QUOTED_TOKENS = 256
 SUBJECTS = ("prompt", "negative prompt")
 

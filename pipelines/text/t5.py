@@ -15,11 +15,10 @@ from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_leaves, to_host
 from ...compat.errors import InputError
-from ..base import ENCODING, Forwards, Latents, Progress, Prompt, PromptRequest
+from ..base import EMBEDS, ENCODING, MASK, Forwards, Latents, Progress, Prompt, PromptRequest
 from ..pipeline import Pipeline
 from ..sizes import PAIR, beside_text, texts_at_once
 
-EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"
 ZEROED = "force_zeros_for_empty_prompt"
 
 

@@ -26,6 +26,7 @@ from ...compat.transforms.conv3d_forms import padded
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
 MOCHI, MOCHI_UP = f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}mochi.MochiUpBlock3D"
+SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
 SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
@@ -186,6 +187,21 @@ def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
     return forward
 
 
+def decode_as_published(vae: Any) -> None:
+    """Make ``vae`` what its publisher runs where diffusers builds another one.
+
+    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
+    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
+    """
+    if full_name(vae) == MOCHI:
+        vae.drop_last_temporal_frames = False
+        for block in vae.decoder.up_blocks:
+            block.forward = types.MethodType(mochi_up_from_the_start, block)
+    if SPATIAL_PADDING in vars(vae):
+        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
+            conv.padding_mode = vae.spatial_padding_mode
+
+
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
     """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
 
@@ -231,18 +247,3 @@ LAYERS: dict[str, Callable[[CausalCache, Any], Callable[..., Any]]] = {
     MOCHI_UP: _mochi_up,
     ATTENTION: _attention,
 }
-
-
-def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
-    """
-    if full_name(vae) == MOCHI:
-        vae.drop_last_temporal_frames = False
-        for block in vae.decoder.up_blocks:
-            block.forward = types.MethodType(mochi_up_from_the_start, block)
-    if SPATIAL_PADDING in vars(vae):
-        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
-            conv.padding_mode = vae.spatial_padding_mode

@@ -39,6 +39,7 @@ from anygpu.paint.networks.weights import weights_in
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import musubi, recovery, store
+from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading import download, lora
 from anygpu.pipelines.loading.evidence import evidence_of
@@ -51,7 +52,6 @@ from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sampling.resume import SectionState
-from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -32,6 +32,7 @@ from anygpu.pipelines.base import (
     Silent,
 )
 from anygpu.pipelines.latents.convert import conditionings, from_core, to_core
+from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.store import load_latent, save_latent
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora import with_lora
@@ -40,7 +41,6 @@ from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
-from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.vae.plan import Form
 from paint.synthetic import photographs, torus
 from safetensors.torch import save_file

@@ -22,13 +22,13 @@ from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Prompt, PromptRequest, Silent
 from anygpu.pipelines.latents import musubi
+from anygpu.pipelines.latents.prompt_files import load_prompt
 from anygpu.pipelines.latents.store import load_latent
 from anygpu.pipelines.loading import download
 from anygpu.pipelines.loading.evidence import Evidence
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.text.prompt_files import load_prompt
 from test_layers import SHIPPED, tree_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"

@@ -22,18 +22,18 @@ from anygpu.paint.networks.encoders import dino_states, encoded_prompt
 from anygpu.paint.pictures import checked_pictures, cut_out
 from anygpu.paint.sampling.painting import paint_views
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import EMBEDS, MASK, POOLED, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
+from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import KeptSteps
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.receipts import latents_hash
 from anygpu.pipelines.settings import with_step_cache
-from anygpu.pipelines.text.llama import POOLED, llama_from_core
-from anygpu.pipelines.text.prompt_files import load_prompt, save_prompt
+from anygpu.pipelines.text.llama import llama_from_core
 from anygpu.pipelines.text.qwen import qwen_from_core
-from anygpu.pipelines.text.t5 import EMBEDS, MASK, t5_from_core
+from anygpu.pipelines.text.t5 import t5_from_core
 from paint.conftest import delight_folder, paint_folder, pbr_folder  # noqa: F401
 from paint.shapes import box
 from paint.stored import checkpoint

@@ -15,7 +15,8 @@ from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.part import part_files, reader_of
+from anygpu.pipelines.loading.part import part_files
+from anygpu.pipelines.loading.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import load_file, save_file
 

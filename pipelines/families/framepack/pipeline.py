@@ -13,6 +13,9 @@ import torch
 from ....compat.device.execution import checked_leaves, generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
 from ...base import (
+    EMBEDS,
+    MASK,
+    POOLED,
     Call,
     FramePackSettings,
     ImageCondition,
@@ -31,8 +34,8 @@ from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import Guidance, Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES, snap_frames
 from ...sizes import beside_transformer
-from ...text.llama import POOLED, llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import EMBEDS, MASK, described
+from ...text.llama import llama_embeds, llama_forwards, llama_from_core
+from ...text.t5 import described
 from ...vae.fallback import decoding
 from ...vae.plan import Form
 from .keyframes import END, START, VISION, drawn, end_strength

@@ -8,6 +8,7 @@ import torch
 
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
+from ...base import EMBEDS, POOLED
 from ...family import (
     GUIDED,
     Defaults,
@@ -27,8 +28,6 @@ from ...family import (
     Sizes,
 )
 from ...loading.keys import SAME, Layout
-from ...text.llama import POOLED
-from ...text.t5 import EMBEDS
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
 

@@ -18,7 +18,19 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
-from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    EMBEDS,
+    MASK,
+    POOLED,
+    Call,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from ...family import Defaults, Recipe
 from ...loading.evidence import Evidence
 from ...pipeline import Pipeline
@@ -35,8 +47,7 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...sizes import beside_transformer
-from ...text.llama import POOLED, LlavaInput, llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import EMBEDS, MASK
+from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
 from .spec import (

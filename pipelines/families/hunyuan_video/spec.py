@@ -7,6 +7,7 @@ from typing import Any
 
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
+from ...base import EMBEDS, POOLED
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -27,8 +28,6 @@ from ...family import (
     Rewrites,
     Sizes,
 )
-from ...text.llama import POOLED
-from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4

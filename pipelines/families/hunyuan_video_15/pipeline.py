@@ -13,6 +13,8 @@ from torch.nn import functional
 from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
+    EMBEDS,
+    EMBEDS_2,
     Call,
     Forwards,
     ImageCondition,
@@ -38,8 +40,7 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
 from ...sizes import beside_transformer
-from ...text.qwen import EMBEDS_2, qwen_embeds, qwen_forwards, qwen_from_core
-from ...text.t5 import EMBEDS
+from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
 from ...vae.fallback import decoded, encoded, watched
 from ...vae.plan import Form
 from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ....compat.ranks import SplitPlan
+from ...base import EMBEDS, EMBEDS_2
 from ...family import (
     GUIDED,
     HUB_FILES,
@@ -23,8 +24,6 @@ from ...family import (
     Rewrites,
     Sizes,
 )
-from ...text.qwen import EMBEDS_2
-from ...text.t5 import EMBEDS
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4

@@ -29,7 +29,19 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings, StageText
+from ...base import (
+    EMBEDS,
+    MASK,
+    Call,
+    Forwards,
+    ImageCondition,
+    Latents,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    StageText,
+)
 from ...family import Defaults, GuidanceStep, Recipe
 from ...loading.evidence import Evidence
 from ...pipeline import Pipeline
@@ -44,7 +56,7 @@ from ...sampling.loop import (
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import guidance_steps, recipe_of
 from ...sizes import beside_transformer
-from ...text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_forwards, t5_from_core
+from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import Form

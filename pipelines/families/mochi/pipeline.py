@@ -9,7 +9,18 @@ import torch
 
 from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
-from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
+from ...base import (
+    EMBEDS,
+    MASK,
+    Call,
+    Forwards,
+    ImageCondition,
+    Latents,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import TIME
 from ...sampling.loop import (
@@ -23,7 +34,7 @@ from ...sampling.loop import (
 )
 from ...sampling.schedules import Guidance, Levels, schedule_for
 from ...sizes import beside_transformer
-from ...text.t5 import EMBEDS, MASK, ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
+from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decoded, encoded
 from ...vae.plan import Form
 from .spec import CHANNELS, SPEC

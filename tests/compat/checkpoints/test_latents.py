@@ -8,17 +8,13 @@ import stat
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.checkpoints import latents as latent_files
-from anygpu.compat.checkpoints.latents import (
-    finite,
-    metadata_of,
-    read_record,
-    record_in,
-    write_record,
-)
+from anygpu.compat.checkpoints import weights
+from anygpu.compat.checkpoints.latents import finite, metadata_of, read_record, record_in, write_record
 from anygpu.compat.device.execution import placed, to_host
 from anygpu.compat.errors import CheckpointError, InputError
 from simulated import accelerator, profiles
@@ -56,7 +52,7 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
 
 def test_only_the_header_is_read_for_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_record(tmp_path / "a.safetensors", {"x": torch.zeros(8)}, {"kind": "latent"})
-    monkeypatch.setattr(latent_files, "read_tensors", None)
+    monkeypatch.setattr(latent_files, "tensor_file", None)
     assert record_in(metadata_of(path), path) == {"kind": "latent"}
 
 
@@ -184,14 +180,14 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_record(tmp_path / "a.safetensors", {"x": torch.ones(1024)}, {})
-    own = latent_files.entries_and_notes
+    own = weights.header_in
 
-    def then_cut(given: Path) -> object:
-        found = own(given)
+    def then_cut(file: Any, given: Path) -> object:
+        found = own(file, given)
         given.write_bytes(given.read_bytes()[:-100])
         return found
 
-    monkeypatch.setattr(latent_files, "entries_and_notes", then_cut)
+    monkeypatch.setattr(weights, "header_in", then_cut)
     with pytest.raises(CheckpointError, match="changed"):
         read_record(path, "latents")
 

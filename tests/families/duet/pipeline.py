@@ -7,13 +7,23 @@ from typing import Any
 
 import torch
 from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
-from anygpu.pipelines.base import Call, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
+from anygpu.pipelines.base import (
+    EMBEDS,
+    MASK,
+    Call,
+    ImageCondition,
+    Latents,
+    Progress,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+)
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.retry import make_room_and_retry
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Guidance, Levels, schedule_for
 from anygpu.pipelines.sizes import beside_transformer
-from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched, t5_embeds, t5_from_core
+from anygpu.pipelines.text.t5 import batched, t5_embeds, t5_from_core
 from anygpu.pipelines.vae.fallback import decoded, encoded
 
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO, VOICES

@@ -14,14 +14,24 @@ from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageCondition, ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import (
+    EMBEDS,
+    MASK,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline, Tools
-from anygpu.pipelines.text.t5 import EMBEDS, MASK, batched
+from anygpu.pipelines.text.t5 import batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
 GRID = (4, 2, 2)

@@ -13,10 +13,9 @@ import torch
 from anygpu.compat.checkpoints.latents import metadata_of
 from anygpu.compat.errors import CheckpointError, InputError, UnsupportedError
 from anygpu.pipelines.base import SECTION_ORDERS, ImageCondition, Latents, Prompt
-from anygpu.pipelines.latents import musubi, musubi_items
+from anygpu.pipelines.latents import musubi, prompt_files
 from anygpu.pipelines.latents import store as latent_store
 from anygpu.pipelines.latents.convert import to_core
-from anygpu.pipelines.text import prompt_files
 from safetensors.torch import load_file, save_file
 
 SCALE = 0.476986
@@ -186,8 +185,8 @@ def frames_at(film: torch.Tensor, places: list[int]) -> torch.Tensor:
 def test_framepack_sections_hold_what_its_trainer_caches(tmp_path: Path, order: str) -> None:
     film, latent, image = film_of()
     lines: list[str] = []
-    cut = musubi_items.Cut(image, 2, order)
-    paths = musubi_items.save_item(tmp_path, "clip", latent, None, "", "as loaded", cut, lines.append)
+    cut = musubi.Cut(image, 2, order)
+    paths = musubi.save_item(tmp_path, "clip", latent, None, "", "as loaded", cut, lines.append)
     assert {path.name for path in paths} == NAMES and lines == ["5 sections of 2 latent frames"]
     for path in paths:
         place, found = int(path.name[15:19]), load_file(path)
@@ -225,8 +224,8 @@ def test_a_sections_cache_is_read_and_written_back_under_its_name(tmp_path: Path
     _, latent, image = film_of(6)
     lines: list[str] = []
     text = Prompt("framepack", {"prompt_embeds": torch.randn(1, 5, 16), "pooled_prompt_embeds": torch.randn(1, 8)})
-    name, cut = "clip_00024-021", musubi_items.Cut(image, 2)
-    *paths, caption = musubi_items.save_item(tmp_path, name, latent, text, "a cat", "bfloat16", cut, lines.append)
+    name, cut = "clip_00024-021", musubi.Cut(image, 2)
+    *paths, caption = musubi.save_item(tmp_path, name, latent, text, "a cat", "bfloat16", cut, lines.append)
     assert lines == ["2 sections of 2 latent frames; the last 4 frames are left out"]
     assert caption.name == "clip_fp_te.safetensors", "its reader looks for the item, whatever the frames"
     path = next(path for path in paths if "-0001_" in path.name)
@@ -241,8 +240,8 @@ def test_what_cannot_be_cut_into_sections_is_said(tmp_path: Path) -> None:
     ltx = to_core(Latents(torch.zeros(1, 128, 2, 4, 4), "ltx", "text", 9, 128, 128, 24.0, 0))
 
     def save(latent: Any, window: int = 9, order: str = "vanilla", prompt: Any = None) -> None:
-        cut = musubi_items.Cut(image, window, order)
-        musubi_items.save_item(tmp_path, "clip", latent, prompt, "", "as loaded", cut)
+        cut = musubi.Cut(image, window, order)
+        musubi.save_item(tmp_path, "clip", latent, prompt, "", "as loaded", cut)
 
     with pytest.raises(InputError, match="3 latent frames for a section of 9"):
         save(latent)
@@ -297,6 +296,6 @@ def test_only_a_file_name_is_a_name(tmp_path: Path, name: str) -> None:
 
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither latent nor prompt"):
-        musubi_items.save_item(tmp_path, "clip", None, None, "", "as loaded")
+        musubi.save_item(tmp_path, "clip", None, None, "", "as loaded")
     with pytest.raises(UnsupportedError, match="a prompt without 'pooled_prompt_embeds'"):
         musubi.save_text_cache(tmp_path, "clip", Prompt("framepack", {"prompt_embeds": torch.zeros(1, 2, 3)}))

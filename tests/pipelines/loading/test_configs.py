@@ -15,7 +15,7 @@ import torch
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
-from anygpu.pipelines.loading import part
+from anygpu.pipelines.loading import reading
 from anygpu.pipelines.loading.configs import construction, empty_weights, require_plausible
 from anygpu.pipelines.loading.folder import LoadRequest, load
 
@@ -75,7 +75,7 @@ def test_what_published_models_differ_in_is_left_alone() -> None:
 
 
 def test_more_layers_than_the_file_has_end_at_once(edited, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "read_tensors", lambda *_: pytest.fail("weights were read first"))
+    monkeypatch.setattr(reading, "read_tensors", lambda *_: pytest.fail("weights were read first"))
     folder = edited("transformer/config.json", num_layers=20_000)
     built = []
     monkeypatch.setattr(torch.nn.Linear, "__init__", counting(torch.nn.Linear.__init__, built))
@@ -102,7 +102,7 @@ def counting(original: Any, calls: list[int]) -> Any:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_another_configuration_is_noticed_before_weights_are_read(edited, monkeypatch, values, words) -> None:
-    monkeypatch.setattr(part, "read_tensors", lambda *_: pytest.fail("weights were read first"))
+    monkeypatch.setattr(reading, "read_tensors", lambda *_: pytest.fail("weights were read first"))
     with pytest.raises(CheckpointError, match=words):
         read(edited("transformer/config.json", **values), "transformer")
 

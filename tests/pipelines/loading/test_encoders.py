@@ -20,7 +20,8 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.part import part_files, reader_of
+from anygpu.pipelines.loading.part import part_files
+from anygpu.pipelines.loading.reading import reader_of
 from safetensors.torch import load_file, save_file
 from simulated.test_families import CASES, loaded_for
 from torch import nn

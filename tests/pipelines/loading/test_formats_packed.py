@@ -223,7 +223,7 @@ def test_choices_that_cannot_go_together_are_refused_before_a_weight_is_read(tin
         load(LoadRequest(folder, device="cpu", weights="int3"))
     safe = SimpleNamespace(safe=True)
     with pytest.raises(UnsupportedError, match="with precision fp16-safe"):
-        packed.require_storable("fp8", "weights", "auto", safe)
+        packed.require_storable("fp8", "weights", safe)
 
 
 WRONG = {0.0: "nothing but zeros", float("nan"): "NaN"}

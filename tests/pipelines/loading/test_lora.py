@@ -109,11 +109,14 @@ def put(
 
 
 @pytest.mark.parametrize("mode", lora.MODES)
-def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str) -> None:
+def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, expected = made.pipeline, made.by_hand((0, 0.7))
     weights = {name: (t.data_ptr(), t.clone()) for name, t in pipeline.parts["transformer"].named_parameters()}
+    own, opens = Path.open, []
+    monkeypatch.setattr(Path, "open", lambda path, *how: opens.append(path) or own(path, *how))
     pipe = put(made, pipeline, strength=0.7, mode=mode)
     found = made.sampled(pipe)
+    assert opens.count(made.paths[0]) == 1, "a LoRA file is opened once"
     assert float((expected - made.plain).abs().max()) > 0.01, "the LoRA does nothing"
     assert_same_sums(made, found, expected)
     assert torch.equal(made.sampled(pipe), found), "the second call differs"

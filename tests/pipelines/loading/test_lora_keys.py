@@ -8,7 +8,6 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines.loading.lora_keys import chosen, matched
-from anygpu.pipelines.loading.lora_kinds import share_of
 from anygpu.pipelines.registry import FAMILIES
 
 D, RANK = 6, 2
@@ -44,7 +43,7 @@ def products(tensors: dict[str, torch.Tensor], layers: dict, family: str) -> dic
     assert not match.unmatched
     found = {}
     for name, entry in match.pairs.items():
-        down, up, *_ = share_of(entry, tensors)
+        down, up, *_ = entry.delta(tensors)
         found[name] = up.flatten(1) @ down.flatten(1)
     return found
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.loading import lora
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.loading.lora_keys import matched
-from anygpu.pipelines.loading.lora_kinds import share_of
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import save_file
@@ -66,7 +66,7 @@ def test_each_kind_is_the_product_of_its_formula(kind: str, base: str) -> None:
     tensors, whole = KINDS[kind](base, 18 if "qkv" in base else 6, 6)
     match = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, LAYERS, HUNYUAN)
     assert not match.unmatched and len(match.pairs) == (3 if "qkv" in base else 1)
-    shares = [share_of(pair, tensors) for pair in match.pairs.values()]
+    shares = [pair.delta(tensors) for pair in match.pairs.values()]
     assert torch.equal(torch.cat([share.up @ share.down for share in shares]), whole)
 
 
@@ -80,13 +80,12 @@ def test_keys_of_genmos_trainer_have_no_weight_at_their_end() -> None:
 def test_a_lora_of_a_narrower_input_acts_on_its_channels() -> None:
     """Of text to video, on the wider input of image to video: the noise comes first."""
     tensors = {"img_in.proj.lora_A.weight": drawn(RANK, 16), "img_in.proj.lora_B.weight": drawn(6, RANK)}
-    layers = {**LAYERS, "x_embedder.proj": (6, 33)}
-    (pair,) = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, layers, HUNYUAN).pairs.values()
-    share = share_of(pair, tensors)
+    (pair,) = matched(FILE, {name: tuple(t.shape) for name, t in tensors.items()}, LAYERS, HUNYUAN).pairs.values()
+    share = pair.delta(tensors)
     assert torch.equal(share.down[:, :16], tensors["img_in.proj.lora_A.weight"]) and not share.down[:, 16:].any()
     wider = {"img_in.proj.lora_A.weight": (RANK, 34), "img_in.proj.lora_B.weight": (6, RANK)}
     rest = {"double_blocks.0.img_attn_qkv.diff": (18, 6)}
-    assert matched(FILE, {**wider, **rest}, layers, HUNYUAN).unmatched == sorted(wider)
+    assert matched(FILE, {**wider, **rest}, LAYERS, HUNYUAN).unmatched == sorted(wider)
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +97,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
     def outputs(tensors: dict[str, Tensor], layer: str, strength: float, mode: str, notes: Any = None) -> Tensor:
         path = folder / "lora.safetensors"
         save_file({name: t.contiguous() for name, t in tensors.items()}, path, notes or {})
-        said = SimpleNamespace(notify=lambda text: None)
-        pipe = lora.with_lora(pipeline, path, strength, "", mode, said)
+        pipe = lora.with_lora(pipeline, path, strength, "", mode, Silent())
         with pipe.offloader.hold("transformer") as module, torch.no_grad():
             inner = module.get_submodule(layer)
             return inner(torch.eye(inner.in_features))
@@ -180,4 +178,4 @@ def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp
     progress = recorded()
     pipe = lora.with_lora(pipeline, tmp_path / "style.safetensors", 1.0, "", "separate", progress)
     assert f"style: DoRA of '{LAYER}' is left out; it takes unpacked weights (weights auto)" in progress.said
-    assert list(lora.on(pipe)[0].match.pairs) == [other]
+    assert list(lora.on(pipe)[0].pairs) == [other]

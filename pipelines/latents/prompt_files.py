@@ -12,9 +12,9 @@ import torch
 from ...compat.checkpoints.latents import finite, read_record, record_in, require_version, write_record
 from ...compat.errors import CheckpointError
 from ..base import Prompt
-from ..latents import musubi
-from ..latents.store import PROMPT, Origin
 from ..registry import FAMILIES
+from . import musubi
+from .store import PROMPT, Origin
 
 PROMPT_VERSION = 1
 EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"

@@ -1,0 +1,212 @@
+"""The models on disk: which folders hold one, of which family, and where each of its parts lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...compat.checkpoints.headers import reading
+from ...compat.checkpoints.weights import read_json
+from ...compat.errors import CheckpointError
+from ..base import Progress
+from ..family import FamilySpec
+from ..registry import FAMILIES
+from .evidence import other_class
+from .part import without_text
+from .single_file import encoder_task, lone_task, transformer_file
+
+INDEX = "model_index.json"
+ENCODER_FOLDER = ("image_encoder", "feature_extractor")
+
+
+def find_models(roots: Iterable[Path]) -> list[Path]:
+    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
+
+    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
+    such as ``lost+found``.
+    """
+    folders: dict[Path, None] = {}
+    for root in roots:
+        level, seen = [Path(root)], set()
+        for _ in range(4):
+            deeper: list[Path] = []
+            for folder in level:
+                with suppress(OSError, RuntimeError):  # before Python 3.13 a loop of links is a RuntimeError
+                    real = folder.resolve()
+                    if real in seen or not folder.is_dir():
+                        continue
+                    seen.add(real)
+                    if _is_model(folder):
+                        folders[folder] = None
+                    else:
+                        deeper += [child for child in folder.iterdir() if not child.name.startswith(".")]
+            level = deeper
+    return sorted(folders)
+
+
+def family_of_folder(folder: Path) -> FamilySpec | None:
+    """The family of a pipeline or transformer folder; None for any other folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with reading(folder):
+        if (folder / INDEX).is_file():
+            name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.files.pipelines), None)
+        if (folder / "config.json").is_file():
+            name = str(read_json(folder / "config.json", "a model configuration").get("_class_name"))
+            return next((family for family in FAMILIES.values() if name in family.files.transformer_classes), None)
+    return None
+
+
+def _is_model(folder: Path) -> bool:
+    if (folder / INDEX).is_file():
+        return True
+    try:
+        return family_of_folder(folder) is not None
+    except CheckpointError:
+        return False
+
+
+def part_folders(
+    model: Path, given: Mapping[str, Path | None], search: Sequence[Path], progress: Progress
+) -> tuple[FamilySpec, dict[str, Path]]:
+    """The family of a model folder, and the folder of every part and tool it has.
+
+    Args:
+        given: ``base`` and ``image_encoder``, the folders that the user named for parts which the model lacks.
+        search: folders in which to look for such folders where none was named.
+
+    Raises:
+        CheckpointError: no such model, or a part of it is nowhere.
+    """
+    if not model.is_dir():
+        raise CheckpointError(
+            f"no model folder {str(model)!r}",
+            expected="a folder with model_index.json or a transformer's config.json",
+            fix="Put the model into ComfyUI/models/diffusers and refresh, or correct the path.",
+        )
+    family = family_of_folder(model)
+    if family is None:
+        raise _unknown(model)
+    whole = (model / INDEX).is_file()
+    folders = folders_in(model) if whole else {"transformer": model}
+    wanted = [*family.files.parts, *family.files.tools]
+    for name in ("base", "image_encoder"):
+        missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        named = given.get(name)
+        if missing and (
+            named is not None or (not whole and any(part not in family.files.optional for part in missing))
+        ):
+            source = named or _searched(name, family, model, search)
+            progress.notify(f"{name} from {source.name}{'' if named else ' (auto)'}")
+            offered = folders_in(source)
+            if name == "base" and given.get("image_encoder") is None:
+                missing += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+            folders.update({part: offered[part] for part in missing if part in offered})
+    spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
+    folders = {part: folder for part, folder in folders.items() if part not in spared}
+    for tool in family.files.tools:
+        if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
+            raise CheckpointError(
+                f"no files in {str(folders[tool])!r}",
+                expected=f"the {tool} of this model",
+                fix="Download the missing folder, and keep its published name.",
+            )
+    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
+    if absent:
+        raise CheckpointError(
+            f"no {absent[0]} for {str(model)!r}",
+            expected=f"the parts {', '.join(family.files.parts)}",
+            fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
+        )
+    return family, {part: folder for part, folder in folders.items() if part in wanted}
+
+
+def folders_in(folder: Path) -> dict[str, Path]:
+    """The folders of parts and tools that the index of a pipeline names; without an index, all of them."""
+    if (folder / INDEX).is_file():
+        index = read_json(folder / INDEX, "a diffusers pipeline")
+        pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no folder {str(folder)!r}",
+            expected="a folder with the parts that this model lacks",
+            fix="Choose another folder.",
+        )
+    return {child.name: child for child in folder.iterdir() if child.is_dir()}
+
+
+def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]) -> Path:
+    """The first folder beside the model, or in the search folders, that has the missing parts."""
+    roots = [model.parent, *search]
+    if name == "base":
+        own = model / "transformer" if (model / INDEX).is_file() else model
+        provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
+        for spared in (
+            (),
+            family.files.text_parts,
+        ):  # one with text encoders is better; without them a prompt is loaded
+            for folder in find_models(roots):
+                offered = family_of_folder(folder)
+                if offered is None or offered.id != provider or not (folder / INDEX).is_file() or folder == model:
+                    continue
+                if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
+                    continue
+                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
+                provided = [part for part in family.files.parts if part not in own_parts]
+                if all((folder / part).is_dir() for part in provided):
+                    return folder
+    else:
+        for root in roots:
+            files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
+            # One on its own was put there for this; that of another pipeline may be another training of it.
+            for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
+                if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
+                    return config.parent.parent
+    raise CheckpointError(
+        f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
+        expected=f"a folder with the missing parts of {family.title}",
+        fix=f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}.",
+    )
+
+
+def task_beside(family: FamilySpec, transformer: Path) -> str:
+    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
+    index = index_beside(transformer)
+    if not index:
+        return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
+    return family.files.pipelines.get(str(index.get("_class_name")), family.files.lone_task)
+
+
+def _encoder_task(family: FamilySpec, transformer: Path) -> str:
+    """The task of the pipelines whose text encoder goes with ``transformer``."""
+    config = transformer / "config.json"
+    settings = read_json(config, "a model configuration") if config.is_file() else {}
+    return encoder_task(family, settings, task_beside(family, transformer))
+
+
+def index_beside(transformer: Path) -> dict[str, Any]:
+    """The ``model_index.json`` of the pipeline around ``transformer``; empty for a lone one."""
+    index = transformer.parent / INDEX
+    return read_json(index, "a diffusers pipeline") if index.is_file() else {}
+
+
+def _unknown(model: Path) -> CheckpointError:
+    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
+    if index.is_file():
+        name = str(read_json(index, "a model description").get("_class_name"))
+        other = other_class(name)
+        found = f"{str(index)!r} describes a {name!r}{f', which is {other.title}' if other else ''}"
+        expected = f"one of {', '.join(f.title for f in FAMILIES.values())}"
+        fix = f"Use its single file with {other.runs}." if other else "Choose a model of these families."
+    else:
+        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
+        fix = "Choose the folder that directly contains model_index.json, or download the model again."
+    if single is not None:
+        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
+    return CheckpointError(found, expected=expected, fix=fix)
