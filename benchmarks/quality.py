@@ -29,7 +29,7 @@ import torch
 from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
-from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
+from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.settings import with_step_cache
@@ -146,7 +146,7 @@ def switches(pipeline: Any, ggml: Path | None) -> list[Switch]:
     every += [Switch(f"weights {name}", load={"weights": name}) for name in ("fp8", "int8")]
     every += [Switch(f"text_weights {name}", load={"text_weights": name}) for name in ("fp8", "int8")]
     every += gguf_switches(pipeline.parts.read("transformer"), ggml)
-    for kind in pipeline.spec.step_caches:
+    for kind in list(KINDS)[1:]:  # but auto
         for preset in PRESETS:
             cached = partial(with_step_cache, preset=preset, asked=StepCacheSettings(kind))
             every.append(Switch(f"step cache {kind}, {preset}", change=lambda p, cached=cached: cached(p)))

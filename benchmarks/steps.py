@@ -87,12 +87,12 @@ def clip(pipeline, width: int, height: int, frames: int) -> tuple[torch.Tensor, 
 
 def rows(family: str, pipeline, width: int, height: int, frames: int):
     """A row for each kind and preset."""
-    from anygpu.compat.transforms.step_cache import PRESETS, StepCacheSettings
+    from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
     from anygpu.pipelines.settings import with_step_cache
 
     clip(pipeline, width, height, frames)  # reads the weights
     expected, whole, _ = clip(pipeline, width, height, frames)
-    for kind in pipeline.spec.step_caches:
+    for kind in list(KINDS)[1:]:  # but auto
         for preset in PRESETS:
             found, seconds, said = clip(
                 with_step_cache(pipeline, preset, StepCacheSettings(kind)), width, height, frames

@@ -1,7 +1,4 @@
-"""What the rest of the pack knows about a family, as data.
-
-Each ``families/<id>/spec.py`` builds one :class:`FamilySpec`.
-"""
+"""The families as data: each ``families/<id>/spec.py`` builds one :class:`FamilySpec`."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def test_a_registered_family_has_every_file_of_its_folder() -> None:
 @pytest.mark.parametrize("field", ["pipelines", "transformer_classes"])
 def test_two_families_may_not_share_a_class(field: str) -> None:
     first = next(iter(FAMILIES.values()))
-    other = replace(first, id="other", **{"pipelines": {}, "transformer_classes": (), field: getattr(first, field)})
+    shared = {"pipelines": {}, "transformer_classes": (), field: getattr(first.files, field)}
+    other = replace(first, id="other", files=replace(first.files, **shared))
     before = dict(FAMILIES)
     with pytest.raises(ValueError, match="both name"):
         register(other)

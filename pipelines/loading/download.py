@@ -68,9 +68,7 @@ class Fetched:
 
 def offers() -> dict[str, Offer]:
     """Title of each family that one may start with to what to download, the smallest first."""
-    each = [
-        (family.title, family.published.offer) for family in FAMILIES.values() if family.published.offer is not None
-    ]
+    each = [(known.title, known.published.offer) for known in FAMILIES.values() if known.published.offer is not None]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
 
