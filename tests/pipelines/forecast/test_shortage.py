@@ -50,6 +50,7 @@ def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
         (HOST, (4096, 7)),
         (HOST.replace("4096", "6"), (6, None)),
         ("out of memory", (0, 7)),
+        ("Invalid buffer size: 24.00 GiB", (24 * 2**30, 7)),
     ],
 )
 def test_the_message_is_read(text, found):

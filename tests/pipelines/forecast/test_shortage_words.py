@@ -9,7 +9,6 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.forecast.shortage import shortage_in
 from anygpu.pipelines.loading.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 
@@ -61,7 +60,3 @@ def test_the_stage_steps_down(pipeline, recorded, stage, part, error):
             handle.remove()
     assert failed and any("ran out of memory" in line for line in progress.said), progress.said
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_the_size_of_a_refused_buffer_is_read():
-    assert shortage_in(ERRORS[0], 2**30).asked_bytes == 24 * 2**30
