@@ -20,7 +20,7 @@ SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
 EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 
 
-class LeafKind(enum.Enum):
+class LayerKind(enum.Enum):
     """How a Linear in a block is computed."""
 
     NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
@@ -32,14 +32,14 @@ class LeafKind(enum.Enum):
 
 
 @dataclass
-class LeafSettings:
-    """The settings of a rewritten leaf.
+class LayerSettings:
+    """The settings of a rewritten layer.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
         reach: largest L2 norm of the weight's rows, at least 1.
         residual: whether it is fed from the residual.
-        values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
+        values: for an attention's output projection, the VALUE layer whose power of two it multiplies back in.
     """
 
     fp32_output: bool
@@ -67,41 +67,41 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
     return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
 
 
-def wide_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
-    settings: LeafSettings = getattr(leaf, SETTINGS)
+def wide_linear(layer: Any, x: Tensor) -> Tensor:
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
+    settings: LayerSettings = getattr(layer, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     if settings.fp32_output and x.dtype is HALF:
-        with weights_on(leaf, like=x) as (weight, bias):
+        with weights_on(layer, like=x) as (weight, bias):
             return _fp32_product(x, weight, bias, held)
     if settings.fp32_output and settings.residual:
-        return _divided_linear(leaf, x)
+        return _divided_linear(layer, x)
     scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
     x, total = to_fp16(x, scale), scale if held is None else scale * held
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         if settings.fp32_output:
             return _fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)
         return y * total if bias is None else torch.addcmul(bias.float(), y, total)
 
 
-def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
+def _divided_linear(layer: Any, x: Tensor) -> Tensor:
     """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
 
     What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
     """
     x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
 
 
-def value_linear(leaf: Any, x: Tensor) -> Tensor:
+def value_linear(layer: Any, x: Tensor) -> Tensor:
     """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
-    settings: LeafSettings = getattr(leaf, SETTINGS)
+    settings: LayerSettings = getattr(layer, SETTINGS)
     scale = row_scales(x, settings.reach).amax()
-    leaf.__dict__[SCALE] = scale
+    layer.__dict__[SCALE] = scale
     x = to_fp16(x, scale)
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return functional.linear(x, weight, None if bias is None else to_fp16(bias, scale))
 
 
@@ -116,10 +116,10 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
-def full_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
+def full_linear(layer: Any, x: Tensor) -> Tensor:
+    """The product of ``layer`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
     x = x.float()
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return functional.linear(x, weight, bias)
 
 
@@ -166,12 +166,12 @@ def turn(x: Tensor, pairs: Tensor) -> Tensor:
     return to_fp16(x)
 
 
-LAYERS = {
-    LeafKind.WIDE: wide_linear,
-    LeafKind.RESIDUAL: wide_linear,
-    LeafKind.ROTATED: wide_linear,
-    LeafKind.VALUE: value_linear,
-    LeafKind.FULL: full_linear,
+FORWARD_OF = {
+    LayerKind.WIDE: wide_linear,
+    LayerKind.RESIDUAL: wide_linear,
+    LayerKind.ROTATED: wide_linear,
+    LayerKind.VALUE: value_linear,
+    LayerKind.FULL: full_linear,
 }
 
 

@@ -17,7 +17,7 @@ from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
 from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor, JointProcessor, Processor
-from .blocks import norm_of, reads_its_weight
+from .blocks import is_plain_linear, norm_of
 
 FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
 
@@ -29,7 +29,7 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
-    if not reads_its_weight(gated.proj):
+    if not is_plain_linear(gated.proj):
         return gated.gelu(gated.proj(hidden_states))
     with weights_on(gated.proj, like=hidden_states) as (weight, bias):
         return linear_gelu(hidden_states, weight, bias, form=getattr(gated, FORM))

@@ -21,9 +21,8 @@ from ..memory.parts import Undo, role_of
 from . import attention_processors, attention_vae
 from .attention import Attention
 from .attention_processors import CROPPED, Attend, Padding, cropping, full_name
-from .conv3d import choose_by, swap_conv3d
-from .conv3d_choice import Timings, runs_natively
-from .conv3d_layers import history_tables
+from .conv3d import history_tables, swap_conv3d
+from .conv3d_choice import Timings, choose_by, runs_natively
 
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]

@@ -60,7 +60,7 @@ class AttentionOverride:
         if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
-        named = dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
+        named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
         if safe and (foreign or call.has_kernel(HALF, self.attention)):
             from ...compat.transforms.fp16_attention import fp16_operands
@@ -86,7 +86,7 @@ class AttentionOverride:
 
         @functools.wraps(func)
         def computed(*args: Any, **kwargs: Any) -> Tensor:
-            call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+            call = Heads.of(*args[:3], _named(func, args, kwargs))
             if call.has_kernel(args[0].dtype, self.attention):
                 return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
             return call.exact(self.attention).to(args[0].dtype)
@@ -136,7 +136,7 @@ class AttentionOnRequest:
         if not other_attention_asked():
             kernel = func if self.before is None else functools.partial(self.before, func)
             return kernel(*args, **kwargs)
-        call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+        call = Heads.of(*args[:3], _named(func, args, kwargs))
         return call.merged(chunked(call.query.float() * call.gain, call.key, call.value, call.mask)).to(args[2].dtype)
 
 
@@ -220,9 +220,13 @@ def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.new_empty((1, 1, 1, tensor.shape[-1]), dtype=dtype).expand(tensor.shape)
 
 
+def _named(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What core's function was given after q, k and v, by name: the order of its arguments has changed before."""
+    return dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
+
+
 @functools.cache
 def _names(func: Callable[..., Tensor]) -> tuple[str, ...]:
-    """The names of the arguments of core's function, whose order has changed before."""
     return tuple(inspect.signature(func).parameters)
 
 
