@@ -1,4 +1,4 @@
-"""Which layer first gives values that cannot be right, what they were on the way there, and what helps.
+"""The layer that first gives values that cannot be right, the values on the way there, and the repair that helps.
 
 Watching is one check of a step's result. Only where that fails is the step run again, with a hook on every module that
 compares what it is given with what it returns; then once more with each repair in turn until the result is right.

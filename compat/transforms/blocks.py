@@ -23,7 +23,6 @@ from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
 from ..checkpoints.packed import StoredLinear
 from ..memory.hooks import is_hooked_by_others, weights_on
 
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 
 
@@ -178,20 +177,6 @@ def mochi_block(
     inner = _plain(block.norm3_context)
     text, normed = ops.added_normalized(text, text_branch, first, inner, Modulation(text_scale_mlp))
     return x, ops.added(text, block.ff_context(normed), last)
-
-
-def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of a transformer, in the order in which they run."""
-    for name in BLOCK_LISTS:
-        yield from getattr(transformer, name, ())
-
-
-def submodule_at(block: nn.Module, path: str) -> Any:
-    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
-    module: Any = block
-    for name in path.split("."):
-        module = getattr(module, name, None)  # a list has its modules by number as attributes too
-    return module
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from ..errors import UnsupportedError
 from ..memory.parts import Undo, denoises
 from ..ranks import Group, SplitPlan
 from .attention_processors import Attend
-from .blocks import transformer_blocks
 from .order import Back, Order, Step
+from .structure import transformer_blocks
 
 STATES = "hidden_states"  # of the video, in every block
 

@@ -22,8 +22,7 @@ from ..device.execution import to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
-from .attention_processors import full_name
-from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .blocks import FORWARDS, OPS, BlockOps
 from .fp16_layers import (
     FORWARD_OF,
     FULL,
@@ -37,6 +36,7 @@ from .fp16_layers import (
     rms_norm,
     wide_swiglu,
 )
+from .structure import BLOCK_LISTS, full_name, submodule_at, transformer_blocks
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST, placed, to_host
 from ..memory.parts import Undo
-from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
+from .structure import full_name, submodule_at, transformer_blocks
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -54,7 +54,6 @@ class BlockFusion:
     """The rewrite of the blocks of one class, besides their forward, which ``blocks.FORWARDS`` has.
 
     Args:
-        arguments: names of those that upstream's forward has.
         sites: kind of fusion point to how many a block has.
         attention: path to the attention's stock processor.
         processor: takes the place of that one.
@@ -63,7 +62,6 @@ class BlockFusion:
         gated: paths of feed-forwards, whose SwiGLU is replaced.
     """
 
-    arguments: tuple[str, ...]
     sites: Mapping[str, int]
     attention: Mapping[str, str]
     processor: type
@@ -198,11 +196,15 @@ def sites_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
     return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.sites
 
 
+def _forward_of(block: nn.Module) -> Callable[..., Any]:
+    return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
+
+
 def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
     fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
     fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
     _attach_gelu(block, fused)
-    fused.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
+    fused.undo.patch(block, _forward_of(block))
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
     for path in fusion.gated:
@@ -235,17 +237,20 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
     return done == len(fusion.attention)
 
 
-def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
-    """The reason why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
+def other_forward(module: Any, ours: Callable[..., Any]) -> str:
+    """The reason why the forward of ``module`` is not upstream's with the arguments of ``ours``; empty when it is.
+
+    Classes that share ``ours`` may take its last two arguments as ``args`` and ``kwargs``, unread.
+    """
     if "forward" in vars(module):
         return "its forward has already been replaced"
-    own = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return "" if own == arguments else f"its forward takes ({', '.join(own)})"
+    own, known = (tuple(inspect.signature(each).parameters)[1:] for each in (type(module).forward, ours))
+    return "" if own in (known, (*known[:-2], "args", "kwargs")) else f"its forward takes ({', '.join(own)})"
 
 
 def _unfit(block: Any, fusion: BlockFusion) -> str:
     """The reason why ``block`` is not what the rewrite was written for; empty when it is."""
-    return other_forward(block, fusion.arguments) or next(filter(None, _differences(block, fusion)), "")
+    return other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), "")
 
 
 def _differences(block: Any, fusion: BlockFusion) -> Iterator[str]:
@@ -288,50 +293,30 @@ def _unfit_attention(attention: Any) -> str:
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
 
 
-_LTX = "transformer_ltx."
-_VIDEO = "transformer_hunyuan_video."
-_JOINT = ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis")
-_ANY, _REPLACED = ("args", "kwargs"), ("token_replace_emb", "num_tokens")
+_LTX, _VIDEO, _VIDEO15 = "transformer_ltx.", "transformer_hunyuan_video.", "transformer_hunyuan_video15."
 LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
-
-
-def _joint(more: tuple[str, ...], stock: str = f"{_VIDEO}HunyuanVideoAttnProcessor2_0") -> BlockFusion:
-    return BlockFusion(
-        arguments=(*_JOINT, *more),
-        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
-        attention={"attn": stock},
-        processor=FusedJoint,
-        layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-    )
-
-
-def _single(more: tuple[str, ...]) -> BlockFusion:
-    return BlockFusion(
-        arguments=(*_JOINT[:4], "image_rotary_emb", *more),
-        sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1},
-        attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
-        processor=FusedJoint,
-        layers=("norm.norm",),
-    )
-
-
+_JOINT = BlockFusion(
+    sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+    attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
+    processor=FusedJoint,
+    layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+)
+_SINGLE = replace(_JOINT, sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1}, layers=("norm.norm",))
 FUSIONS: dict[str, BlockFusion] = {
     f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
-        arguments=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
         sites={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
         attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
         processor=FusedCross,
         means=("norm1", "norm2"),
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _joint(_ANY),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _single(_ANY),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _joint(_REPLACED),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _single(_REPLACED),
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _joint(
-        _ANY, "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _JOINT,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _SINGLE,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
+    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15TransformerBlock": replace(
+        _JOINT, attention={"attn": f"{_VIDEO15}HunyuanVideo15AttnProcessor2_0"}
     ),
     f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
-        arguments=("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
         sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
         attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
         processor=FusedJoint,
@@ -342,5 +327,5 @@ FUSIONS: dict[str, BlockFusion] = {
 HALVED = (  # rotary tables in which each value appears twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoRotaryPosEmbed",
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15RotaryPosEmbed",
+    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15RotaryPosEmbed",
 )

@@ -36,11 +36,11 @@ def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 class FusedProcessor(Processor):
-    """What the fused processors share; attention and padding are set by ``replace_attention``.
+    """A processor on fused operations; its attention and padding are set by ``replace_attention``.
 
     Args:
         form: one of ``kernels.library.FORMS``.
-        narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
+        narrow: queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
     """
 
     def __init__(self, form: str, narrow: bool = False) -> None:

@@ -31,11 +31,11 @@ from ...kernels.terms import (
     Pad,
 )
 from ..memory.hooks import own_tensors, weights_on
-from .attention_processors import full_name
 from .blocks import norm_of
 from .conv3d_forms import Conv3dForm
 from .fused import FusedSites, is_rms_norm, other_forward
 from .fused_attention import FORM
+from .structure import full_name
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
@@ -58,13 +58,11 @@ class VaeFusion:
 
     Args:
         forward: takes the place of the module's own.
-        arguments: those that upstream's forward has, by name.
         sites: pairs of the paths of a norm and of the convolution that reads it.
         activation: path of the SiLU.
     """
 
     forward: Callable[..., Any]
-    arguments: tuple[str, ...]
     sites: tuple[tuple[str, str], ...]
     activation: str
 
@@ -94,7 +92,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
     """Why ``module`` is not what the rewrite was written for; empty when it is."""
-    reason = other_forward(module, fusion.arguments)
+    reason = other_forward(module, fusion.forward)
     if reason:
         return reason
     if type(getattr(module, fusion.activation)) is not nn.SiLU:
@@ -246,18 +244,13 @@ def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
 
 
 _PAIRS = (("norm1", "conv1"), ("norm2", "conv2"))
+_END = (("norm_out", "conv_out"),)
 FUSIONS: dict[str, VaeFusion] = {
-    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
-    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(
-        hunyuan_decoder, ("hidden_states",), (("conv_norm_out", "conv_out"),), "conv_act"
-    ),
-    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(
-        hunyuan_decoder, ("hidden_states",), (("norm_out", "conv_out"),), "conv_act"
-    ),
-    f"{LTX}LTXVideoDecoder3d": VaeFusion(
-        ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
-    ),
+    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, _PAIRS, "nonlinearity"),
+    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, _PAIRS, "nonlinearity"),
+    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, _PAIRS, "nonlinearity"),
+    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, _PAIRS, "nonlinearity"),
+    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(hunyuan_decoder, (("conv_norm_out", "conv_out"),), "conv_act"),
+    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(hunyuan_decoder, _END, "conv_act"),
+    f"{LTX}LTXVideoDecoder3d": VaeFusion(ltx_decoder, _END, "conv_act"),
 }

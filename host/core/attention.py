@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.ops
 import torch
@@ -20,11 +20,8 @@ from torch import Tensor
 from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
-from ...compat.transforms.fp16_layers import FULL, HALF
+from ...compat.transforms.fp16_layers import FULL, HALF, Fp16Operands, fp16_operands
 from .counts import INNER, Counts
-
-if TYPE_CHECKING:
-    from ...compat.transforms.fp16_attention import Fp16Operands
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
 BUILDS_SCORES = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
@@ -63,8 +60,6 @@ class AttentionOverride:
         named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
         if safe and (foreign or call.has_kernel(HALF, self.attention)):
-            from ...compat.transforms.fp16_attention import fp16_operands
-
             operands = fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
             if operands is not None:
                 self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")

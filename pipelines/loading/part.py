@@ -30,7 +30,7 @@ from ...compat.memory.host_weights import Views, mark_views
 from ...compat.memory.statistics import amount
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
-from ...compat.transforms.attention_processors import full_name
+from ...compat.transforms.structure import full_name
 from ..base import Progress, StageText
 from ..family import FamilySpec
 from ..vae.chunked import MOCHI, mochi_up_from_the_start

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...compat.device.execution import to_host
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
-from ...compat.transforms.attention_processors import full_name
+from ...compat.transforms.structure import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, Attempt
 from .shared import Decode, RegionTask
