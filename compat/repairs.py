@@ -92,7 +92,7 @@ _asked = threading.local()  # two GPUs may sample at once, each from a thread of
 
 
 def other_attention_asked() -> bool:
-    """Whether the layer that runs now is under the repair that wants another attention than the usual kernel."""
+    """True where the layer that runs now is under the repair that wants another attention than the usual kernel."""
     return bool(getattr(_asked, "depth", 0))
 
 
@@ -239,7 +239,7 @@ _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] 
 
 
 class RepairStore:
-    """What was found to help, by model, in a file of the state folder.
+    """Repairs that were found to help, by model, in a file of the state folder.
 
     Args:
         folder: the state folder; None keeps nothing.

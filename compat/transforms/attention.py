@@ -82,7 +82,7 @@ class Attention:
 
     @property
     def label(self) -> str:
-        """What runs, in a word or two."""
+        """The kernel that runs, in a word or two."""
         return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
 
     def __call__(

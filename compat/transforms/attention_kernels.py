@@ -54,7 +54,7 @@ class KernelNeed:
     source: str = ""
 
     def place(self) -> str:
-        """Where this row runs, in words."""
+        """The devices of this row, in words."""
         if self.capability == (0, 0):
             return " or ".join("an AMD GPU (rocm)" if backend == "rocm" else backend for backend in self.backends)
         low, high = self.capability

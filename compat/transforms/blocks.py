@@ -28,7 +28,7 @@ OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
-    """How a block normalises and adds up.
+    """The norms and sums of a block.
 
     Args:
         form: one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual.

@@ -56,7 +56,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class SwapUnit:
-    """What is swapped and compared as one: a lone convolution, or a known wrapper with those inside it."""
+    """Modules that are swapped and compared as one: a lone convolution, or a known wrapper with those inside it."""
 
     name: str
     owner: nn.Module
@@ -165,7 +165,7 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why this module cannot be swapped; empty if it can."""
+    """The reason why this module cannot be swapped; empty if it can."""
     if swap_of(module) is None:
         return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
@@ -206,7 +206,7 @@ def _registry(module: nn.Module) -> Any:
 
 
 def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
-    """Why the swapped unit is not the same function on a small random input; empty if it is.
+    """The difference of the swapped unit on a small random input; empty if it is the same function.
 
     Twins compute: the original on the CPU, which has every convolution, the swapped one where the weights are.
     """
@@ -366,7 +366,7 @@ SWAPS: dict[str, type[SwappedModule]] = {
 
 
 def swap_of(module: nn.Module) -> type[SwappedModule] | None:
-    """What takes a module of exactly this class over, or None."""
+    """The class that takes over a module of exactly this class, or None."""
     return SWAPS.get(f"{type(module).__module__}.{type(module).__qualname__}")
 
 
@@ -378,13 +378,13 @@ def swapped_class(original: Any) -> type[nn.Module]:
 
 
 def geometry_of(layer: Any) -> Geometry:
-    """How an ``nn.Conv3d`` walks; no padding where it pads with something else than as many zeros on both sides."""
+    """The geometry of an ``nn.Conv3d``, without padding unless that is as many zeros on both sides."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return Geometry(layer.stride, layer.padding if plain else (0, 0, 0), layer.dilation, layer.groups)
 
 
 def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
-    """What ``layer`` pads with besides as many zeros on both sides: (edges as in ``F.pad``, mode)."""
+    """The padding of ``layer`` other than as many zeros on both sides: (edges as in ``F.pad``, mode)."""
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         return None, ""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode

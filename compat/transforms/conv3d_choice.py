@@ -46,7 +46,7 @@ class Conv3dLayer:
 
     @property
     def key(self) -> str:
-        """What stored timings are found by, the same for all layers of one shape."""
+        """The key of stored timings, the same for all layers of one shape."""
         kernel, stride = ("x".join(map(str, triple)) for triple in (self.kernel, self.geometry.stride))
         groups = f" groups {self.geometry.groups}" if self.geometry.groups > 1 else ""
         dtype = NAMES.get(self.dtype, str(self.dtype))
@@ -125,7 +125,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
 
 
 def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    """True where :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
     preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
     able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
     return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
@@ -160,7 +160,7 @@ def always(form: Conv3dForm) -> Chooser:
 
 
 def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
-    """Whether ``layer`` can be computed in ``form`` on the device of ``facts``."""
+    """True where ``layer`` can be computed in ``form`` on the device of ``facts``."""
     if not covers(form, layer.kernel, layer.geometry):
         return False
     if form is Conv3dForm.NATIVE:
@@ -232,7 +232,7 @@ def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> fl
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """How far two right results may lie apart, as a share of the largest value.
+    """The distance that two right results may have, as a share of the largest value.
 
     One rounding to ``dtype`` each, operands in TF32 where an accelerator may use it, and sums of ``terms`` products in
     fp32 in another order, whose error grows as a random walk.

@@ -40,7 +40,7 @@ class Conv3dForm(Enum):
 
 
 class Geometry(NamedTuple):
-    """How a kernel walks over its input: (time, rows, columns) each; ``padding`` is of zeros, on both sides."""
+    """Steps of a kernel over its input: (time, rows, columns) each; ``padding`` is of zeros, on both sides."""
 
     stride: Triple = (1, 1, 1)
     padding: Triple = (0, 0, 0)
@@ -154,7 +154,7 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 
 def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
-    """What ``F.pad(x, padding, mode)`` gives: time by concatenation, rows and columns by the 2-D kernel.
+    """``F.pad(x, padding, mode)`` with time by concatenation, rows and columns by the 2-D kernel.
 
     Args:
         x: (B, C, T, H, W).
@@ -266,7 +266,7 @@ def _over_windows(
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
-    """What ``many`` output frames from ``first`` on see: (B, many, C * taps, H, W), or taps * C if not by channel."""
+    """The input of ``many`` output frames from ``first`` on: (B, many, C * taps, H, W), or taps * C if not by channel."""
     step, gap = g.stride[0], g.dilation[0]
     if taps > 1:  # then one frame at a time
         seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]
@@ -295,7 +295,7 @@ def _columns(
 def _steps(
     size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """How many positions a kernel has in each direction."""
+    """The number of positions of a kernel in each direction."""
     rows = zip(size, kernel, stride, dilation, strict=True)
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 

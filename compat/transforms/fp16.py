@@ -106,7 +106,7 @@ def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
 
 
 def fp32_output_works(device: torch.device) -> bool:
-    """Whether a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
+    """True where a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
     try:
         x = torch.full((16, 16), 300.0, dtype=HALF, device=device)
         product = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
@@ -204,7 +204,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
-    """Why ``block`` cannot be rewritten; empty when it can."""
+    """The reason why ``block`` cannot be rewritten; empty when it can."""
     for path in layers:
         layer: Any = _bare(submodule_at(block, path))
         if layer is None:

@@ -91,7 +91,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
 
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
-    """Why ``module`` is not what the rewrite was written for; empty when it is."""
+    """The reason why ``module`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(module, fusion.forward)
     if reason:
         return reason
@@ -193,7 +193,7 @@ def _convolved_twice(module: Any, x: Tensor) -> Tensor:
 
 
 def _border(conv: Any) -> Pad:
-    """What the causal convolution ``conv`` replicates around its input before it calls the one inside."""
+    """The frames that the causal ``conv`` replicates around its input before it calls the convolution inside."""
     if full_name(conv) != LTX_CONV:
         return tuple(conv.time_causal_padding)  # type: ignore[return-value]
     taps = conv.kernel_size[0]

@@ -40,7 +40,7 @@ WARM_UP = 2  # steps that an extrapolation needs
 
 @dataclass(frozen=True, slots=True)
 class StepCacheSettings:
-    """What the user asks of a step cache.
+    """The user's settings of a step cache.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -264,7 +264,7 @@ class _Measured(torch.Tensor):
 
 
 def _changed(decide: Callable[[torch.Tensor], bool], residual: torch.Tensor) -> bool:
-    """What ``decide`` of diffusers' cache says of the first block's residual, (B, N, D); it compares by ``item``."""
+    """The verdict of diffusers' ``decide`` on the first block's residual, (B, N, D); it compares by ``item``."""
     return decide(residual.as_subclass(_Measured))
 
 

@@ -31,7 +31,7 @@ FUSED, EXACT = "by torch's fused kernel", "exact in fp32"
 
 @dataclass(frozen=True, slots=True)
 class AttentionOverride:
-    """What core calls in the place of its attention function.
+    """The attention that core calls in the place of its own function.
 
     Args:
         attention: computes where torch has no fused kernel.
@@ -47,7 +47,7 @@ class AttentionOverride:
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What ``func`` returns for core's arguments: q, k, v, heads, and the rest by name or in its order."""
+        """The result of ``func`` for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         query = args[0]
@@ -127,7 +127,7 @@ class AttentionOnRequest:
     before: Callable[..., Tensor] | None = None
 
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What ``func`` returns for core's arguments."""
+        """The result of ``func`` for core's arguments."""
         if not other_attention_asked():
             kernel = func if self.before is None else functools.partial(self.before, func)
             return kernel(*args, **kwargs)
@@ -190,7 +190,7 @@ class Heads:
         return cls(query, key, value, mask, gain, bool(named.get("skip_output_reshape")))
 
     def has_kernel(self, dtype: torch.dtype, attention: Attention) -> bool:
-        """Whether torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
+        """True where torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
         if dtype in attention.avoided:
             return False
         mask = self.mask
@@ -211,12 +211,12 @@ class Heads:
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """What looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
+    """A tensor that looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
     return tensor.new_empty((1, 1, 1, tensor.shape[-1]), dtype=dtype).expand(tensor.shape)
 
 
 def _named(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What core's function was given after q, k and v, by name: the order of its arguments has changed before."""
+    """The arguments of core's function after q, k and v, by name: the order of its arguments has changed before."""
     return dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
 
 
