@@ -266,7 +266,7 @@ def _over_windows(
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
-    """The input of ``many`` output frames from ``first`` on: (B, many, C * taps, H, W), or taps * C if not by channel."""
+    """The input of ``many`` output frames from ``first`` on: (B, many, C * taps, H, W), else (..., taps * C, H, W)."""
     step, gap = g.stride[0], g.dilation[0]
     if taps > 1:  # then one frame at a time
         seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]
