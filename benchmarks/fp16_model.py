@@ -258,7 +258,7 @@ def counted(case: Case, way: str) -> Counted:
             measured = torch.linalg.vector_norm  # weights without values have no norm
             torch.linalg.vector_norm = lambda *_, **__: torch.ones(1)
             try:
-                report = apply_fp16_safe(model, case.family, {"fp32_output": way == "safe"}).report
+                report = apply_fp16_safe(model, case.family, {"fp32_output": way == "safe"})
             finally:
                 torch.linalg.vector_norm = measured
             assert report.rewritten["blocks"] == 1, str(report)

@@ -1,4 +1,4 @@
-"""Which layer first gives values that cannot be right, what they were on the way there, and what helps.
+"""The layer that first gives values that cannot be right, the values on the way there, and the repair that helps.
 
 Watching is one check of a step's result. Only where that fails is the step run again, with a hook on every module that
 compares what it is given with what it returns; then once more with each repair in turn until the result is right.
@@ -50,7 +50,7 @@ PARTS = (  # of a layer's dotted name, what they are in words; the first that fi
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Where a result first went wrong.
+    """The place where a result first went wrong.
 
     Args:
         layer: dotted name of the innermost module that was given right values and returned wrong ones, after that of
@@ -88,18 +88,14 @@ class Finding:
             cause = f"its {self.weight} holds {NAN} or infinity in {self.bad:.2g} of its values"
         way = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
         told = "; largest on the way: " + ", ".join(f"{name} {value:.3g}" for name, value in way) if way else ""
-        place = ", ".join(filter(None, (self._block(), self._part())))
+        block = f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""
+        inner = self.layer.removeprefix(self.block)
+        part = next((word for pattern, word in PARTS if re.search(pattern, inner)), "")
+        place = ", ".join(filter(None, (block, part)))
         return (
             f"{self.fault} first from {place + ', ' if place else ''}{self.layer} ({self.kind}, {self.dtype}), "
             f"given at most {self.largest:.3g}; {cause}{told}"
         )
-
-    def _block(self) -> str:
-        return f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""
-
-    def _part(self) -> str:
-        inner = self.layer.removeprefix(self.block)
-        return next((word for pattern, word in PARTS if re.search(pattern, inner)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +149,7 @@ def _range_fault(low: float, high: float) -> str:
 
 
 def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_finite) -> Finding | None:
-    """Where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
+    """The place where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
 
     Args:
         fault: of what any of their modules returns.
@@ -173,7 +169,7 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
 def diagnose(
     networks: nn.ModuleDict, run: Callable[[], torch.Tensor], fault: Fault = not_finite, repair: bool = True
 ) -> tuple[Diagnosis, torch.Tensor | None]:
-    """Where ``run`` goes wrong, the repair that helps, and the result with it; None for the result where none helps.
+    """The place where ``run`` goes wrong, the repair that helps, and the result with it, None where none helps.
 
     Args:
         fault: of the result.
@@ -215,7 +211,7 @@ def distance(output: Any, exact: Any) -> float:
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
-    """What may help, from the least change to the greatest."""
+    """Repairs that may help, from the least change to the greatest."""
     if finding.inputs:
         return
     if finding.weight and finding.bad <= FEW:
@@ -293,28 +289,18 @@ class _Search:
         owner, _, weight = place.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
         block = self._block_of(layer)
-        parent = block.rpartition(".")[0]
         kind = type(self.networks.get_submodule(layer)).__name__
         dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
         if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
             dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
-        return Finding(
-            layer,
-            kind,
-            dtype=dtype,
-            fault=fault,
-            largest=given,
-            weight=weight,
-            bad=bad,
-            block=block,
-            blocks=self.lists.get(parent, 0),
-            way=tuple(self.way),
-            between=not weight and any(True for _ in module.children()),
-        )
+        values: dict[str, Any] = {"largest": given, "weight": weight, "bad": bad, "way": tuple(self.way)}
+        values |= {"block": block, "blocks": self.lists.get(block.rpartition(".")[0], 0)}
+        between = not weight and any(True for _ in module.children())
+        return Finding(layer, kind, dtype=dtype, fault=fault, between=between, **values)
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a module was given, by the names that its forward has for it."""
+    """The arguments of a module, by the names that its forward has for it."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
@@ -340,7 +326,7 @@ def largest(value: Any) -> float:
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
-    """Why a finished sampling is still its noise; empty where it is not."""
+    """The reason why a finished sampling is still its noise; empty where it is not."""
     if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
         return ""
     pair = torch.stack([to_host(noise).float().flatten(), to_host(result).float().flatten()])
@@ -402,7 +388,7 @@ class Doctor:
 
 
 def advice(diagnosis: Diagnosis) -> str:
-    """What to do, in a sentence."""
+    """The advice of a diagnosis, in a sentence."""
     finding, repair = diagnosis.finding, diagnosis.repair
     if finding is not None and finding.weight:
         return f"Download the model's file again: {finding.layer}.{finding.weight} is damaged." + (

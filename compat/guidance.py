@@ -22,7 +22,7 @@ def classifier_free_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: fl
 
 
 def both(group: Group | None, first: Branch, second: Branch) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the two branches of guidance return, alike in shape; of a group with halves, each half computes one."""
+    """The results of the two branches of guidance, alike in shape; of a group with halves, each half computes one."""
     if group is None or group.half is None:
         return first(), second()
     with group.apart():

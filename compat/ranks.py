@@ -97,7 +97,7 @@ class Ranks:
         return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
 
     def any(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank."""
+        """True where ``flag`` is true on any rank."""
         if self.size == 1:
             return flag
         from torch import distributed
@@ -154,7 +154,7 @@ class Group:
         return (self.half or self.world).size
 
     def on_leader(self, call: Callable[[], Value]) -> Value:
-        """What ``call`` returns on the leader, on every rank; the others do not call it.
+        """The result of ``call`` on the leader, on every rank; the others do not call it.
 
         Raises:
             LeaderFailed: on the others, where it raised on the leader.
@@ -186,12 +186,12 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decodes and writes."""
+        """True where this rank decodes and writes."""
         return self.world.rank == LEADER
 
     @property
     def branch(self) -> int:
-        """Which half this rank is in."""
+        """The half of this rank, 0 or 1."""
         return 0 if self.half is None else int(self.world.rank >= self.world.size - self.half.size)
 
     @contextmanager
@@ -206,7 +206,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """What the blocks of a family are given that goes by token of the video.
+    """The arguments of a family's blocks that go by token of the video.
 
     Args:
         rotary: names under which blocks take rotary tables.

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FP32, REPLACED, SCALED, ATTENTION = "fp32", "zeros", "scaled", "attention"
 NARROW = (torch.float16, torch.bfloat16)
+AS_IS = ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point")
 TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
 MEANINGS = {
     FP32: "computed in fp32",
@@ -62,10 +64,7 @@ class Widened(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """``func`` on widened operands."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if (
-            name in ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point")
-            or kwargs.get("out") is not None
-        ):
+        if name in AS_IS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         if func in TO_NARROW:
             return args[0].float()
@@ -93,7 +92,7 @@ _asked = threading.local()  # two GPUs may sample at once, each from a thread of
 
 
 def other_attention_asked() -> bool:
-    """Whether the layer that runs now is under the repair that wants another attention than the usual kernel."""
+    """True where the layer that runs now is under the repair that wants another attention than the usual kernel."""
     return bool(getattr(_asked, "depth", 0))
 
 
@@ -126,7 +125,7 @@ def _exact_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As torch's function of these arguments, without dropout."""
+    """``scaled_dot_product_attention`` of these arguments, without dropout."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -166,11 +165,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.numel():
             yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 
@@ -214,9 +210,7 @@ def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
                 own = dict(owner._parameters)
                 stack.callback(owner._parameters.update, own)
                 for name, weight in own.items():
-                    if weight is None or type(weight) not in PLAIN:
-                        continue
-                    if weight.is_floating_point() and not weight.is_meta:
+                    if type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
                         owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
             return forward(*args, **kwargs)
 
@@ -224,32 +218,28 @@ def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
 
 def _finite(weight: torch.Tensor) -> torch.Tensor:
-    if weight.element_size() > 1:
-        return torch.nan_to_num(weight.detach(), 0.0, 0.0, 0.0)
-    return torch.nan_to_num(weight.detach().float(), 0.0, 0.0, 0.0).to(weight.dtype)
+    values = weight.detach() if weight.element_size() > 1 else weight.detach().float()
+    return torch.nan_to_num(values, 0.0, 0.0, 0.0).to(weight.dtype)
 
 
-def _under(mode: type[TorchFunctionMode]) -> Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]:
-    def way(_module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with mode():
-                return forward(*args, **kwargs)
+def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return forward(*args, **kwargs)
 
-        return run
-
-    return way
+    return run
 
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
     FP32: _in_fp32,
     REPLACED: _with_zeros,
-    SCALED: _under(Scaled),
-    ATTENTION: _under(OtherAttention),
+    SCALED: partial(_under, Scaled),
+    ATTENTION: partial(_under, OtherAttention),
 }
 
 
 class RepairStore:
-    """What was found to help, by model, in a file of the state folder.
+    """Repairs that were found to help, by model, in a file of the state folder.
 
     Args:
         folder: the state folder; None keeps nothing.

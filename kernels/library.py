@@ -43,7 +43,7 @@ class KernelError(RuntimeError):
 
 
 def reason_against(device: torch.device, dtype: torch.dtype) -> str:
-    """Why nothing can be launched for tensors of ``dtype`` on ``device``; empty where it can."""
+    """The reason why nothing can be launched for tensors of ``dtype`` on ``device``; empty where it can."""
     if dtype not in DTYPES:
         return f"{dtype} is not one of float32, float16 and bfloat16"
     if not HAS_TRITON:
@@ -54,7 +54,7 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def launches(x: Tensor, form: str = AUTO) -> bool:
-    """Whether an operation on ``x`` is launched; otherwise its reference runs.
+    """True where an operation on ``x`` is launched; otherwise its reference runs.
 
     Raises:
         KernelError: ``triton`` was asked for and cannot be had, or ``form`` is unknown.
@@ -73,7 +73,7 @@ def launches(x: Tensor, form: str = AUTO) -> bool:
 
 
 def interpreting() -> bool:
-    """Whether launches are interpreted on the CPU: Triton was imported under TRITON_INTERPRET=1."""
+    """True where launches are interpreted on the CPU: Triton was imported under TRITON_INTERPRET=1."""
     return "triton" in sys.modules and _interpreted()  # importing it takes half a second
 
 

@@ -80,7 +80,7 @@ def terms_of(
     layer: bool,
     eps: float,
 ) -> tuple[Norm, Modulation]:
-    """What :func:`flat_terms` was given."""
+    """The arguments of :func:`flat_terms`."""
     return Norm(LAYER if layer else RMS, eps, weight, bias), Modulation(scale, shift, split)
 
 

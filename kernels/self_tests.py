@@ -22,7 +22,7 @@ ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What one operation did on a device.
+    """The result of one operation on a device.
 
     Args:
         launched: whether a kernel ran, not the reference.

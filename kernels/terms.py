@@ -51,7 +51,7 @@ class Modulation:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What a branch is multiplied by before it is added to the residual; nothing where ``values`` is None.
+    """The factor of a branch before it is added to the residual; nothing where ``values`` is None.
 
     Args:
         values: (B, 1, D), (B, N, D), or (B, 2, D) with ``split``.

@@ -1,5 +1,4 @@
-"""Chooses the attention kernel before the call, by the size of its score matrix; otherwise exact attention in query
-chunks.
+"""The attention kernel of a call, chosen before it by the size of its score matrix; else exact in query chunks.
 
 Torch's `scaled_dot_product_attention` uses a fused kernel if there is one for device, dtype and head width, and
 otherwise silently builds the full score matrix: 28.8 GiB in the first step of FramePack on Turing
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -82,7 +82,7 @@ class Attention:
 
     @property
     def label(self) -> str:
-        """What runs, in a word or two."""
+        """The kernel that runs, in a word or two."""
         return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
 
     def __call__(
@@ -116,25 +116,18 @@ class Attention:
             if self._has_fused(query, key, value, mask, causal):
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
             if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
-                wide = stand_in(query, WORKED_ON)
-                if self._has_fused(wide, wide, wide):
+                upcast = like_in(query, WORKED_ON)
+                if self._has_fused(upcast, upcast, upcast):
                     return fp32_attention(query, key, value, self.budget_bytes)
         small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes
         if small and query.dtype.itemsize >= 4 and query.dtype not in self.avoided:  # else scores may be 16-bit too
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 
-    def _has_fused(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        causal: bool = False,
-    ) -> bool:
+    def _has_fused(self, query: torch.Tensor, *rest: Any) -> bool:
         if torch.compiler.is_compiling():
             return (query.dtype, query.shape[-1]) in self.fused
-        return bool(fused_kernel(query, key, value, mask, causal))
+        return bool(fused_kernel(query, *rest))
 
 
 def attention_for(
@@ -159,8 +152,8 @@ def attention_for(
     budget, avoided = budget_for(facts), dict(avoided or {})
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
     kernel = "" if dtype in avoided else fused_kernel(probe, probe, probe)
-    wide = stand_in(probe, WORKED_ON)
-    asked = {dtype: kernel, WORKED_ON: fused_kernel(wide, wide, wide)}
+    upcast = like_in(probe, WORKED_ON)
+    asked = {dtype: kernel, WORKED_ON: fused_kernel(upcast, upcast, upcast)}
     fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
     name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
     verdict, why = choice, MEANINGS[choice]
@@ -169,8 +162,8 @@ def attention_for(
     elif choice == AUTO and kernel:
         verdict, why = f"torch's fused kernel ({kernel})", f"exact in chunks of {size} otherwise"
     elif choice == AUTO:
-        widened_first = (WORKED_ON, head_width) in fused and dtype not in avoided
-        how = "by torch's fused fp32 kernel, else in chunks" if widened_first else "in chunks of queries"
+        in_fp32 = (WORKED_ON, head_width) in fused and dtype not in avoided
+        how = "by torch's fused fp32 kernel, else in chunks" if in_fp32 else "in chunks of queries"
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
     elif choice == "native" and not kernel:
@@ -200,17 +193,16 @@ def by_time(
     times = kept_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
     if DEFAULT not in times:
         return attention
-    best = fastest(times, DEFAULT, WORTH)
-    said = ", ".join(f"{kernel} {times[kernel]:.2f} ms" for kernel in sorted(times, key=times.__getitem__))
+    best, decision = fastest(times, DEFAULT, WORTH), attention.decision
+    ranked = ", ".join(f"{kernel} {times[kernel]:.2f} ms" for kernel in sorted(times, key=times.__getitem__))
     if best == DEFAULT:
-        why = f"{attention.decision.why}; timed on this device: {said}"
-        return replace(attention, decision=replace(attention.decision, why=why))
-    decision = replace(attention.decision, verdict=best, why=f"the fastest of {said} on this device, timed once")
+        return replace(attention, decision=replace(decision, why=f"{decision.why}; timed on this device: {ranked}"))
+    decision = replace(decision, verdict=best, why=f"the fastest of {ranked} on this device, timed once")
     return replace(attention, fastest=best, decision=decision)
 
 
 def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dict[str, float]:
-    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; none for one way."""
+    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; {} for one alone."""
     query = torch.randn(1, HEADS, TOKENS, head_width, device=facts.device, dtype=dtype)
     ways = {DEFAULT: lambda: functional.scaled_dot_product_attention(query, query, query)}
     for kernel in BACKENDS:
@@ -225,7 +217,7 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dic
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
-    What it is with a mask counts for nothing: none is passed here.
+    Its probes with a mask do not count: none is passed here.
     """
     avoided = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
@@ -259,6 +251,6 @@ def fused_kernel(
     return TORCH_KERNELS.get(int(chosen), "")
 
 
-def stand_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def like_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A small tensor with the head width and device of ``like``, to ask about another dtype."""
     return torch.zeros(1, 1, 16, like.shape[-1], dtype=dtype, device=like.device)

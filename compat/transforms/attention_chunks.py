@@ -77,7 +77,7 @@ def chunk_size(
     causal: bool,
     budget_bytes: int,
 ) -> tuple[int, int, int]:
-    """How many batch rows, heads and queries :func:`chunked` takes at a time."""
+    """The batch rows, heads and queries that :func:`chunked` takes at a time."""
     batch, heads, count, width = query.shape
     keys = key.shape[-2]
     # Beside the scores: the fp32 copy of the queries (twice, scaled), the result, and what hides scores.

@@ -1,13 +1,12 @@
-"""Attention kernels that a user can choose: rows say what each needs, and a trial says whether it works on this
-device."""
+"""Attention kernels that a user can choose: rows with the needs of each, and a trial of each on this device."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from ..device.execution import placed, to_host
 from ..device.facts import DeviceFacts
-from ..errors import MissingPackageError, PackError, UnsupportedError
+from ..errors import MissingPackageError, PackError, UnsupportedError, first_line
 from ..packages import imported
 from .attention_chunks import WORKED_ON, chunked
 
@@ -32,7 +31,7 @@ TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 
 @dataclass(frozen=True, slots=True)
 class KernelNeed:
-    """One way to run a kernel.
+    """The needs of one kernel on one kind of device.
 
     Args:
         choice: the choice on the load node.
@@ -41,7 +40,7 @@ class KernelNeed:
         package: what must be installed, as pip names it, and module: as Python imports it; both empty for torch's own.
         triton_below: the first Triton version that no longer works.
         dtypes, widths: operands and head widths it takes; no widths means any.
-        source: where it says so.
+        source: page that says so.
     """
 
     choice: str
@@ -55,7 +54,7 @@ class KernelNeed:
     source: str = ""
 
     def place(self) -> str:
-        """Where this row runs, in words."""
+        """The devices of this row, in words."""
         if self.capability == (0, 0):
             return " or ".join("an AMD GPU (rocm)" if backend == "rocm" else backend for backend in self.backends)
         low, high = self.capability
@@ -101,15 +100,10 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         UnsupportedError: the wrong device, dtype or head width, or a wrong answer.
         MissingPackageError: its package is not installed, or too new.
     """
-    rows = [need for need in NEEDS if need.choice == choice]
-    here = [need for need in rows if _runs_on(need, facts)]
-    if not here:
-        raise UnsupportedError(
-            f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})",
-            expected=" or ".join(dict.fromkeys(need.place() for need in rows)),
-            fix="Choose auto.",
-        )
-    need = here[0]
+    need, places = _row_for(choice, facts)
+    if need is None:
+        found = f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})"
+        raise UnsupportedError(found, expected=places, fix="Choose auto.")
     _require_packages(need, facts)
     name = str(dtype).removeprefix("torch.")
     if dtype not in need.dtypes or (need.widths and head_width not in need.widths):
@@ -125,28 +119,26 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     except PackError:
         raise
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
-        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
-        raise UnsupportedError(
-            f"attention {choice!r} fails on {facts.name} ({reason})",
-            expected="a kernel that works here",
-            fix="Choose auto.",
-        ) from failure
+        found = f"attention {choice!r} fails on {facts.name} ({first_line(failure)})"
+        raise UnsupportedError(found, expected="a kernel that works here", fix="Choose auto.") from failure
     if not error <= bound:
-        raise UnsupportedError(
-            f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}",
-            expected=f"at most {bound:.2g}",
-            fix="Choose auto.",
-        )
+        found = f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}"
+        raise UnsupportedError(found, expected=f"at most {bound:.2g}", fix="Choose auto.")
 
 
 def reason_against(choice: str, facts: DeviceFacts) -> str:
-    """Why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
+    """The reason why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
+    need, places = _row_for(choice, facts)
+    if need is None:
+        return f"needs {places}" if places else ""
+    return f"needs the package {need.package}" if need.package and not installed(need.package) else ""
+
+
+def _row_for(choice: str, facts: DeviceFacts) -> tuple[KernelNeed | None, str]:
+    """The row by which a kernel runs on this device, None where there is none, and where it runs at all, in words."""
     rows = [need for need in NEEDS if need.choice == choice]
-    here = [need for need in rows if _runs_on(need, facts)]
-    if rows and not here:
-        return f"needs {' or '.join(dict.fromkeys(need.place() for need in rows))}"
-    package = here[0].package if here else ""
-    return f"needs the package {package}" if package and not installed(package) else ""
+    places = " or ".join(dict.fromkeys(need.place() for need in rows))
+    return next((need for need in rows if _runs_on(need, facts)), None), places
 
 
 def installed(package: str) -> str:
@@ -201,39 +193,27 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    attend = imported("sageattention").sageattn
-    result: torch.Tensor = attend(query, key, value, tensor_layout="HND", is_causal=False)
+    result: torch.Tensor = imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
     return result
 
 
-def _by_package(module: str, name: str) -> Any:
+def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor:
     """The attention ``name`` of a package, which takes (B, N, H, D)."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        result = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
-        return result.transpose(1, 2)
-
-    return attend
+    result: torch.Tensor = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in operands))
+    return result.transpose(1, 2)
 
 
-def _by_torch(choice: str) -> Any:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        with only(choice):
-            return functional.scaled_dot_product_attention(query, key, value)
-
-    return attend
-
-
-def only(choice: str) -> AbstractContextManager[Any]:
-    """Torch limited to one of its kernels for a block; what was allowed before is allowed again afterwards."""
+def _by_torch(backend: str, *operands: torch.Tensor) -> torch.Tensor:
+    """Torch limited to one of its kernels for the call; what was allowed before is allowed again afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel([getattr(SDPBackend, BACKENDS[choice])]) if choice in BACKENDS else nullcontext()
+    with sdpa_kernel([getattr(SDPBackend, backend)]):
+        return functional.scaled_dot_product_attention(*operands)
 
 
 EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
-    **{name: _by_torch(name) for name in BACKENDS},
+    **{name: partial(_by_torch, backend) for name, backend in BACKENDS.items()},
     "sage": _sage,
-    "flash": _by_package("flash_attn", "flash_attn_func"),
-    "xformers": _by_package("xformers.ops", "memory_efficient_attention"),
+    "flash": partial(_by_package, "flash_attn", "flash_attn_func"),
+    "xformers": partial(_by_package, "xformers.ops", "memory_efficient_attention"),
 }

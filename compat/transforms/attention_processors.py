@@ -1,8 +1,12 @@
-"""The attention of diffusers' transformers, rewritten to call the pipeline's own attention and to need no mask.
+"""The attention of diffusers' transformers and VAEs, rewritten to call the pipeline's own and to need no mask.
 
 Upstream's processors pass masks for padding (HunyuanVideo one of N, HunyuanVideo 1.5 one of N x N: 12 GiB a copy at
 720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding is at the
 end of each row, so leaving it out gives the same result. Only the exact stock processors are replaced.
+
+The VAEs of HunyuanVideo and 1.5 let each frame see itself and those before it. Upstream writes that into a float mask
+over all pairs of latent cells (4.9 GB for 480p in 121 frames; 1.5 fills it row by row in Python). A frame's keys are a
+prefix of all keys, so the same result comes from one call per frame, without a mask and with half the matmuls.
 """
 
 from __future__ import annotations
@@ -19,17 +23,17 @@ from torch.nn import functional
 from ..device.execution import to_host
 
 Attend = Callable[..., torch.Tensor]
-Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less OPEN
-OPEN = 2  # torch binds a graph to the lengths 0 and 1
+Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less SHIFT, in a graph for any padding
+SHIFT = 2  # torch binds a graph to the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
 @dataclass
 class Padding:
-    """How many tokens at the end of each batch row are padding in the call that runs; None where a mask must tell.
+    """The tokens at the end of each batch row that are padding in the call that runs; None where a mask must tell.
 
     ``text`` is of the text alone (refiners, cross attention), ``joint`` of video and text together. ``traced`` is set
-    where blocks are compiled: a graph is bound to the values of numbers, and open to the lengths of tensors.
+    where blocks are compiled: a graph is bound to the values of numbers, and holds for any length of a tensor.
     """
 
     text: Lengths | None = None
@@ -37,27 +41,19 @@ class Padding:
     traced: bool = False
 
     def of(self, counts: tuple[int, ...]) -> Lengths:
-        """``counts`` as they are read by attention; where a graph is made of it, as lengths that the graph leaves open.
-
-        One row alone has no padding, whatever its length.
-        """
+        """``counts`` as attention reads them; traced, as tensors so long. One row alone has no padding."""
         if not self.traced or len(counts) < 2:
             return counts
         from torch._dynamo import maybe_mark_dynamic
 
-        lengths = tuple(torch.empty(1).expand(count + OPEN) for count in counts)
+        lengths = tuple(torch.empty(1).expand(count + SHIFT) for count in counts)
         for length in lengths:
             maybe_mark_dynamic(length, 0)
         return lengths
 
 
 def by_rows(
-    attend: Attend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    padding: Lengths,
-    queries_too: bool,
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths, queries_too: bool
 ) -> torch.Tensor:
     """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
 
@@ -66,7 +62,7 @@ def by_rows(
         queries_too: the same queries are padding.
     """
     if any(isinstance(count, torch.Tensor) for count in padding):
-        return _by_open_rows(attend, query, key, value, padding)
+        return _by_traced_rows(attend, query, key, value, padding)
     if not any(padding):
         return attend(query, key, value)
     result = query.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -78,23 +74,23 @@ def by_rows(
     return result
 
 
-def _by_open_rows(
+def _by_traced_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
 ) -> torch.Tensor:
-    """:func:`by_rows` for a graph that is to hold for any padding; padded queries are never read, so not zeroed.
+    """:func:`by_rows` in a graph that holds for any padding: no length is compared with another, which would bind it.
 
-    Nothing here compares one length with another, which would bind the graph to the lengths it was made with.
+    Padded queries are computed too: nobody reads their results.
     """
     rows = []
     for row, length in enumerate(padding):
-        count = length if isinstance(length, int) else length.shape[0] - OPEN
+        count = length if isinstance(length, int) else length.shape[0] - SHIFT
         keys, values = (t.narrow(0, row, 1).narrow(2, 0, t.shape[2] - count) for t in (key, value))
         rows.append(attend(query.narrow(0, row, 1), keys, values))
     return torch.cat(rows)
 
 
 class Processor:
-    """What all processors share.
+    """An attention processor in the place of a stock one.
 
     Args:
         attend: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
@@ -106,9 +102,21 @@ class Processor:
     ) -> None:
         self.attend, self.padding = attend, padding or Padding()
 
+    def by_text_rows(self, query: Any, key: Any, value: Any, mask: Any, queries_too: bool = False) -> torch.Tensor:
+        """Attention (B, H, N, D) over the valid keys of the text; ``mask`` is read if no count is known."""
+        if self.padding.text is None:
+            return self.attend(query, key, value, mask)
+        return by_rows(self.attend, query, key, value, self.padding.text, queries_too)
+
+    @staticmethod
+    def projected(attn: Any, attention: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, N, D) of attention's result (B, H, N, D), in the dtype of ``like``, through ``to_out``."""
+        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(like.dtype)))
+        return result
+
     @staticmethod
     def replaces(owner: Any) -> bool:
-        """Whether an attention has none of what these processors leave out; only diffusers' general class can."""
+        """True for an attention without the extras that these processors leave out, which only Attention has."""
         extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
         factor = getattr(owner, "rescale_output_factor", 1.0)
         return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
@@ -205,9 +213,11 @@ class CrossProcessor(Processor):
         seen = hidden_states if text is None else text
         query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
         query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(seen)))
-        attention = across(self.attend, self.padding, query, key, value, None if text is None else attention_mask)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(query.dtype)))
-        return result
+        if text is None or attention_mask is None:
+            return self.projected(attn, self.attend(query, key, value), query)
+        # Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
+        mask = attention_mask.unsqueeze(1).to(query.dtype)
+        return self.projected(attn, self.by_text_rows(query, key, value, mask), query)
 
     def queries_and_keys(
         self, attn: Any, tokens: torch.Tensor, seen: torch.Tensor, rotary: Any
@@ -217,25 +227,6 @@ class CrossProcessor(Processor):
 
         query, key = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(seen))
         return (query, key) if rotary is None else (apply_rotary_emb(query, rotary), apply_rotary_emb(key, rotary))
-
-
-def across(
-    attend: Attend,
-    padding: Padding,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention (B, H, N, D) over the valid keys; the mask (B, 1, M), added to scores, is read if no count is known.
-
-    Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
-    """
-    if mask is None:
-        return attend(query, key, value)
-    if padding.text is not None:
-        return by_rows(attend, query, key, value, padding.text, queries_too=False)
-    return attend(query, key, value, mask.unsqueeze(1).to(query.dtype))
 
 
 class RefinerProcessor(Processor):
@@ -259,13 +250,8 @@ class RefinerProcessor(Processor):
                 (attn.to_v, seen, None),
             )
         )
-        if self.padding.text is not None:
-            attention = by_rows(self.attend, query, key, value, self.padding.text, queries_too=True)
-        else:
-            attention = self.attend(query, key, value, attention_mask)
-        attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention))
-        return result
+        attention = self.by_text_rows(query, key, value, attention_mask, queries_too=True)
+        return self.projected(attn, attention, query)
 
 
 def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -273,21 +259,116 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 
     Source: diffusers ``MochiAttentionPool.forward``.
     """
+    processor = Processor(attend, padding)
 
     def forward(pool: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         tokens = torch.cat([pool.pool_tokens(x, mask, keepdim=True), x], dim=1)
         width = tokens.shape[-1] // pool.num_attention_heads
         query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
         key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
-        if padding.text is not None:
-            attention = by_rows(attend, query, key, value, padding.text, queries_too=False)
-        else:
-            seen = functional.pad(mask.bool(), (1, 0), value=True)
-            attention = attend(query, key, value, seen[:, None, None])
-        pooled: torch.Tensor = pool.to_out(attention.flatten(1))
+        seen = functional.pad(mask.bool(), (1, 0), value=True)[:, None, None]
+        pooled: torch.Tensor = pool.to_out(processor.by_text_rows(query, key, value, seen).flatten(1))
         return pooled
 
     return forward
+
+
+def causal_by_frames(
+    attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int
+) -> torch.Tensor:
+    """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
+    size = query.shape[2] // frames
+    parts = [
+        attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end])
+        for end in range(size, query.shape[2] + 1, size)
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def _mid_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """HunyuanVideo's and FramePack's middle block.
+
+    Source: diffusers ``HunyuanVideoMidBlock3D.forward`` with ``AttnProcessor2_0``.
+    """
+
+    def forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = block.resnets[0](hidden_states)
+        for attn, resnet in zip(block.attentions, block.resnets[1:], strict=True):
+            if attn is not None:
+                grid = hidden_states.shape[2:]
+                tokens = hidden_states.permute(0, 2, 3, 4, 1).flatten(1, 3)
+                tokens = _residual_attention(attn, attend, tokens, grid[0])
+                hidden_states = tokens.unflatten(1, grid).permute(0, 4, 1, 2, 3)
+            hidden_states = resnet(hidden_states)
+        return hidden_states
+
+    return forward
+
+
+def _residual_attention(attn: Any, attend: Attend, tokens: torch.Tensor, frames: int) -> torch.Tensor:
+    residual = tokens
+    if attn.group_norm is not None:
+        tokens = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
+    query, key, value = (heads_of(attn, layer, tokens).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))
+    attention = causal_by_frames(attend, query, key, value, frames).transpose(1, 2).flatten(2)
+    tokens = attn.to_out[1](attn.to_out[0](attention))
+    result: torch.Tensor = (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
+    return result
+
+
+def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """HunyuanVideo 1.5's attention block, whose projections are convolutions of size 1.
+
+    Source: diffusers ``HunyuanVideo15AttnBlock.forward``.
+    """
+
+    def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
+        normed = block.norm(x)
+        query, key, value = (
+            layer(normed).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
+            for layer in (block.to_q, block.to_k, block.to_v)
+        )
+        attention = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
+        result: torch.Tensor = block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
+        return result
+
+    return forward
+
+
+class MochiVaeProcessor(Processor):
+    """Mochi's VAE: each cell over time, the batch being the cells of a frame.
+
+    Source: diffusers ``MochiVaeAttnProcessor2_0``.
+    """
+
+    @staticmethod
+    def replaces(owner: Any) -> bool:
+        """Always: nothing is left out."""
+        return True
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens (B, T, D) after attention, to which they are added where the layer says so."""
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        if hidden_states.shape[1] == 1:  # one frame sees itself alone
+            attention = attn.to_v(hidden_states)
+        else:
+            query, key = heads_of(attn, attn.to_q, hidden_states), heads_of(attn, attn.to_k, seen)
+            value = heads_of(attn, attn.to_v, seen).transpose(1, 2)
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
+            query = query if attn.norm_q is None else attn.norm_q(query)
+            key = key if attn.norm_k is None else attn.norm_k(key)
+            mask = attention_mask if attention_mask is None or attention_mask.ndim == 4 else attention_mask.unsqueeze(1)
+            attention = self.attend(query, key, value, mask, causal=attn.is_causal)
+            attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
+        attention = attn.to_out[1](attn.to_out[0](attention))
+        result: torch.Tensor = attention + hidden_states if attn.residual_connection else attention
+        return result / attn.rescale_output_factor
 
 
 MODELS = "diffusers.models"
@@ -297,9 +378,12 @@ PROCESSORS: Mapping[str, type[Processor]] = {  # stock class -> ours; subclasses
     f"{MODELS}.transformers.transformer_ltx.LTXVideoAttnProcessor": CrossProcessor,
     f"{MODELS}.attention_processor.MochiAttnProcessor2_0": MochiProcessor,
     f"{MODELS}.attention_processor.AttnProcessor2_0": RefinerProcessor,
+    f"{MODELS}.attention_processor.MochiVaeAttnProcessor2_0": MochiVaeProcessor,
 }
 BLOCKS: Mapping[str, Callable[[Attend, Padding], Callable[..., torch.Tensor]]] = {  # stock class -> our forward
     f"{MODELS}.embeddings.MochiAttentionPool": _pool,
+    f"{MODELS}.autoencoders.autoencoder_kl_hunyuan_video.HunyuanVideoMidBlock3D": _mid_block,
+    f"{MODELS}.autoencoders.autoencoder_kl_hunyuanvideo15.HunyuanVideo15AttnBlock": _attention_block,
 }
 
 
@@ -307,10 +391,6 @@ def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = Non
     """(B, N, H, D) of one projection."""
     heads: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
     return heads if norm is None else norm(heads)
-
-
-def full_name(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:

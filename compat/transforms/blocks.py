@@ -23,18 +23,17 @@ from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
 from ..checkpoints.packed import StoredLinear
 from ..memory.hooks import is_hooked_by_others, weights_on
 
-BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
-    """How a block normalises and adds up.
+    """The norms and sums of a block.
 
     Args:
         form: one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual.
-        operand_dtype: what norms write and matrix products read; None for the residual's own dtype.
-        epilogue: whether a product adds its bias and applies GELU before it writes.
+        operand_dtype: dtype that norms write and matmuls read; None for the residual's own.
+        epilogue: a matmul adds its bias and applies GELU before it writes.
     """
 
     form: str = ""
@@ -86,7 +85,7 @@ def ltx_block(
     return ops.added(x, block.ff(normed), Gate(gate_mlp))
 
 
-def replacing_joint_block(
+def joint_block(
     block: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -96,7 +95,10 @@ def replacing_joint_block(
     token_replace_emb: Tensor | None = None,
     num_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The two-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
+    """Upstream's two-stream blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5.
+
+    With ``token_replace_emb`` (B, D) the first ``num_tokens`` have a modulation of their own.
+    """
     ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
     first = token_replace_emb if num_tokens else None
     split = 0 if first is None else num_tokens
@@ -116,21 +118,7 @@ def replacing_joint_block(
     return x, ops.added(y, block.ff_context(read), Gate(text[5]))
 
 
-def joint_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    freqs_cis: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Upstream's two-stream blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5, which replace no tokens."""
-    return replacing_joint_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, freqs_cis)
-
-
-def replacing_single_block(
+def single_block(
     block: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -140,7 +128,7 @@ def replacing_single_block(
     token_replace_emb: Tensor | None = None,
     num_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The one-stream block of HunyuanVideo that gives its first tokens a modulation of their own."""
+    """Upstream's one-stream blocks of HunyuanVideo and FramePack; first tokens as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
     x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
@@ -157,20 +145,6 @@ def replacing_single_block(
     return video, text
 
 
-def single_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Upstream's one-stream blocks of HunyuanVideo and FramePack, which replace no tokens."""
-    return replacing_single_block(block, hidden_states, encoder_hidden_states, temb, attention_mask, image_rotary_emb)
-
-
 def mochi_block(
     block: Any,
     hidden_states: Tensor,
@@ -180,45 +154,29 @@ def mochi_block(
     image_rotary_emb: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """Upstream ``MochiTransformerBlock.forward``: norms before and after each branch, gates through tanh."""
-    ops, read = getattr(block, OPS), block.norm1_context
+    ops, text_norm, text = getattr(block, OPS), block.norm1_context, encoder_hidden_states
     scale, gate, scale_mlp, gate_mlp = _rows(block.norm1, temb, 4)
     normed = ops.normalized(hidden_states, _plain(block.norm1), Modulation(scale))
-    if block.context_pre_only:
-        text = [read.linear_1(read.silu(temb).to(encoder_hidden_states.dtype)).unsqueeze(1)]
-        text_norm = _plain(read.norm)
+    if block.context_pre_only:  # the last block, whose text is read and not changed
+        text_scale = text_norm.linear_1(text_norm.silu(temb).to(text.dtype)).unsqueeze(1)
+        text_norm = text_norm.norm
     else:
-        text = _rows(read, temb, 4)
-        text_norm = _plain(read)
+        text_scale, text_gate, text_scale_mlp, text_gate_mlp = _rows(text_norm, temb, 4)
     branch, text_branch = block.attn1(
         hidden_states=normed,
-        encoder_hidden_states=ops.normalized(encoder_hidden_states, text_norm, Modulation(text[0])),
+        encoder_hidden_states=ops.normalized(text, _plain(text_norm), Modulation(text_scale)),
         image_rotary_emb=image_rotary_emb,
         attention_mask=encoder_attention_mask,
     )
-    first, last = Gate(gate, True, _plain(block.norm2).eps), Gate(gate_mlp, True, _plain(block.norm4).eps)
+    first, last = _tanh_gate(gate, block.norm2), _tanh_gate(gate_mlp, block.norm4)
     x, normed = ops.added_normalized(hidden_states, branch, first, _plain(block.norm3), Modulation(scale_mlp))
     x = ops.added(x, block.ff(normed), last)
     if block.context_pre_only:
-        return x, encoder_hidden_states
-    first = Gate(text[1], True, _plain(block.norm2_context).eps)
-    last = Gate(text[3], True, _plain(block.norm4_context).eps)
+        return x, text
+    first, last = _tanh_gate(text_gate, block.norm2_context), _tanh_gate(text_gate_mlp, block.norm4_context)
     inner = _plain(block.norm3_context)
-    y, normed = ops.added_normalized(encoder_hidden_states, text_branch, first, inner, Modulation(text[2]))
-    return x, ops.added(y, block.ff_context(normed), last)
-
-
-def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of a transformer, in the order in which they run."""
-    for name in BLOCK_LISTS:
-        yield from getattr(transformer, name, ())
-
-
-def submodule_at(block: nn.Module, path: str) -> Any:
-    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
-    module: Any = block
-    for name in path.split("."):
-        module = getattr(module, name, None)  # a list has its modules by number as attributes too
-    return module
+    text, normed = ops.added_normalized(text, text_branch, first, inner, Modulation(text_scale_mlp))
+    return x, ops.added(text, block.ff_context(normed), last)
 
 
 @contextmanager
@@ -275,26 +233,26 @@ def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
     return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
 
 
-def reads_its_weight(leaf: Any) -> bool:
-    """Whether calling ``leaf`` is nothing but a product with what ``weights_on`` tells of it.
+def is_plain_linear(layer: Any) -> bool:
+    """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else.
 
-    True for a Linear with a bias, packed, streamed by the host, brought by a group or at rest; False where anybody else
-    hooked it, wrapped it, or gave it another forward or product.
+    That is a Linear with a bias, packed, streamed by the host, onloaded with its block or at rest, which nobody else
+    hooked, wrapped, or gave another forward or matmul.
     """
-    told = type(leaf) in (nn.Linear, StoredLinear) or (isinstance(leaf, nn.Linear) and hasattr(leaf, "weights_on"))
-    changed = "forward" in leaf.__dict__ or "multiply" in leaf.__dict__
-    return told and not changed and leaf.bias is not None and not is_hooked_by_others(leaf)
+    known = type(layer) in (nn.Linear, StoredLinear) or (isinstance(layer, nn.Linear) and hasattr(layer, "weights_on"))
+    changed = "forward" in layer.__dict__ or "multiply" in layer.__dict__
+    return known and not changed and layer.bias is not None and not is_hooked_by_others(layer)
 
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
-    """``proj_out`` of attention's result beside the activated ``proj_mlp`` of ``normed``; all (B, N, features).
+    """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
 
-    With an epilogue the two are not joined, since no epilogue writes beside something: each has its own columns of the
-    weight, and the second product adds to the first.
+    With an epilogue the two are not joined, since no epilogue writes into columns of a wider tensor: each has its own
+    columns of the weight, and the second matmul adds to the first.
     """
     ops = getattr(block, OPS)
-    if not (ops.epilogue and reads_its_weight(block.proj_mlp) and reads_its_weight(block.proj_out)):
-        return block.proj_out(_beside(attention, block.act_mlp, block.proj_mlp(normed)))
+    if not (ops.epilogue and is_plain_linear(block.proj_mlp) and is_plain_linear(block.proj_out)):
+        return block.proj_out(_joined(attention, block.act_mlp, block.proj_mlp(normed)))
     with weights_on(block.proj_mlp, like=normed) as (weight, bias):
         hidden = linear_gelu(normed, weight, bias, form=ops.form)
     with weights_on(block.proj_out, like=hidden) as (weight, bias):
@@ -304,11 +262,8 @@ def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
     return y
 
 
-def _beside(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
-    """Attention's result and the activated ``hidden`` side by side, as ``proj_out`` reads them.
-
-    The activation writes where it belongs instead of being copied there; a compiler does the same by itself.
-    """
+def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
+    """Attention's result and the activated ``hidden``, which is written in place; a compiler does so by itself."""
     known = getattr(activation, "approximate", "") == "tanh" and hidden.dtype is attention.dtype
     if torch.compiler.is_compiling() or not known:
         return torch.cat([attention, activation(hidden)], dim=2)
@@ -336,12 +291,16 @@ def _plain(norm: Any) -> Norm:
     return Norm(RMS, norm.norm.eps)
 
 
+def _tanh_gate(values: Tensor, norm: Any) -> Gate:
+    return Gate(values, True, norm.norm.eps)
+
+
 FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below diffusers.models.transformers
     "transformer_ltx.LTXVideoTransformerBlock": ltx_block,
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": joint_block,
     "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": single_block,
-    "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": replacing_joint_block,
-    "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": replacing_single_block,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": joint_block,
+    "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": single_block,
     "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": joint_block,
     "transformer_mochi.MochiTransformerBlock": mochi_block,
 }

@@ -11,7 +11,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
@@ -23,8 +23,8 @@ from torch import nn
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
 from ..memory.parts import Undo
-from .blocks import transformer_blocks
 from .fp16_layers import SETTINGS
+from .structure import transformer_blocks
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ TEXT = {"encoder_hidden_states": 1, "encoder_attention_mask": -1, "attention_mas
 
 @dataclass(frozen=True, slots=True)
 class CompileSettings:
-    """What the user asks of the compiler.
+    """The user's settings of the compiler.
 
     Args:
         mode: a key of :data:`MODES`.
@@ -79,9 +79,8 @@ class CompileSettings:
     def __post_init__(self) -> None:
         for name, value, known in (("mode", self.mode, MODES), ("dynamic", self.dynamic, DYNAMIC)):
             if value not in known:
-                raise InputError(
-                    f"compile_{name} {value!r}", expected=f"one of {', '.join(known)}", fix="Choose one of these."
-                )
+                expected = f"one of {', '.join(known)}"
+                raise InputError(f"compile_{name} {value!r}", expected=expected, fix="Choose one of these.")
         if not 1 <= self.cache_size <= MOST_CACHED:
             raise InputError(
                 f"compile_cache_size {self.cache_size}",
@@ -113,10 +112,8 @@ class Compilation:
     """
 
     def __init__(self, settings: CompileSettings) -> None:
-        self.settings = settings
-        self.failure = ""
-        self.blocks = 0
-        self.graphs, self.compile_seconds = 0, 0.0
+        self.settings, self.failure = settings, ""
+        self.blocks, self.graphs, self.compile_seconds = 0, 0, 0.0
         self.sizes: set[int] = set()
         self._made: dict[CodeType, _Function] = {}
 
@@ -145,7 +142,7 @@ class Compilation:
         return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """What of ``module`` becomes a graph each; another kind of network has other blocks."""
+        """The modules that become a graph each; another kind of network has other blocks."""
         return blocks_of(module)
 
     def _compile(self, block: Any, undo: Undo) -> None:
@@ -201,20 +198,16 @@ class _Function:
     def __call__(self, block: Any, *args: Any, **named: Any) -> Any:
         if self.compiled is None:
             self.compiled = torch.compile(self.plain, fullgraph=True, **self._options())
-        if LIMITED:
-            return self.compiled(block, *args, **named)
         from torch._dynamo import config
 
-        with config.patch(recompile_limit=self.settings.cache_size):
+        with nullcontext() if LIMITED else config.patch(recompile_limit=self.settings.cache_size):
             return self.compiled(block, *args, **named)
 
     def _options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"backend": self.settings.backend, "dynamic": COMPILED_AS[self.settings.dynamic]}
-        if LIMITED:
-            options["recompile_limit"] = self.settings.cache_size
-        if self.settings.backend == "inductor":
-            options["mode"] = self.settings.mode
-        return options
+        asked = self.settings
+        options: dict[str, Any] = {"backend": asked.backend, "dynamic": COMPILED_AS[asked.dynamic]}
+        options |= {"recompile_limit": asked.cache_size} if LIMITED else {}
+        return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
         """The arguments with plain strides, and with the lengths that vary marked so before a graph is made."""
@@ -223,25 +216,24 @@ class _Function:
         if self.settings.dynamic == "none":
             return args, named
         given = {**dict(zip(self.names, args, strict=False)), **named}
+        from torch._dynamo import maybe_mark_dynamic
+
         states = given.get("hidden_states")
         tokens = states.shape[1] if isinstance(states, torch.Tensor) and states.ndim == STATES else 0
         sizes.add(tokens)
         for name, value in given.items():
             if name in TEXT and isinstance(value, torch.Tensor):
-                _mark(value, TEXT[name] % value.ndim)
+                maybe_mark_dynamic(value, TEXT[name] % value.ndim)
             elif tokens > 1 and len(sizes) > 1:  # a second size: whatever is as long as the video varies with it
                 _mark_tokens(value, tokens)
         return args, named
 
     def failures(self) -> tuple[type[BaseException], ...]:
-        """What the compiler raises when it, and not the block, fails."""
+        """The errors of the compiler, when it and not the block fails."""
         from torch._dynamo import exc
 
-        kinds: list[type[BaseException]] = [exc.TorchDynamoException]
-        for name in ("FailOnRecompileLimitHit", "RecompileLimitExceeded"):  # of newer torch, and derived from nothing
-            kind = getattr(exc, name, None)
-            kinds += [kind] if isinstance(kind, type) else []
-        return tuple(kinds)
+        newer = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # derived from nothing
+        return (exc.TorchDynamoException, *(getattr(exc, name) for name in newer if hasattr(exc, name)))
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -298,18 +290,13 @@ def _plain_strides(value: Any) -> Any:
     return value.data if value._is_view() else value  # a graph is bound to the shape of what a view was taken of
 
 
-def _mark(value: torch.Tensor, dim: int) -> None:
-    from torch._dynamo import maybe_mark_dynamic
-
-    maybe_mark_dynamic(value, dim)
-
-
 def _mark_tokens(value: Any, tokens: int) -> None:
     """Mark the first dimension of ``tokens`` in each tensor of ``value``, which may be a tuple of tables."""
+    from torch._dynamo import maybe_mark_dynamic
+
     if isinstance(value, torch.Tensor):
-        dim = next((dim for dim in range(min(value.ndim, 2)) if value.shape[dim] == tokens), None)
-        if dim is not None:
-            _mark(value, dim)
+        if tokens in value.shape[:2]:
+            maybe_mark_dynamic(value, value.shape.index(tokens))
     elif isinstance(value, (Mapping, tuple, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _mark_tokens(item, tokens)
@@ -332,10 +319,9 @@ class Strengths(dict[str, Any]):
 
 
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
-    """Make what differs between blocks or runs a value that one graph reads, where each would need another graph.
+    """Make values that differ between blocks or runs tensors that one graph reads, instead of a graph for each value.
 
-    Strengths of LoRAs; what safe fp16 knows of each leaf's weight; and the padding that attention reads, a length that
-    a graph can leave open.
+    These are strengths of LoRAs, safe fp16's norms of the layers' weights, and the padding that attention reads.
     """
 
     def back(layer: Any, former: dict[str, Any]) -> None:

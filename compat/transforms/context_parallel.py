@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from ..errors import UnsupportedError
 from ..memory.parts import Undo, denoises
 from ..ranks import Group, SplitPlan
 from .attention_processors import Attend
-from .blocks import transformer_blocks
 from .order import Back, Order, Step
+from .structure import transformer_blocks
 
 STATES = "hidden_states"  # of the video, in every block
 
@@ -59,7 +60,9 @@ class TokenSplit:
                 processor: Any = getattr(attention, "processor", None)
                 require_splittable(block, attention, self.group.world.size)
                 undo.set(processor, "attend", SplitAttention(self, processor.attend))
-                cut = _Cut(self, first=block is blocks[0])
+                cut = partial(
+                    self._cut, block is blocks[0], tuple(inspect.signature(type(block).forward).parameters)[1:]
+                )
                 undo.append(block.register_forward_pre_hook(cut, with_kwargs=True).remove)
             undo.append(blocks[-1].register_forward_hook(self._join).remove)
         except BaseException:
@@ -80,7 +83,7 @@ class TokenSplit:
 
     @property
     def length(self) -> int:
-        """How many tokens this rank has."""
+        """The number of tokens of this rank."""
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
@@ -98,8 +101,29 @@ class TokenSplit:
         return rows[:, self.run] if several else rows
 
     def leading(self, number: Any) -> Any:
-        """How many of the first ``number`` tokens are in this rank's run."""
+        """The number of those of the first ``number`` tokens are in this rank's run."""
         return None if number is None else min(max(number - self.run.start, 0), self.length)
+
+    def _cut(
+        self, first: bool, names: tuple[str, ...], _block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cut the arguments of a block that go by token, and before the ``first`` block the tokens themselves."""
+        arguments, named = list(given), dict(named)
+        if first:
+            tokens = named[STATES] if STATES in named else arguments[names.index(STATES)]
+            self.begin(tokens.shape[1])
+        if self.group.tokens.size == 1:
+            return given, named
+        cuts: dict[str, Callable[[Any], Any]] = {STATES: lambda tokens: tokens[:, self.run]} if first else {}
+        cuts |= dict.fromkeys(self.plan.rotary, self.tables)
+        cuts |= dict.fromkeys(self.plan.rows, self.rows) | dict.fromkeys(self.plan.leading, self.leading)
+        for name, cut in cuts.items():
+            if name in named:
+                named[name] = cut(named[name])
+            elif name in names[: len(arguments)]:
+                index = names.index(name)
+                arguments[index] = cut(arguments[index])
+        return tuple(arguments), named
 
     def _join(self, _block: nn.Module, _given: Any, output: Any) -> Any:
         ranks = self.group.tokens
@@ -109,34 +133,6 @@ class TokenSplit:
         if isinstance(output, torch.Tensor):
             return ranks.gathered(output, 1, self.count)
         return (ranks.gathered(output[0], 1, self.count), *output[1:])
-
-
-@dataclass(slots=True)
-class _Cut:
-    """The pre-hook of a block: cuts what goes by token, and before the first block the tokens themselves."""
-
-    split: TokenSplit
-    first: bool
-    names: tuple[str, ...] = ()
-
-    def __call__(self, block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        self.names = self.names or tuple(inspect.signature(type(block).forward).parameters)[1:]
-        split, arguments, named = self.split, list(given), dict(named)
-        if self.first:
-            tokens = named[STATES] if STATES in named else arguments[self.names.index(STATES)]
-            split.begin(tokens.shape[1])
-        if split.group.tokens.size == 1:
-            return given, named
-        cuts: dict[str, Callable[[Any], Any]] = {STATES: lambda tokens: tokens[:, split.run]} if self.first else {}
-        cuts |= dict.fromkeys(split.plan.rotary, split.tables)
-        cuts |= dict.fromkeys(split.plan.rows, split.rows) | dict.fromkeys(split.plan.leading, split.leading)
-        for name, cut in cuts.items():
-            if name in named:
-                named[name] = cut(named[name])
-            elif name in self.names[: len(arguments)]:
-                index = self.names.index(name)
-                arguments[index] = cut(arguments[index])
-        return tuple(arguments), named
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""Swapping the 3-D convolutions of a loaded part for exact replacements, and back.
-
-    swapped = swap_conv3d(vae, choose={"conv3d": {"bf16": False}})   # or a Form, or a function of a Layer
-    ...                                                              # attach the offloader, encode, decode, detach it
-    swapped.restore()
+"""The 3-D convolutions of a loaded part, swapped for exact replacements, and back.
 
 The objects stay what and where they are: only their class changes, to a subclass with another forward. Parameters,
 state-dict keys and every reference to them hold, so whatever moves, streams, casts or adapts the layer goes on to.
@@ -13,39 +9,36 @@ from __future__ import annotations
 import functools
 import logging
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.execution import HOST, placed, to_host
+from ..device.execution import HOST, carried, hooked_device, placed, to_host
 from ..errors import UnsupportedError
+from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
-from .conv3d_forms import Conv3dForm
-from .conv3d_layers import SwappedConv3d, SwappedModule, geometry_of, swap_of, swapped_class
+from .conv3d_forms import Conv3dForm, Geometry, convolve, padded
 
 logger = logging.getLogger(__name__)
-ADDED = ("conv3d_choice", "conv3d_told")  # attributes that a swapped layer has besides its own
+ADDED = ("conv3d_choice", "conv3d_reported")  # attributes that a swapped layer has besides its own
+AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 
 
 @dataclass
 class Swapped:
-    """What was swapped in one part, and the way back.
-
-    ``choices`` is the form of each swapped layer by its name; ``left`` is why a layer stayed what it was.
-    """
+    """The layers of one part that were swapped, by name, and why others were left; :meth:`restore` goes back."""
 
     choices: dict[str, Conv3dChoice] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     _swapped: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
-        counts: dict[tuple[str, str], int] = {}
-        for choice in self.choices.values():
-            row = (choice.form.value, choice.why)
-            counts[row] = counts.get(row, 0) + 1
+        counts = Counter((choice.form.value, choice.why) for choice in self.choices.values())
         lines = [f"{count} as {form} ({why})" for (form, why), count in counts.items()]
         lines += [f"{len(self.left)} left as they are"] if self.left else []
         return f"3-D convolutions: {'; '.join(lines) or 'none'}"
@@ -63,29 +56,24 @@ class Swapped:
 
 @dataclass(frozen=True)
 class SwapUnit:
-    """What is swapped and compared as one: a lone convolution, or a known wrapper with those inside it."""
+    """Modules that are swapped and compared as one: a lone convolution, or a known wrapper with those inside it."""
 
     name: str
     owner: nn.Module
-    leaves: Mapping[str, nn.Conv3d]
+    layers: Mapping[str, nn.Conv3d]
     inputs: tuple[nn.Conv3d, ...]
     """The convolutions that the inputs of ``owner`` go into, one by one."""
 
 
-def swap_conv3d(
-    root: nn.Module,
-    choose: Conv3dForm | Mapping[str, Any] | Chooser,
-    report: Callable[[str], None] | None = None,
-) -> Swapped:
-    """Swap the 3-D convolutions of ``root`` for the forms that ``choose`` names; each is compared with its original.
+def swap_conv3d(root: nn.Module, choose: Conv3dForm | Mapping[str, Any] | Chooser) -> Swapped:
+    """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
 
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
 
     Args:
         root: a VAE, a transformer, or one layer.
-        choose: one form for all layers it covers; facts about the device, as :func:`choose_by` takes them; or a
-            function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
-        report: given one line about the whole, and one for each layer that failed its comparison.
+        choose: one implementation for all layers it covers; facts about the device, as :func:`choose_by` takes
+            them; or a function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
 
     Raises:
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
@@ -95,18 +83,15 @@ def swap_conv3d(
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
-        chosen = {name: chooser(layer_of(name, leaf)) for name, leaf in unit.leaves.items()}
+        chosen = {name: chooser(layer_of(name, layer)) for name, layer in unit.layers.items()}
         todo = {name: choice for name, choice in chosen.items() if choice is not None}
         done.left |= dict.fromkeys(chosen.keys() - todo.keys(), "not chosen")
         if not todo:
             continue
-        plans: dict[nn.Module, Conv3dChoice] = {unit.leaves[name]: choice for name, choice in todo.items()}
+        plans: dict[nn.Module, Conv3dChoice] = {unit.layers[name]: choice for name, choice in todo.items()}
         fault = _fault(unit, plans)
         if fault:
-            line = f"3-D convolution {unit.name or type(unit.owner).__name__!r} stays as it is: {fault}"
-            logger.warning(line)
-            if report is not None:
-                report(line)
+            logger.warning("3-D convolution %r stays as it is: %s", unit.name or type(unit.owner).__name__, fault)
             done.left |= dict.fromkeys(todo, fault)
             continue
         done.choices |= todo
@@ -115,29 +100,18 @@ def swap_conv3d(
                 module.conv3d_choice = plans[module]  # type: ignore[assignment]
             done._swapped.append((module, type(module)))
             _set_class(module, swapped_class(type(module)))
-    if report is not None:
-        report(str(done))
     return done
 
 
-def layer_of(name: str, leaf: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
-    """``leaf`` as plain values, by its name.
+def layer_of(name: str, layer: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
+    """``layer`` as plain values, by its name.
 
     Args:
         dtype: in which it is computed; None for that of its weight.
     """
-    kernel: Any = leaf.kernel_size
-    return Conv3dLayer(
-        name=name,
-        in_channels=leaf.in_channels,
-        out_channels=leaf.out_channels,
-        kernel=kernel,
-        geometry=geometry_of(leaf),
-        dtype=dtype or leaf.weight.dtype,
-    )
-
-
-# Which modules -----------------------------------------------------------------------------------------------------
+    channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
+    kernel: Any = layer.kernel_size
+    return Conv3dLayer(name, kernel=kernel, geometry=geometry_of(layer), dtype=dtype or layer.weight.dtype, **channels)
 
 
 def _check_ready(root: nn.Module) -> None:
@@ -182,39 +156,36 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
         else:
             inside = {n: m for n, m in module.named_modules(prefix=name) if isinstance(m, nn.Conv3d)}
             taken.update(inside.values())
-            obstacles = {key: reason for key, leaf in inside.items() if (reason := _obstacle(leaf))}
+            obstacles = {key: reason for key, layer in inside.items() if (reason := _obstacle(layer))}
             left |= obstacles
             # An adapter wraps the convolution that it adapts.
             outer = [getattr(child, "base_layer", child) for child in module.children()]
-            leaves = {key: leaf for key, leaf in inside.items() if key not in obstacles}
-            yield SwapUnit(name, module, leaves, tuple(leaf for leaf in outer if isinstance(leaf, nn.Conv3d)))
+            layers = {key: layer for key, layer in inside.items() if key not in obstacles}
+            yield SwapUnit(name, module, layers, tuple(layer for layer in outer if isinstance(layer, nn.Conv3d)))
 
 
 def _obstacle(module: nn.Module) -> str:
-    """Why this module cannot be swapped; empty if it can."""
+    """The reason why this module cannot be swapped; empty if it can."""
     if swap_of(module) is None:
         return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
         return f"quantised, as {type(module.weight.data).__name__}"
-    if "forward" in module.__dict__ and not list(_kept_forwards(module)):
+    if "forward" in module.__dict__ and not list(_saved_forwards(module)):
         return "its forward has been replaced"
     return ""
 
 
-# Changing the class ------------------------------------------------------------------------------------------------
-
-
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Give ``module`` another class, also where something keeps the forward of the one it had."""
-    for keep in list(_kept_forwards(module)):
+    for keep in list(_saved_forwards(module)):
         keep(types.MethodType(cls.forward, module))
     module.__class__ = cls
 
 
-def _kept_forwards(module: nn.Module) -> Iterator[Callable[[Any], None]]:
+def _saved_forwards(module: nn.Module) -> Iterator[Callable[[Any], None]]:
     """Setters for the places that hold the forward of the class of ``module``.
 
-    accelerate leaves it on the module when its hooks go; diffusers' hooks, such as those that store weights in fp8,
+    accelerate layers it on the module when its hooks go; diffusers' hooks, such as those that store weights in fp8,
     keep it for themselves.
     """
 
@@ -234,28 +205,25 @@ def _registry(module: nn.Module) -> Any:
     return module.__dict__.get("_diffusers_hook")
 
 
-# Comparing ---------------------------------------------------------------------------------------------------------
-
-
 def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
-    """Why the swapped unit is not the same function on a small random input; empty if it is.
+    """The difference of the swapped unit on a small random input; empty if it is the same function.
 
     Twins compute: the original on the CPU, which has every convolution, the swapped one where the weights are.
     """
-    first = next(iter(unit.leaves.values())).weight
+    first = next(iter(unit.layers.values())).weight
     dtype = torch.float32 if first.dtype.itemsize == 1 else first.dtype
     generator, inputs = torch.Generator().manual_seed(0), []
-    for leaf in unit.inputs:
-        rows = zip(leaf.kernel_size, leaf.dilation, leaf.stride, strict=True)
+    for layer in unit.inputs:
+        rows = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
         size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]
-        inputs.append(torch.randn(1, leaf.in_channels, *size, generator=generator).to(dtype))
+        inputs.append(torch.randn(1, layer.in_channels, *size, generator=generator).to(dtype))
     with torch.inference_mode(False), torch.no_grad():
         expected = _tensors(_clone_on(unit.owner, {}, HOST, dtype)(*inputs))
         try:
             results = _tensors(_clone_on(unit.owner, plans, first.device, dtype)(*placed(inputs, first.device)))
         except (RuntimeError, ValueError) as error:
             return f"its replacement failed: {str(error).splitlines()[0]}"
-        terms = max(leaf.weight[0].numel() for leaf in unit.leaves.values())
+        terms = max(layer.weight[0].numel() for layer in unit.layers.values())
         return next((fault for pair in zip(expected, results, strict=True) if (fault := _mismatch(*pair, terms))), "")
 
 
@@ -292,3 +260,188 @@ def _clone_on(
 def _tensors(result: Any) -> list[Tensor]:
     values: Iterable[Any] = [result] if isinstance(result, Tensor) else result
     return [value for value in values if isinstance(value, Tensor)]
+
+
+class SwappedModule(nn.Module):
+    """The mark of a swapped class."""
+
+
+class SwappedConv3d(SwappedModule):
+    """``nn.Conv3d`` and upstream's CogVideoXSafeConv3d, whose pieces of time every form bounds by itself."""
+
+    conv3d_choice: Conv3dChoice
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As the original: (B, C, T, H, W) or (C, T, H, W)."""
+        choice, x = self.conv3d_choice, _aligned(input, self)
+        x = x if input.dim() == 5 else x.unsqueeze(0)
+        edges, mode = own_edges(self)
+        if edges is not None:
+            x = padded(x, edges, mode, choice.form is Conv3dForm.FRAMES)
+        if self.weight.device == x.device and not hasattr(self, "weights_on"):
+            out = convolve(choice.form, x, self.weight, self.bias, geometry_of(self), choice.chunk_bytes)
+        else:
+            with weights_on(self, like=x) as (weight, bias):
+                out = convolve(choice.form, x, weight, bias, geometry_of(self), choice.chunk_bytes)
+        return out if input.dim() == 5 else out.squeeze(0)
+
+
+class SwappedHunyuanCausal(SwappedModule):
+    """The causal convolution of HunyuanVideo and 1.5: edges in all directions, in front of time only."""
+
+    conv: nn.Module
+    time_causal_padding: tuple[int, ...]
+    pad_mode: str
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As the original."""
+        return self.conv(padded(hidden_states, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv)))
+
+
+class SwappedCogVideoXCausal(SwappedModule):
+    """The causal convolution of Mochi; with zeros for edges upstream concatenates time and keeps its cache itself."""
+
+    conv: nn.Module
+    time_causal_padding: tuple[int, ...]
+    pad_mode: str
+
+    def fake_context_parallel_forward(self, inputs: Tensor, conv_cache: Tensor | None = None) -> Tensor:
+        """``inputs`` with the frames that the kernel sees before them."""
+        if self.pad_mode == "replicate":
+            return padded(inputs, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv))
+        return super().fake_context_parallel_forward(inputs, conv_cache)  # type: ignore[misc]
+
+
+class SwappedLTXCausal(SwappedModule):
+    """The convolution of LTX-Video: edges of time repeated in front, or on both sides; zeros by the layer."""
+
+    conv: nn.Module
+    kernel_size: tuple[int, int, int]
+    is_causal: bool
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """As the original."""
+        taps = self.kernel_size[0]
+        before, after = (taps - 1, 0) if self.is_causal else ((taps - 1) // 2,) * 2
+        edges = (0, 0, 0, 0, before, after)
+        return self.conv(padded(hidden_states, edges, "replicate", _reads_frames_first(self.conv)))
+
+
+class SwappedHistoryPatchEmbed(SwappedModule):
+    """FramePack's three embeddings of clean latents; the coarser two repeat edges up to a whole patch."""
+
+    proj: nn.Module
+    proj_2x: nn.Module
+    proj_4x: nn.Module
+
+    def forward(
+        self,
+        latents_clean: Tensor | None = None,
+        latents_clean_2x: Tensor | None = None,
+        latents_clean_4x: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As the original: (B, N, D) each."""
+        return (
+            None if latents_clean is None else _tokens(self.proj(latents_clean)),
+            None if latents_clean_2x is None else _tokens(self.proj_2x(_to_multiple(latents_clean_2x, (2, 4, 4)))),
+            None if latents_clean_4x is None else _tokens(self.proj_4x(_to_multiple(latents_clean_4x, (4, 8, 8)))),
+        )
+
+
+# Exact classes only: a subclass may pad elsewhere. HunyuanVideoPatchEmbed, HunyuanVideo15PatchEmbed and the original
+# FramePack's HunyuanVideoPatchEmbedForCleanLatents do nothing but call their nn.Conv3d, which is swapped where it is.
+SWAPS: dict[str, type[SwappedModule]] = {
+    "torch.nn.modules.conv.Conv3d": SwappedConv3d,
+    f"{AUTOENCODERS}cogvideox.CogVideoXSafeConv3d": SwappedConv3d,
+    f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d": SwappedCogVideoXCausal,
+    f"{AUTOENCODERS}hunyuan_video.HunyuanVideoCausalConv3d": SwappedHunyuanCausal,
+    f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d": SwappedHunyuanCausal,
+    f"{AUTOENCODERS}ltx.LTXVideoCausalConv3d": SwappedLTXCausal,
+    "diffusers.models.transformers.transformer_hunyuan_video_framepack.HunyuanVideoHistoryPatchEmbed": (
+        SwappedHistoryPatchEmbed
+    ),
+}
+
+
+def swap_of(module: nn.Module) -> type[SwappedModule] | None:
+    """The class that takes over a module of exactly this class, or None."""
+    return SWAPS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+
+
+@functools.cache
+def swapped_class(original: Any) -> type[nn.Module]:
+    """``original`` with the forward of its rewrite, under its own name, which offload plans go by."""
+    rewrite = SWAPS[f"{original.__module__}.{original.__qualname__}"]
+    return type(original.__name__, (rewrite, original), {"__doc__": rewrite.__doc__, "__module__": original.__module__})
+
+
+def geometry_of(layer: Any) -> Geometry:
+    """The geometry of an ``nn.Conv3d``, without padding unless that is as many zeros on both sides."""
+    plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return Geometry(layer.stride, layer.padding if plain else (0, 0, 0), layer.dilation, layer.groups)
+
+
+def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
+    """The padding of ``layer`` other than as many zeros on both sides: (edges as in ``F.pad``, mode)."""
+    if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
+        return None, ""
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return tuple(layer._reversed_padding_repeated_twice), mode
+
+
+def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
+    """``x`` on the device where ``layer`` executes.
+
+    Raises:
+        UnsupportedError: ``x`` is on an accelerator, and the weight is a host weight copy in host memory or on meta.
+    """
+    if x.device == layer.weight.device:
+        return x
+    device = hooked_device(layer) or layer.weight.device
+    if x.device == device or hasattr(layer, "weights_on"):
+        return x
+    if device.type in (HOST.type, torch.device("meta").type):
+        raise misplaced(layer, x)
+    if not layer.__dict__.get("conv3d_reported"):
+        logger.warning("%s It is moved there now.", misplaced(layer, x))
+        layer.__dict__["conv3d_reported"] = True
+    return carried(x, lambda bits: bits.to(device))
+
+
+def _reads_frames_first(layer: nn.Module) -> bool:
+    choice = getattr(layer, "conv3d_choice", None)
+    return choice is not None and choice.form is Conv3dForm.FRAMES
+
+
+def history_tables(
+    tables: tuple[Tensor, Tensor], height: int, width: int, patch: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """FramePack's rotary tables of one history, one row per patch, by concatenation and means.
+
+    The original pads and pools in 5-D (``HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb``), which some devices
+    lack and others get wrong.
+
+    Args:
+        tables: cosines and sines, (T * H * W, D) each.
+        height, width: H and W.
+        patch: (time, rows, columns).
+    """
+
+    def per_patch(table: Tensor) -> Tensor:
+        whole = _to_multiple(rearrange(table, "(t h w) d -> 1 d t h w", h=height, w=width), patch)
+        sizes = dict(zip(("pt", "ph", "pw"), patch, strict=True))
+        return reduce(whole, "1 d (t pt) (h ph) (w pw) -> (t h w) d", "mean", **sizes)
+
+    cosines, sines = tables
+    return per_patch(cosines), per_patch(sines)
+
+
+def _to_multiple(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    time, height, width = (-extent % step for extent, step in zip(x.shape[2:], patch, strict=True))
+    return padded(x, (0, width, 0, height, 0, time), "replicate")
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2)

@@ -17,7 +17,7 @@ from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for
 from ..device.timed_choice import fastest, kept_times, milliseconds
-from .conv3d_forms import MATMUL_BYTES, Conv3dForm, Geometry, Triple, convolve, covers
+from .conv3d_forms import MATMUL_BYTES, OWN, Conv3dForm, Geometry, Triple, convolve, covers
 
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
 WORTH = 0.8  # of the time of what would be taken without a clock: a smaller gain may be the noise of one morning
@@ -46,7 +46,7 @@ class Conv3dLayer:
 
     @property
     def key(self) -> str:
-        """What stored timings are found by, the same for all layers of one shape."""
+        """The key of stored timings, the same for all layers of one shape."""
         kernel, stride = ("x".join(map(str, triple)) for triple in (self.kernel, self.geometry.stride))
         groups = f" groups {self.geometry.groups}" if self.geometry.groups > 1 else ""
         dtype = NAMES.get(self.dtype, str(self.dtype))
@@ -55,7 +55,7 @@ class Conv3dLayer:
 
 @dataclass(frozen=True, slots=True)
 class Conv3dChoice:
-    """A form and the reason for it; ``chunk_bytes`` bounds what the form copies at a time, 0 for its own bound."""
+    """An implementation and the reason for it; ``chunk_bytes`` bounds what it copies at a time, 0 for its own bound."""
 
     form: Conv3dForm
     why: str
@@ -75,14 +75,16 @@ PREFERRED: dict[tuple[str, str], tuple[Conv3dForm, str]] = {  # (backend, kind o
     ("mps", "general"): (Conv3dForm.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("xla", "pointwise"): (Conv3dForm.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
 }
-PRODUCTS = (Conv3dForm.POINTWISE, Conv3dForm.PATCHES)
-INSTEAD: dict[str, tuple[Conv3dForm, ...]] = {  # backend, or "*" -> what stands in for a conv3d that does not run
-    "*": (*PRODUCTS, Conv3dForm.FRAMES, Conv3dForm.CHANNELS_LAST, Conv3dForm.FP32, Conv3dForm.MATMUL),
-    # In fp16 a CPU takes up to 90 times as long as in fp32, for products too (benchmarks/results/conv3d.csv).
-    "cpu": (Conv3dForm.FP32, *PRODUCTS, Conv3dForm.FRAMES, Conv3dForm.CHANNELS_LAST, Conv3dForm.MATMUL),
-    # A traced graph grows by one convolution per call, so there are few and large ones.
-    "xla": (*PRODUCTS, Conv3dForm.FRAME_CHUNKS, Conv3dForm.CHANNELS_LAST, Conv3dForm.FP32, Conv3dForm.MATMUL),
-}
+INSTEAD = (  # of a conv3d that does not run
+    Conv3dForm.POINTWISE,
+    Conv3dForm.PATCHES,
+    Conv3dForm.FRAMES,
+    Conv3dForm.CHANNELS_LAST,
+    Conv3dForm.FP32,
+    Conv3dForm.MATMUL,
+)
+# In fp16 a CPU takes up to 90 times as long as in fp32, for matmuls too (benchmarks/results/conv3d.csv).
+INSTEAD_ON_CPU = (Conv3dForm.FP32, *INSTEAD)
 
 
 def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
@@ -94,50 +96,43 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
             ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may get,
             0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
-        timings: milliseconds by form for a layer, as :func:`kept_timings` measures them; the fastest wins where it
-            gains enough over what the facts alone would choose.
+        timings: milliseconds by implementation, as :func:`kept_timings` measures them; the fastest wins where it gains
+            enough over what the facts alone would choose.
     """
 
-    def expected(layer: Conv3dLayer, usable: list[Conv3dForm]) -> Conv3dForm:
-        preferred = PREFERRED.get((str(facts.get("backend", "")), layer.kind))
-        if preferred is not None and preferred[0] in usable:
-            return preferred[0]
-        if Conv3dForm.NATIVE in usable:
-            return Conv3dForm.NATIVE
-        order = INSTEAD.get(str(facts.get("backend", "")), INSTEAD["*"])
-        return next(form for form in order if form in usable)
+    backend = str(facts.get("backend", ""))
+    order = INSTEAD_ON_CPU if backend == "cpu" else INSTEAD
 
     def choice(layer: Conv3dLayer) -> Conv3dChoice | None:
         usable = [form for form in Conv3dForm if runs(form, layer, facts)]
+        form, why = PREFERRED.get((backend, layer.kind), (Conv3dForm.NATIVE, ""))
+        if form not in usable:
+            form, why = Conv3dForm.NATIVE, ""
+        if form not in usable:
+            form = next(form for form in order if form in usable)
+            missing = "5-D padding" if _able(facts, "conv3d", layer.dtype) else "conv3d"
+            why = f"{missing} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
+        known = {form.value for form in usable}
         measured = {} if timings is None else timings(layer, tuple(usable))
-        form = expected(layer, usable)
-        timed = {name: ms for name, ms in measured.items() if Conv3dForm(name) in usable}
+        timed = {name: ms for name, ms in measured.items() if name in known}
         if timed:
-            known = form.value in timed
-            best = Conv3dForm(fastest(timed, form.value, WORTH) if known else min(timed, key=timed.__getitem__))
-            fastest_first = sorted(timed.items(), key=lambda item: item[1])
-            why = f"timed here: {', '.join(f'{name} {ms:.2f} ms' for name, ms in fastest_first)}"
-            return _guarded(facts) if best is Conv3dForm.NATIVE else Conv3dChoice(best, why, _bound(best, facts))
-        if form is Conv3dForm.NATIVE:
-            return _guarded(facts)
-        if (preferred := PREFERRED.get((str(facts.get("backend", "")), layer.kind))) and preferred[0] is form:
-            return Conv3dChoice(*preferred, _bound(form, facts))
-        missing = "conv3d" if not _able(facts, "conv3d", layer.dtype) else "5-D padding"
-        why = f"{missing} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
-        return Conv3dChoice(form, why, _bound(form, facts))
+            best = fastest(timed, form.value, WORTH) if form.value in timed else min(timed, key=timed.__getitem__)
+            form, ranked = Conv3dForm(best), sorted(timed.items(), key=lambda item: item[1])
+            why = f"timed here: {', '.join(f'{name} {ms:.2f} ms' for name, ms in ranked)}"
+        return _guarded(facts) if form is Conv3dForm.NATIVE else Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
 
 
 def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    """True where :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
     preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
     able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
     return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
 
 
 def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
-    """Timings of a real accelerator, each shape of layer measured once and kept with the probes; None without one.
+    """Timings of a real accelerator, each shape of layer measured once and saved with the probes; None without one.
 
     They are taken near the size of a real decode and under the switches that it runs under.
     """
@@ -165,7 +160,7 @@ def always(form: Conv3dForm) -> Chooser:
 
 
 def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
-    """Whether ``layer`` can be computed in ``form`` on the device of ``facts``."""
+    """True where ``layer`` can be computed in ``form`` on the device of ``facts``."""
     if not covers(form, layer.kernel, layer.geometry):
         return False
     if form is Conv3dForm.NATIVE:
@@ -175,7 +170,7 @@ def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool
     if form is Conv3dForm.FP32:
         cast = facts.get("cast", {}).get(f"{NAMES.get(layer.dtype, '')}_to_fp32", True)
         return cast and _able(facts, "conv3d", torch.float32)
-    return _able(facts, "conv2d", layer.dtype) if form in (Conv3dForm.FRAMES, Conv3dForm.FRAME_CHUNKS) else True
+    return form is not Conv3dForm.FRAMES or _able(facts, "conv2d", layer.dtype)
 
 
 def sample_size(layer: Conv3dLayer) -> Triple:
@@ -237,7 +232,7 @@ def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> fl
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """How far two right results may lie apart, as a share of the largest value.
+    """The distance that two right results may have, as a share of the largest value.
 
     One rounding to ``dtype`` each, operands in TF32 where an accelerator may use it, and sums of ``terms`` products in
     fp32 in another order, whose error grows as a random walk.
@@ -249,19 +244,14 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
 
 def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
     """The device's own conv3d, left alone where it has no limits."""
-    if facts.get("conv_bytes"):
-        return Conv3dChoice(
-            Conv3dForm.NATIVE, "large inputs to a single conv3d fail on this device", _bound(Conv3dForm.NATIVE, facts)
-        )
-    if facts.get("contiguous_weights"):
-        return Conv3dChoice(Conv3dForm.NATIVE, "weights must be contiguous on this device")
-    return None
+    why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
+    why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
+    return Conv3dChoice(Conv3dForm.NATIVE, why, _bound(Conv3dForm.NATIVE, facts)) if why else None
 
 
 def _bound(form: Conv3dForm, facts: Mapping[str, Any]) -> int:
     """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
-    own = form in (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST)
-    return int(facts.get("conv_bytes", 0)) if own else 0
+    return int(facts.get("conv_bytes", 0)) if form in OWN else 0
 
 
 def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:

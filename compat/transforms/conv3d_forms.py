@@ -1,7 +1,7 @@
 """Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow.
 
-Every form takes what ``F.conv3d`` takes and gives what it gives. A result is rounded to its dtype once, as there, so
-the error is the same. None of them pads time with ``F.pad``, which corrupts 5-D tensors on some devices, or replicates
+Each takes what ``F.conv3d`` takes and gives what it gives. A result is rounded to its dtype once, as there, so the
+error is the same. None of them pads time with ``F.pad``, which corrupts 5-D tensors on some devices, or replicates
 edges with the 3-D kernel, which some devices lack.
 
 x: (B, C, T, H, W). weight: (O, C / groups, kT, kH, kW). Result: (B, O, T, H, W).
@@ -28,7 +28,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Conv3dForm(Enum):
-    """Ways to compute a 3-D convolution; the value is its name in reports and stored timings."""
+    """Implementations of a 3-D convolution; the value is the name in reports and stored timings."""
 
     NATIVE = "native"
     FP32 = "fp32"
@@ -36,12 +36,11 @@ class Conv3dForm(Enum):
     PATCHES = "patches"
     POINTWISE = "pointwise"
     FRAMES = "frames"
-    FRAME_CHUNKS = "frame_chunks"
     MATMUL = "matmul"
 
 
 class Geometry(NamedTuple):
-    """How a kernel walks over its input: (time, rows, columns) each; ``padding`` is of zeros, on both sides."""
+    """Steps of a kernel over its input: (time, rows, columns) each; ``padding`` is of zeros, on both sides."""
 
     stride: Triple = (1, 1, 1)
     padding: Triple = (0, 0, 0)
@@ -50,7 +49,7 @@ class Geometry(NamedTuple):
 
 
 def covers(form: Conv3dForm, kernel: Triple, geometry: Geometry) -> bool:
-    """Whether ``form`` can compute a layer with this kernel."""
+    """True where ``form`` can compute a layer with this kernel."""
     if form is Conv3dForm.POINTWISE:
         return kernel == (1, 1, 1) and geometry.groups == 1
     if form is Conv3dForm.PATCHES:
@@ -65,29 +64,19 @@ def conv3d_native(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, c
 
 
 def conv3d_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = NATIVE_BYTES) -> Tensor:
-    """``F.conv3d`` in fp32, whatever the dtype of the operands; the result has that of ``x``.
-
-    Returns:
-        The result; beside it lives an fp32 copy of ``weight`` and of ``chunk`` bytes of ``x`` at most.
-    """
+    """``F.conv3d`` in fp32, whatever the dtype of the operands; copies ``weight`` and ``chunk`` bytes of ``x``."""
     with exact(x.device):
         return _in_time(x, weight.float().contiguous(), None if bias is None else bias.float(), g, chunk)
 
 
-def conv3d_channels_last(
-    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = NATIVE_BYTES
-) -> Tensor:
+def conv3d_channels_last(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
     """``F.conv3d`` with the channels of a voxel side by side in memory, in the result too."""
     layout = torch.channels_last_3d
     return _in_time(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout), bias, g, chunk)
 
 
 def conv3d_by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
-    """A kernel as large as its stride: every patch is one row of a matrix product.
-
-    Returns:
-        The result in channels-last strides, so that the tokens of a patch embedding are contiguous.
-    """
+    """A kernel as large as its stride: every patch is one row of a matmul; the result has channels-last strides."""
     t, h, w = weight.shape[2:]
     x = _with_zeros(x, g.padding)
     frames, rows, columns = x.shape[2] // t, x.shape[3] // h, x.shape[4] // w
@@ -111,31 +100,36 @@ def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
     """One 2-D convolution per output frame, whose channels are those of all input frames under the kernel.
 
-    Returns:
-        The result. With frames as the outer dimension in memory the frames under the kernel are one block already, so
-        ``x`` is copied once at most, and not at all where it comes so (see :func:`padded`). Where the kernel is larger
-        than the frames under it, these are copied instead.
+    With frames as the outer dimension in memory the frames under the kernel are one block already, so ``x`` is copied
+    once at most, and not at all where it comes so (see :func:`padded`). Where the kernel is larger than the frames
+    under it, these are copied instead. A kernel of one frame takes ``chunk`` bytes of frames per call.
     """
-    return _frame_by_frame(x, weight, bias, g, 0 if weight.shape[2] > 1 else chunk)
+    taps = weight.shape[2]
+    chunk = 0 if taps > 1 else chunk
+    # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
+    # come with their frames, has to be transposed. Whichever is smaller is copied; what is copied anyway costs nothing.
+    large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
+    by_channel = taps == 1 or g.groups > 1 or large
+    kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
+    # A library packs a kernel again in each call, so of a large one half at a time: a percent slower, and less memory.
+    halves = kernel.chunk(2) if large and not chunk else (kernel,)
+    biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
 
+    def plane(window: Tensor) -> Tensor:
+        sides = [
+            F.conv2d(window, half, offset, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
+            for half, offset in zip(halves, biases, strict=True)
+        ]
+        return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
-def conv3d_by_frame_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES
-) -> Tensor:
-    """As :func:`conv3d_by_frames`, several frames per call, for devices where a call costs more than a copy.
-
-    Returns:
-        The result; a copy of ``chunk`` bytes lives beside it.
-    """
-    return _frame_by_frame(x, weight, bias, g, chunk)
+    if not by_channel:
+        x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True)
+        g = g._replace(padding=(0, *g.padding[1:]))
+    return _over_windows(x, taps, g, chunk, by_channel, plane)
 
 
 def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = MATMUL_BYTES) -> Tensor:
-    """No convolution: the voxels under the kernel become columns, and the kernel a matrix, both in fp32.
-
-    Returns:
-        The result; beside it live ``weight`` in fp32 and ``chunk`` bytes of columns.
-    """
+    """No convolution: the voxels under the kernel become ``chunk`` bytes of columns, the kernel a matrix, in fp32."""
     _, height, width = g.padding
     x = padded(x, (width, width, height, height, 0, 0))
     wide = torch.float32 if x.dtype in HALVES else x.dtype
@@ -160,7 +154,7 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 
 def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
-    """What ``F.pad(x, padding, mode)`` gives: time by concatenation, rows and columns by the 2-D kernel.
+    """``F.pad(x, padding, mode)`` with time by concatenation, rows and columns by the 2-D kernel.
 
     Args:
         x: (B, C, T, H, W).
@@ -241,30 +235,6 @@ def _alike(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(weight.dtype).contiguous(memory_format=layout)
 
 
-def _frame_by_frame(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
-    taps = weight.shape[2]
-    # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
-    # come with their frames, has to be transposed. Whichever is smaller is copied; what is copied anyway costs nothing.
-    large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
-    by_channel = taps == 1 or chunk > 0 or g.groups > 1 or large
-    kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
-    # A library packs a kernel again in each call, so of a large one half at a time: a percent slower, and less memory.
-    halves = kernel.chunk(2) if large and not chunk else (kernel,)
-    biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
-
-    def plane(window: Tensor) -> Tensor:
-        sides = [
-            F.conv2d(window, half, offset, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
-            for half, offset in zip(halves, biases, strict=True)
-        ]
-        return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-
-    if not by_channel:
-        x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True)
-        g = g._replace(padding=(0, *g.padding[1:]))
-    return _over_windows(x, taps, g, chunk, by_channel, plane)
-
-
 def _over_windows(
     x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -296,16 +266,12 @@ def _over_windows(
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
-    """What ``many`` output frames from ``first`` on see: (B, many, C * taps, H, W), or taps * C if not by channel."""
+    """The input of ``many`` output frames from ``first`` on: (B, many, C * taps, H, W), else (..., taps * C, H, W)."""
     step, gap = g.stride[0], g.dilation[0]
-    starts = [first * step + tap * gap for tap in range(taps)]
-    if many == 1:
-        seen = frames[:, None, starts[0] : starts[-1] + 1 : gap]
-    elif taps == 1:
-        seen = frames[:, starts[0] : starts[0] + (many - 1) * step + 1 : step, None]
+    if taps > 1:  # then one frame at a time
+        seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]
     else:
-        shifted = [frames[:, start : start + (many - 1) * step + 1 : step] for start in starts]
-        seen = torch.stack(shifted, dim=3).transpose(2, 3)
+        seen = frames[:, first * step : (first + many - 1) * step + 1 : step, None]
     return (seen.transpose(2, 3) if by_channel else seen).flatten(2, 3)
 
 
@@ -329,7 +295,7 @@ def _columns(
 def _steps(
     size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """How many positions a kernel has in each direction."""
+    """The number of positions of a kernel in each direction."""
     rows = zip(size, kernel, stride, dilation, strict=True)
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 
@@ -341,20 +307,14 @@ FORMS: dict[Conv3dForm, Callable[[Tensor, Tensor, Tensor | None, Geometry, int],
     Conv3dForm.PATCHES: conv3d_by_patches,
     Conv3dForm.POINTWISE: conv3d_by_points,
     Conv3dForm.FRAMES: conv3d_by_frames,
-    Conv3dForm.FRAME_CHUNKS: conv3d_by_frame_chunks,
     Conv3dForm.MATMUL: conv3d_by_matmul,
 }
-BUDGETS: dict[Conv3dForm, int] = {
-    Conv3dForm.NATIVE: NATIVE_BYTES,
-    Conv3dForm.FP32: NATIVE_BYTES,
-    Conv3dForm.CHANNELS_LAST: NATIVE_BYTES,
-    Conv3dForm.MATMUL: MATMUL_BYTES,
-}
-"""The ``chunk`` of each form where the caller names none; :data:`CHUNK_BYTES` for the rest."""
+OWN = (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST)  # those that call the device's own conv3d
+BUDGETS = {**dict.fromkeys(OWN, NATIVE_BYTES), Conv3dForm.MATMUL: MATMUL_BYTES}  # the others: CHUNK_BYTES
 
 
 def convolve(
     form: Conv3dForm, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0
 ) -> Tensor:
-    """The convolution in ``form``; ``chunk`` bytes bound what it copies, 0 for the form's own bound."""
+    """The convolution by ``form``; ``chunk`` bytes bound what it copies, 0 for the implementation's own bound."""
     return FORMS[form](x, weight, bias, geometry, chunk or BUDGETS.get(form, CHUNK_BYTES))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +22,21 @@ from ..device.execution import to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
-from .attention_processors import full_name
-from .blocks import BLOCK_LISTS, FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .blocks import FORWARDS, OPS, BlockOps
 from .fp16_layers import (
+    FORWARD_OF,
     FULL,
     HALF,
-    LAYERS,
     SETTINGS,
     Fp32RotaryProcessor,
-    LeafKind,
-    LeafSettings,
+    LayerKind,
+    LayerSettings,
     RotaryTables,
     adapted_value,
     rms_norm,
     wide_swiglu,
 )
+from .structure import BLOCK_LISTS, full_name, submodule_at, transformer_blocks
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)
@@ -43,14 +44,15 @@ SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for th
 SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
 
 
-@dataclass(frozen=True, slots=True)
-class Fp16Report:
-    """What was rewritten, by kind, and what was left as fp32, by reason."""
+@dataclass(slots=True)
+class AppliedFp16:
+    """A rewrite that :meth:`restore` undoes: counts of rewritten layers by kind, and of blocks left fp32 by reason."""
 
     family: str
-    rewritten: Mapping[str, int]
-    left: Mapping[str, int]
     fp32_output: bool
+    rewritten: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
+    undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
         done = ", ".join(f"{count} {name}" for name, count in self.rewritten.items()) or "nothing"
@@ -58,25 +60,12 @@ class Fp16Report:
         how = "fp32-output products" if self.fp32_output else "products scaled by powers of two"
         return f"safe fp16 for {self.family} with {how}: {done}{left}"
 
-
-@dataclass(slots=True)
-class AppliedFp16:
-    """A rewrite that can be taken back."""
-
-    report: Fp16Report
-    undo: Undo = field(default_factory=Undo)
-
     def restore(self) -> None:
-        """Put back forwards, processors and weights, the newest change first.
-
-        Without ``keep_weights`` weights come back in their former dtype with the bits that fp16 had room for.
-        """
+        """Put back forwards, processors and dtypes, the newest change first; weights keep what fp16 had room for."""
         self.undo.restore()
 
 
-def apply_fp16_safe(
-    transformer: nn.Module, family: str, facts: Mapping[str, Any] | None = None, keep_weights: bool = False
-) -> AppliedFp16:
+def apply_fp16_safe(transformer: nn.Module, family: str, facts: Mapping[str, Any] | None = None) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
 
     Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
@@ -84,31 +73,30 @@ def apply_fp16_safe(
 
     Args:
         facts: what was probed; ``fp32_output`` says whether a GEMM of fp16 operands can come out in fp32.
-        keep_weights: keep the weights as they were, so that :meth:`AppliedFp16.restore` gives back the same tensors.
 
     Raises:
         UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
     _require_bare(transformer)
-    fp32_output = bool((facts or {}).get("fp32_output", False))
-    applied, done, left = AppliedFp16(Fp16Report(family, {}, {}, fp32_output)), Counter[str](), Counter[str]()
+    applied = AppliedFp16(family, bool((facts or {}).get("fp32_output", False)))
     halves: set[int] = set()
     for block in transformer_blocks(transformer):
-        leaves = LEAVES.get(full_name(block).removeprefix(UPSTREAM))
-        reason = f"{full_name(block)} is not a known class" if leaves is None else _unfit(block, leaves)
-        if leaves is None or reason:
-            left[reason] += 1
+        layers = LAYERS_OF.get(full_name(block).removeprefix(UPSTREAM))
+        reason = f"{full_name(block)} is not a known class" if layers is None else _unfit(block, layers)
+        if layers is None or reason:
+            applied.left[reason] += 1
             continue
-        halves.update(_attach_leaves(block, leaves, fp32_output, applied, done))
-        _attach_block(block, leaves, applied)
-        done["blocks"] += 1
+        halves.update(_attach_layers(block, layers, applied))
+        _attach_block(block, layers, applied)
+        applied.rewritten["blocks"] += 1
     for tensor in (*transformer.parameters(), *transformer.buffers()):
-        if tensor.is_floating_point():
-            _cast(tensor, HALF if id(tensor) in halves else FULL, keep_weights, applied)
+        dtype = HALF if id(tensor) in halves else FULL
+        if tensor.is_floating_point() and tensor.dtype is not dtype:
+            applied.undo.append(partial(_cast, tensor, tensor.dtype))
+            _cast(tensor, dtype)
     rope: Any = getattr(transformer, "rope", None)
-    if done["blocks"] and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
-        attach_rope(rope, applied)
-    applied.report = Fp16Report(family, dict(done), dict(left), fp32_output)
+    if applied.rewritten and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
+        applied.undo.patch(rope, _rope_forward)
     return applied
 
 
@@ -118,7 +106,7 @@ def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
 
 
 def fp32_output_works(device: torch.device) -> bool:
-    """Whether a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
+    """True where a GEMM of fp16 operands comes out in fp32 on ``device``: one small product, read back."""
     try:
         x = torch.full((16, 16), 300.0, dtype=HALF, device=device)
         product = torch.addmm(torch.ones(16, device=device), x, x.t(), alpha=2.0, out_dtype=FULL)
@@ -163,19 +151,13 @@ def fp16_sums() -> Iterator[None]:
         setattr(products, SUMS_SWITCH, before)
 
 
-def attach_rope(rope: nn.Module, applied: AppliedFp16) -> None:
-    """Make ``rope`` return its (cos, sin) as :class:`RotaryTables`."""
-    stock = type(rope).forward
-
-    def forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
-        # Without coordinates of its own every row of the batch has the same tables: one row is read instead of all.
-        shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
-        return RotaryTables(stock(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
-
-    applied.undo.patch(rope, forward)
+def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
+    """Upstream's (cos, sin) as :class:`RotaryTables`; one row of the batch where no coordinates tell rows apart."""
+    shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
+    return RotaryTables(type(rope).forward(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
 
-def _attach_block(block: nn.Module, leaves: Mapping[str, LeafKind], applied: AppliedFp16) -> None:
+def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> None:
     """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
     applied.undo.set(block, OPS, SAFE_OPS)
     applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)])
@@ -184,64 +166,54 @@ def _attach_block(block: nn.Module, leaves: Mapping[str, LeafKind], applied: App
             applied.undo.patch(module, rms_norm)
         elif type(module).__name__ == "SwiGLU":
             applied.undo.patch(module, wide_swiglu)
-    for path in {path.rpartition(".")[0] for path, kind in leaves.items() if kind is LeafKind.ROTATED}:
+    for path in {path.rpartition(".")[0] for path, kind in layers.items() if kind is LayerKind.ROTATED}:
         attention: Any = block.get_submodule(path)
         if full_name(attention.processor) == LTX_PROCESSOR:
             applied.undo.set(attention, "processor", Fp32RotaryProcessor())
 
 
-def _attach_leaves(
-    block: nn.Module, leaves: Mapping[str, LeafKind], fp32_output: bool, applied: AppliedFp16, done: Counter[str]
-) -> Iterator[int]:
-    """Rewrite the leaves of ``block``; the ids of the parameters that are to be fp16."""
+def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
+    """Rewrite the ``layers`` of ``block``; the ids of the parameters that are to be fp16."""
     made: dict[str, nn.Module] = {}
-    for path, kind in leaves.items():
+    for path, kind in layers.items():
         around: Any = submodule_at(block, path)
         if around is None:
             continue
-        leaf = _bare(around)
-        if kind is LeafKind.VALUE and leaf is not around:
+        layer = _bare(around)
+        if kind is LayerKind.VALUE and layer is not around:
             applied.undo.patch(around, adapted_value)
-        made[path] = leaf
-        done[kind.value] += 1
-        yield id(leaf.weight)
-        if leaf.bias is not None and kind is not LeafKind.FULL:
-            yield id(leaf.bias)
-        if kind is LeafKind.NARROW or (kind is LeafKind.ROTATED and not fp32_output):
+        made[path] = layer
+        applied.rewritten[kind.value] += 1
+        yield id(layer.weight)
+        if layer.bias is not None and kind is not LayerKind.FULL:
+            yield id(layer.bias)
+        if kind is LayerKind.NARROW or (kind is LayerKind.ROTATED and not applied.fp32_output):
             continue
         reach = 1.0
-        if kind is LeafKind.VALUE or (kind is not LeafKind.FULL and not fp32_output):
-            reach = max(1.0, float(torch.linalg.vector_norm(leaf.weight, dim=1, dtype=FULL).max()))
+        if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
+            reach = max(1.0, float(torch.linalg.vector_norm(layer.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
-        applied.undo.set(leaf, SETTINGS, LeafSettings(fp32_output, reach, kind is LeafKind.RESIDUAL, values))
-        applied.undo.patch(leaf, LAYERS[kind])
+        applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, kind is LayerKind.RESIDUAL, values))
+        applied.undo.patch(layer, FORWARD_OF[kind])
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, keep: bool, applied: AppliedFp16) -> None:
-    if tensor.dtype is dtype:
-        return
-    former, kept = tensor.dtype, tensor.data if keep else None
-
-    def back() -> None:
-        tensor.data = tensor.data.to(former) if kept is None else kept
-
+def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
     with torch.inference_mode(False), torch.no_grad():
         tensor.data = tensor.data.to(dtype)
-    applied.undo.append(back)
 
 
-def _unfit(block: nn.Module, leaves: Mapping[str, LeafKind]) -> str:
-    """Why ``block`` cannot be rewritten; empty when it can."""
-    for path in leaves:
-        leaf: Any = _bare(submodule_at(block, path))
-        if leaf is None:
+def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
+    """The reason why ``block`` cannot be rewritten; empty when it can."""
+    for path in layers:
+        layer: Any = _bare(submodule_at(block, path))
+        if layer is None:
             continue
-        if type(leaf) is not nn.Linear:
-            return f"{path} is a {type(leaf).__name__}"
-        if leaf.weight.dtype is HALF:
+        if type(layer) is not nn.Linear:
+            return f"{path} is a {type(layer).__name__}"
+        if layer.weight.dtype is HALF:
             continue
-        low, high = torch.aminmax(leaf.weight.data)
+        low, high = torch.aminmax(layer.weight.data)
         if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
             return f"weights of {path} do not fit into fp16"
     return ""
@@ -269,40 +241,42 @@ def _require_bare(transformer: nn.Module) -> None:
             )
 
 
-def _attention(name: str, added_too: bool = False, out: bool = True) -> dict[str, LeafKind]:
-    paths = {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("to_q", "to_k", "to_v")}
-    if added_too:
-        paths |= {f"{name}.{leaf}": LeafKind.NARROW for leaf in ("add_q_proj", "add_k_proj", "add_v_proj")}
-        paths |= {f"{name}.to_add_out": LeafKind.WIDE}
-    return paths | ({f"{name}.to_out.0": LeafKind.WIDE} if out else {})
+def _paths(names: str, kind: LayerKind, prefix: str = "") -> dict[str, LayerKind]:
+    return {prefix + name: kind for name in names.split()}
 
 
-def _feed(*names: str) -> dict[str, LeafKind]:
-    return {
-        path: kind
-        for name in names
-        for path, kind in ((f"{name}.net.0.proj", LeafKind.NARROW), (f"{name}.net.2", LeafKind.WIDE))
-    }
+_QKV, _TEXT_QKV = "to_q to_k to_v", "add_q_proj add_k_proj add_v_proj"
+_FEED = _paths("ff.net.0.proj", LayerKind.NARROW) | _paths("ff.net.2", LayerKind.WIDE)
+_FEEDS = _FEED | _paths("ff_context.net.0.proj", LayerKind.NARROW) | _paths("ff_context.net.2", LayerKind.WIDE)
+_MODULATIONS = _paths("norm1.linear norm1_context.linear", LayerKind.FULL)
 
 
-_JOINT = _attention("attn", added_too=True) | _feed("ff", "ff_context")
-_JOINT |= {"norm1.linear": LeafKind.FULL, "norm1_context.linear": LeafKind.FULL}
-_SINGLE = _attention("attn", out=False) | {
-    "proj_mlp": LeafKind.NARROW,
-    "proj_out": LeafKind.WIDE,
-    "norm.linear": LeafKind.FULL,
+def _both_streams(attention: str) -> dict[str, LayerKind]:
+    read = _paths(f"{_QKV} {_TEXT_QKV}", LayerKind.NARROW, attention)
+    return read | _paths("to_out.0 to_add_out", LayerKind.WIDE, attention) | _FEEDS | _MODULATIONS
+
+
+_JOINT = _both_streams("attn.")
+_SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | {
+    "proj_mlp": LayerKind.NARROW,
+    "proj_out": LayerKind.WIDE,
+    "norm.linear": LayerKind.FULL,
 }
-_CROSS: dict[str, LeafKind] = {
-    "attn2.to_q": LeafKind.RESIDUAL,
-    "attn2.to_k": LeafKind.WIDE,
-    "attn2.to_v": LeafKind.VALUE,
-    "attn2.to_out.0": LeafKind.WIDE,
+_CROSS: dict[str, LayerKind] = {
+    "attn2.to_q": LayerKind.RESIDUAL,
+    "attn2.to_k": LayerKind.WIDE,
+    "attn2.to_v": LayerKind.VALUE,
+    "attn2.to_out.0": LayerKind.WIDE,
 }
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
-LEAVES: Mapping[str, Mapping[str, LeafKind]] = {  # upstream's class to what becomes of its Linears, by path
+LAYERS_OF: Mapping[str, Mapping[str, LayerKind]] = {  # upstream's class to what becomes of its Linears, by path
     "transformer_ltx.LTXVideoTransformerBlock": (
-        _attention("attn1") | {"attn1.to_q": LeafKind.ROTATED, "attn1.to_k": LeafKind.ROTATED} | _CROSS | _feed("ff")
+        _paths("to_q to_k", LayerKind.ROTATED, "attn1.")
+        | _paths("to_v", LayerKind.NARROW, "attn1.")
+        | _paths("to_out.0", LayerKind.WIDE, "attn1.")
+        | _CROSS
+        | _FEED
     ),
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,
     "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": _SINGLE,
@@ -310,12 +284,6 @@ LEAVES: Mapping[str, Mapping[str, LeafKind]] = {  # upstream's class to what bec
     "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
     "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _JOINT,
     "transformer_mochi.MochiTransformerBlock": (
-        _attention("attn1", added_too=True)
-        | _feed("ff", "ff_context")
-        | {
-            "norm1.linear": LeafKind.FULL,
-            "norm1_context.linear": LeafKind.FULL,
-            "norm1_context.linear_1": LeafKind.FULL,
-        }
+        _both_streams("attn1.") | _paths("norm1_context.linear_1", LayerKind.FULL)
     ),
 }

@@ -1,4 +1,4 @@
-"""The layers of safe fp16: Linears whose operands are fp16 and whose results are not, norms, and rotation in fp32."""
+"""The layers of safe fp16: Linears with fp16 operands and fp32 results, norms, rotation, and attention's operands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..device.execution import to_host
 from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor
 
@@ -18,10 +19,18 @@ LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands
 RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
 SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
 EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
+MOST_SCORE = 256.0
+"""Largest scaled score in fp16. Rounded operands move it by at most 1/4; kernels that form scores in fp16, some of them
+before the scale, are far from overflow; and no operand leaves fp16's range, since |q| |k| bounds each product."""
+MOST_VALUE = 512.0  # kernels that add 64 products with values in fp16 (SageAttention's Triton) overflow at 1024
+SPREAD = 2.0**20  # between the largest and the smallest row of values: fp16 holds both to about a thousandth
+HIDDEN = -1e4  # a mask's value from which a key counts for nothing beside one that is seen
+MASK_ERROR = 2.0**-7  # what rounding may change a mask by
+FLOOR = 1e-15  # of a norm, so that the power of two that balances two norms is finite
 
 
-class LeafKind(enum.Enum):
-    """How a Linear in a block is computed."""
+class LayerKind(enum.Enum):
+    """The computation of a Linear in a block."""
 
     NARROW = "fp16 in and out"  # its input is normalised and its output bounded by that
     WIDE = "fp16 operands, fp32 out"  # feeds the residual
@@ -32,14 +41,14 @@ class LeafKind(enum.Enum):
 
 
 @dataclass
-class LeafSettings:
-    """The settings of a rewritten leaf.
+class LayerSettings:
+    """The settings of a rewritten layer.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
         reach: largest L2 norm of the weight's rows, at least 1.
         residual: whether it is fed from the residual.
-        values: for an attention's output projection, the VALUE leaf whose power of two it multiplies back in.
+        values: for an attention's output projection, the VALUE layer whose power of two it multiplies back in.
     """
 
     fp32_output: bool
@@ -56,52 +65,53 @@ def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def row_scales(x: Tensor, reach: float) -> Tensor:
-    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32."""
+    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32.
+
+    A row longer than 1.8e19 overflows here as it does in the fp32 model itself, whose norms square the same values.
+    """
     return scales_for(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL), reach)
 
 
 def scales_for(size: Tensor, reach: float) -> Tensor:
     """The power of two, at least 1, that keeps within fp16 what is at most ``size`` (fp32) times ``reach``."""
-    needed = size * (2.0 * reach / LIMIT)
-    # The exponent bits alone are the next lower power of two: exact on every device, which exp2(log2()) is not.
-    return (needed.view(torch.int32) & EXPONENT).view(FULL).clamp_(min=1.0)
+    return _power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
 
 
-def wide_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
-    settings: LeafSettings = getattr(leaf, SETTINGS)
+def wide_linear(layer: Any, x: Tensor) -> Tensor:
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
+    settings: LayerSettings = getattr(layer, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     if settings.fp32_output and x.dtype is HALF:
-        with weights_on(leaf, like=x) as (weight, bias):
+        with weights_on(layer, like=x) as (weight, bias):
             return _fp32_product(x, weight, bias, held)
     if settings.fp32_output and settings.residual:
-        return _divided_linear(leaf, x)
+        return _divided_linear(layer, x)
     scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
     x, total = to_fp16(x, scale), scale if held is None else scale * held
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         if settings.fp32_output:
             return _fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)
         return y * total if bias is None else torch.addcmul(bias.float(), y, total)
 
 
-def _divided_linear(leaf: Any, x: Tensor) -> Tensor:
+def _divided_linear(layer: Any, x: Tensor) -> Tensor:
     """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
 
     What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
     """
     x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
 
 
-def value_linear(leaf: Any, x: Tensor) -> Tensor:
+def value_linear(layer: Any, x: Tensor) -> Tensor:
     """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
-    settings: LeafSettings = getattr(leaf, SETTINGS)
+    settings: LayerSettings = getattr(layer, SETTINGS)
     scale = row_scales(x, settings.reach).amax()
-    leaf.__dict__[SCALE] = scale
+    layer.__dict__[SCALE] = scale
     x = to_fp16(x, scale)
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return functional.linear(x, weight, None if bias is None else to_fp16(bias, scale))
 
 
@@ -116,10 +126,10 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
-def full_linear(leaf: Any, x: Tensor) -> Tensor:
-    """The product of ``leaf`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
+def full_linear(layer: Any, x: Tensor) -> Tensor:
+    """The product of ``layer`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
     x = x.float()
-    with weights_on(leaf, like=x) as (weight, bias):
+    with weights_on(layer, like=x) as (weight, bias):
         return functional.linear(x, weight, bias)
 
 
@@ -166,12 +176,12 @@ def turn(x: Tensor, pairs: Tensor) -> Tensor:
     return to_fp16(x)
 
 
-LAYERS = {
-    LeafKind.WIDE: wide_linear,
-    LeafKind.RESIDUAL: wide_linear,
-    LeafKind.ROTATED: wide_linear,
-    LeafKind.VALUE: value_linear,
-    LeafKind.FULL: full_linear,
+FORWARD_OF = {
+    LayerKind.WIDE: wide_linear,
+    LayerKind.RESIDUAL: wide_linear,
+    LayerKind.ROTATED: wide_linear,
+    LayerKind.VALUE: value_linear,
+    LayerKind.FULL: full_linear,
 }
 
 
@@ -185,3 +195,62 @@ def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor 
         return torch.addcmul(bias.float(), y, total)
     alpha = 1.0 if total is None else total
     return torch.addmm(bias.float(), rows, columns, alpha=alpha, out_dtype=FULL).unflatten(0, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp16Operands:
+    """Operands (B, H, N, D) in fp16.
+
+    Args:
+        query, key, value: what was given, divided or multiplied by powers of two.
+        mask: in fp16 where it was floating; None for none.
+        scale: (B, H, 1, 1), fp32, by which the result is multiplied.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: Tensor
+
+
+def fp16_operands(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, gain: float = 1.0
+) -> Fp16Operands | None:
+    """The operands in fp16, by powers of two per head that change no product; None where fp16 would change the result.
+
+    Reads one small tensor from the device.
+
+    Args:
+        query, key, value: (B, H, N, D) and (B, H, M, D), of any size.
+        mask: broadcast to (B, H, N, M).
+        gain: what scores are multiplied by, beyond the usual 1 / sqrt(D).
+    """
+    high, low = (torch.linalg.vector_norm(each, dim=-1, dtype=FULL).amax(-1) for each in (query, key))
+    rows = value.abs().amax(-1).float()
+    largest = rows.amax(-1)
+    smallest = torch.where(rows > 0, rows, torch.inf).amin(-1)
+    numbers = [(high * low).amax() * (abs(gain) * query.shape[-1] ** -0.5), (largest / smallest).amax()]
+    limits = [MOST_SCORE, SPREAD]
+    narrow = mask
+    if mask is not None and mask.is_floating_point() and mask.dtype is not HALF:
+        narrow = mask.clamp(torch.finfo(HALF).min, torch.finfo(HALF).max).to(HALF)
+        error = torch.where(mask > HIDDEN, (mask - narrow).abs(), 0.0)
+        numbers += [error.amax().float(), -mask.amax(-1).amin().float()]  # a row that sees no key has no fp16 form
+        limits += [MASK_ERROR, -HIDDEN]
+    if not all(number <= limit for number, limit in zip(to_host(torch.stack(numbers)).tolist(), limits, strict=True)):
+        return None
+    balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
+    scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
+    return Fp16Operands(
+        query=(query / balance).to(HALF),
+        key=(key * balance).to(HALF),
+        value=(value / scale).to(HALF),
+        mask=narrow,
+        scale=scale,
+    )
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The next lower power of two, by the exponent bits alone: exact on every device, which exp2(log2()) is not."""
+    return (x.view(torch.int32) & EXPONENT).view(FULL)

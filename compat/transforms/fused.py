@@ -1,4 +1,4 @@
-"""Fused kernels in transformer blocks: which sites are replaced, and which are left alone and why.
+"""Fused kernels in transformer blocks: the fusion points that are replaced, and those left alone with the reason.
 
 A block is rewritten per instance, and only if its class, forward arguments, norms and attention are exactly what the
 rewrite expects; anything else is left alone and counted. Weights are not copied.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST, placed, to_host
 from ..memory.parts import Undo
-from .attention_processors import full_name
-from .blocks import FORWARDS, OPS, BlockOps, submodule_at, transformer_blocks
+from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
+from .structure import full_name, submodule_at, transformer_blocks
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)
@@ -51,11 +51,10 @@ SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 @dataclass(frozen=True, slots=True)
 class BlockFusion:
-    """How the blocks of one class are rewritten, beside their forward, which ``blocks.FORWARDS`` has.
+    """The rewrite of the blocks of one class, besides their forward, which ``blocks.FORWARDS`` has.
 
     Args:
-        arguments: names of those that upstream's forward has.
-        sites: kind of site to how many a block has.
+        sites: kind of fusion point to how many a block has.
         attention: path to the attention's stock processor.
         processor: takes the place of that one.
         layers: paths of layer norms without weight that the forward reads, which a block may lack.
@@ -63,7 +62,6 @@ class BlockFusion:
         gated: paths of feed-forwards, whose SwiGLU is replaced.
     """
 
-    arguments: tuple[str, ...]
     sites: Mapping[str, int]
     attention: Mapping[str, str]
     processor: type
@@ -74,9 +72,9 @@ class BlockFusion:
 
 @dataclass(slots=True)
 class FusedSites:
-    """What was replaced in one transformer: sites by kind, and blocks that were left, by reason; and the way back.
+    """The fusion points replaced in one transformer, by kind, and the blocks that were left, by reason.
 
-    ``gelus`` counts those that moved into the product before them, where ``epilogue`` says that products can.
+    ``gelus`` counts those that moved into the matmul before them, where ``epilogue`` says that matmuls can.
     """
 
     form: str
@@ -100,13 +98,18 @@ class FusedSites:
         self.undo.set(module, FORM, self.form)
         self.undo.patch(module, forward)
 
+    def leave(self, reason: str, sites: int) -> None:
+        """Count a block that stays as it is."""
+        self.left[reason] += 1
+        self.left_sites += sites
+
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
         self.undo.restore()
 
 
 def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
-    """The sites by kind that are fused in a published transformer.
+    """The fusion points by kind in a published transformer.
 
     Args:
         published: class, count, and whether they leave the text alone, of its blocks.
@@ -171,43 +174,44 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
     fused, whole = FusedSites(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
-        if fusion is not None and vars(block).get(OPS) is SAFE_OPS:  # safe fp16 has rewritten it
+        if fusion is None:
+            fused.leave(f"{full_name(block)} is not a known class", 0)
+            whole = False
+        elif vars(block).get(OPS) is SAFE_OPS:  # safe fp16 has rewritten it
             whole = _attach_rotation(block, fusion, fused) and whole
             _attach_gelu(block, fused)
-            continue
-        reason = "" if fusion is not None else f"{full_name(block)} is not a known class"
-        reason = reason or _unfit(block, fusion)  # type: ignore[arg-type]
-        if fusion is None or reason:
-            fused.left[reason] += 1
-            fused.left_sites += 0 if fusion is None else sum(sites_of(block, fusion).values())
+        elif reason := _unfit(block, fusion):
+            fused.leave(reason, sum(sites_of(block, fusion).values()))
             whole = False
-            continue
-        _attach(block, fusion, fused)
-        fused.sites.update(sites_of(block, fusion))
+        else:
+            _attach(block, fusion, fused)
     rope: Any = getattr(transformer, "rope", None)
     if whole and fused.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
         fused.patch(rope, half_rope)
     return fused
 
 
-def sites_of(block: nn.Module, fusion: BlockFusion) -> dict[str, int]:
-    """Kinds of sites of ``block`` with their counts; Mochi's last block does not work on its text."""
-    if getattr(block, "context_pre_only", False):
-        return LAST_MOCHI
-    return dict(fusion.sites)
+def sites_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
+    """Kinds of fusion points of ``block`` with their counts; Mochi's last block does not work on its text."""
+    return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.sites
+
+
+def _forward_of(block: nn.Module) -> Callable[..., Any]:
+    return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
 
 
 def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
     fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
     fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
     _attach_gelu(block, fused)
-    fused.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
+    fused.undo.patch(block, _forward_of(block))
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
             fused.patch(feed.net[0], gated_feed)
+    fused.sites.update(sites_of(block, fusion))
 
 
 def _attach_gelu(block: Any, fused: FusedSites) -> None:
@@ -220,7 +224,7 @@ def _attach_gelu(block: Any, fused: FusedSites) -> None:
 
 
 def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool:
-    """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys. Whether that was done."""
+    """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys; False where one is unknown."""
     done, kind = 0, full_name(block).rpartition(".")[2]
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
@@ -229,106 +233,90 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
             fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
             done += 1
     fused.sites.update({QK_ROTARY: done})
-    fused.left[f"fp16-safe replaces the rest of {kind}"] += 1
-    fused.left_sites += sum(sites_of(block, fusion).values()) - done
+    fused.leave(f"fp16-safe replaces the rest of {kind}", sum(sites_of(block, fusion).values()) - done)
     return done == len(fusion.attention)
 
 
-def other_forward(module: Any, arguments: tuple[str, ...]) -> str:
-    """Why the forward of ``module`` is not upstream's with these ``arguments``; empty when it is."""
+def other_forward(module: Any, ours: Callable[..., Any]) -> str:
+    """The reason why the forward of ``module`` is not upstream's with the arguments of ``ours``; empty when it is.
+
+    Classes that share ``ours`` may take its last two arguments as ``args`` and ``kwargs``, unread.
+    """
     if "forward" in vars(module):
         return "its forward has already been replaced"
-    own = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    return "" if own == arguments else f"its forward takes ({', '.join(own)})"
+    own, known = (tuple(inspect.signature(each).parameters)[1:] for each in (type(module).forward, ours))
+    return "" if own in (known, (*known[:-2], "args", "kwargs")) else f"its forward takes ({', '.join(own)})"
 
 
 def _unfit(block: Any, fusion: BlockFusion) -> str:
-    """Why ``block`` is not what the rewrite was written for; empty when it is."""
-    reason = other_forward(block, fusion.arguments)
-    if reason:
-        return reason
+    """The reason why ``block`` is not what the rewrite was written for; empty when it is."""
+    return other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), "")
+
+
+def _differences(block: Any, fusion: BlockFusion) -> Iterator[str]:
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
         if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock):
-            return f"{path} has a {type(attention.processor).__name__}"
+            yield f"{path} has a {type(attention.processor).__name__}"
         reason = _unfit_attention(attention)
-        if reason:
-            return f"{path}: {reason}"
+        yield f"{path}: {reason}" if reason else ""
     for path in fusion.layers:
         norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:
             weighted = "with" if getattr(norm, "weight", None) is not None else "without"
-            return f"{path} is a {type(norm).__name__} {weighted} weight"
+            yield f"{path} is a {type(norm).__name__} {weighted} weight"
     for path in fusion.means:
         norm = submodule_at(block, path)
-        if norm is not None and (full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None):
-            return f"{path} is a {type(norm).__name__}"
-    gates = [getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None]
-    for gate in gates:
+        yield "" if norm is None or is_rms_norm(norm) else f"{path} is a {type(norm).__name__}"
+    for gate in (getattr(block, path).net[0] for path in fusion.gated if getattr(block, path, None) is not None):
         if full_name(gate) != f"{UPSTREAM}activations.SwiGLU" or type(gate.activation) is not nn.SiLU:
-            return f"its feed-forward has a {type(gate).__name__}"
+            yield f"its feed-forward has a {type(gate).__name__}"
     activation = getattr(block, "act_mlp", None)
     if activation is not None and not (type(activation) is nn.GELU and activation.approximate == "tanh"):
-        return f"act_mlp is a {activation}"
-    return ""
+        yield f"act_mlp is a {activation}"
+
+
+def is_rms_norm(norm: Any) -> bool:
+    """True for an RMS norm of a known class, without bias."""
+    return full_name(norm) in RMS_NORMS and getattr(norm, "bias", None) is None
 
 
 def _unfit_attention(attention: Any) -> str:
     names = ("norm_q", "norm_k", *(TEXT if getattr(attention, "add_q_proj", None) is not None else ()))
-    norms = [getattr(attention, name, None) for name in names]
+    norms: list[Any] = [getattr(attention, name, None) for name in names]
     for name, norm in zip(names, norms, strict=True):
-        if full_name(norm) not in RMS_NORMS or getattr(norm, "bias", None) is not None:
+        if not is_rms_norm(norm):
             return f"{name} is a {type(norm).__name__}"
-    if len({norm.eps for norm in norms if norm is not None}) != 1:
+    if len({norm.eps for norm in norms}) != 1:
         return "its norms differ in eps"
-    width = norms[0].weight.shape[0] if norms[0].weight is not None else 0  # type: ignore[union-attr]
+    width = norms[0].weight.shape[0] if norms[0].weight is not None else 0
     return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
 
 
-_LTX = "transformer_ltx."
-_VIDEO = "transformer_hunyuan_video."
-_JOINT = ("hidden_states", "encoder_hidden_states", "temb", "attention_mask", "freqs_cis")
-_ANY, _REPLACED = ("args", "kwargs"), ("token_replace_emb", "num_tokens")
+_LTX, _VIDEO, _VIDEO15 = "transformer_ltx.", "transformer_hunyuan_video.", "transformer_hunyuan_video15."
 LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
-
-
-def _joint(more: tuple[str, ...], stock: str = f"{_VIDEO}HunyuanVideoAttnProcessor2_0") -> BlockFusion:
-    return BlockFusion(
-        arguments=(*_JOINT, *more),
-        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
-        attention={"attn": stock},
-        processor=FusedJoint,
-        layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-    )
-
-
-def _single(more: tuple[str, ...]) -> BlockFusion:
-    return BlockFusion(
-        arguments=(*_JOINT[:4], "image_rotary_emb", *more),
-        sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1},
-        attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
-        processor=FusedJoint,
-        layers=("norm.norm",),
-    )
-
-
+_JOINT = BlockFusion(
+    sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+    attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
+    processor=FusedJoint,
+    layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
+)
+_SINGLE = replace(_JOINT, sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1}, layers=("norm.norm",))
 FUSIONS: dict[str, BlockFusion] = {
     f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
-        arguments=("hidden_states", "encoder_hidden_states", "temb", "image_rotary_emb", "encoder_attention_mask"),
         sites={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
         attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
         processor=FusedCross,
         means=("norm1", "norm2"),
     ),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _joint(_ANY),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _single(_ANY),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _joint(_REPLACED),
-    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _single(_REPLACED),
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _joint(
-        _ANY, "transformer_hunyuan_video15.HunyuanVideo15AttnProcessor2_0"
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _JOINT,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _SINGLE,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
+    f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
+    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15TransformerBlock": replace(
+        _JOINT, attention={"attn": f"{_VIDEO15}HunyuanVideo15AttnProcessor2_0"}
     ),
     f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
-        arguments=("hidden_states", "encoder_hidden_states", "temb", "encoder_attention_mask", "image_rotary_emb"),
         sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
         attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
         processor=FusedJoint,
@@ -339,5 +327,5 @@ FUSIONS: dict[str, BlockFusion] = {
 HALVED = (  # rotary tables in which each value appears twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoRotaryPosEmbed",
-    f"{TRANSFORMERS}transformer_hunyuan_video15.HunyuanVideo15RotaryPosEmbed",
+    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15RotaryPosEmbed",
 )

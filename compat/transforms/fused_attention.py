@@ -16,8 +16,8 @@ from ...kernels.product import linear_gelu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
 from ..memory.hooks import weights_on
-from .attention_processors import CrossProcessor, JointProcessor, Processor
-from .blocks import norm_of, reads_its_weight
+from .attention_processors import CrossProcessor, JointProcessor, Processor, heads_of
+from .blocks import is_plain_linear, norm_of
 
 FORM = "_anygpu_kernels"  # on a rewritten module: which form of an operation it runs
 
@@ -29,18 +29,18 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
-    if not reads_its_weight(gated.proj):
+    if not is_plain_linear(gated.proj):
         return gated.gelu(gated.proj(hidden_states))
     with weights_on(gated.proj, like=hidden_states) as (weight, bias):
         return linear_gelu(hidden_states, weight, bias, form=getattr(gated, FORM))
 
 
 class FusedProcessor(Processor):
-    """What the fused processors share; attention and padding are set by ``replace_attention``.
+    """A processor on fused operations; its attention and padding are set by ``replace_attention``.
 
     Args:
         form: one of ``kernels.library.FORMS``.
-        narrow: whether queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
+        narrow: queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
     """
 
     def __init__(self, form: str, narrow: bool = False) -> None:
@@ -79,8 +79,9 @@ class FusedJoint(FusedProcessor, JointProcessor):
             joined = torch.cat([hidden_states, text], dim=1)
             attention = self(attn, joined, None, attention_mask, image_rotary_emb)
             return attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
-        query, key = (_heads(attn, leaf(hidden_states)) for leaf in (attn.to_q, attn.to_k))
-        value = _heads(attn, attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text))
+        query, key = (heads_of(attn, layer, hidden_states) for layer in (attn.to_q, attn.to_k))
+        value = attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text)
+        value = value.unflatten(2, (attn.heads, -1))
         tables = half(image_rotary_emb, query.shape[-1], per_head=True)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair = Pair(query, key, norm.weight, other.weight)
@@ -118,21 +119,21 @@ class FusedJoint(FusedProcessor, JointProcessor):
     def _with_text(
         self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query, key = _heads(attn, attn.add_q_proj(text)), _heads(attn, attn.add_k_proj(text))
+        query, key = heads_of(attn, attn.add_q_proj, text), heads_of(attn, attn.add_k_proj, text)
         with norm_of(attn.norm_added_q, query) as norm, norm_of(attn.norm_added_k, key) as other:
             text_pair = Pair(query, key, norm.weight, other.weight)
             return qk_norm_rope(pair, tables, eps, text_pair, self.out_dtype, self.form)
 
 
 def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
-    """Values (B, N + M, D) of both streams; written where they belong, where both leaves are nothing but products."""
-    leaves = (attn.to_v, attn.add_v_proj)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_bare, leaves)):
-        return torch.cat([leaf(x) for leaf, x in zip(leaves, (tokens, text), strict=True)], dim=1)
+    """Values (B, N + M, D) of both streams; written where they belong, where both layers are nothing but products."""
+    layers = (attn.to_v, attn.add_v_proj)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_bare, layers)):
+        return torch.cat([layer(x) for layer, x in zip(layers, (tokens, text), strict=True)], dim=1)
     count = tokens.shape[1]
-    joined = tokens.new_empty(tokens.shape[0], count + text.shape[1], leaves[0].out_features)
-    for leaf, x, part in zip(leaves, (tokens, text), (joined[:, :count], joined[:, count:]), strict=True):
-        with weights_on(leaf, like=x) as (weight, bias):
+    joined = tokens.new_empty(tokens.shape[0], count + text.shape[1], layers[0].out_features)
+    for layer, x, part in zip(layers, (tokens, text), (joined[:, :count], joined[:, count:]), strict=True):
+        with weights_on(layer, like=x) as (weight, bias):
             for row, out in zip(x, part, strict=True):
                 if bias is None:
                     torch.mm(row, weight.t(), out=out)
@@ -141,10 +142,10 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
     return joined
 
 
-def _bare(leaf: Any) -> bool:
-    """Whether ``leaf`` is a Linear without hooks, wrappers or patches."""
-    hooked = leaf._forward_hooks or leaf._forward_pre_hooks or "forward" in vars(leaf)
-    return type(leaf) is nn.Linear and not hooked
+def _bare(layer: Any) -> bool:
+    """True where ``layer`` is a Linear without hooks, wrappers or patches."""
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return type(layer) is nn.Linear and not hooked
 
 
 def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
@@ -175,7 +176,3 @@ def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
 
 def _every_other(table: Tensor) -> Tensor:
     return table.unflatten(-1, (-1, 2)).select(-1, 0)
-
-
-def _heads(attn: Any, tokens: Tensor) -> Tensor:
-    return tokens.unflatten(2, (attn.heads, -1))

@@ -31,11 +31,11 @@ from ...kernels.terms import (
     Pad,
 )
 from ..memory.hooks import own_tensors, weights_on
-from .attention_processors import full_name
 from .blocks import norm_of
 from .conv3d_forms import Conv3dForm
-from .fused import RMS_NORMS, FusedSites, other_forward
+from .fused import FusedSites, is_rms_norm, other_forward
 from .fused_attention import FORM
+from .structure import full_name
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
@@ -54,17 +54,15 @@ READS: Mapping[Conv3dForm, str] = {Conv3dForm.CHANNELS_LAST: CHANNELS_LAST, Conv
 
 @dataclass(frozen=True, slots=True)
 class VaeFusion:
-    """How the modules of one class are rewritten.
+    """The rewrite of the modules of one class.
 
     Args:
         forward: takes the place of the module's own.
-        arguments: those that upstream's forward has, by name.
         sites: pairs of the paths of a norm and of the convolution that reads it.
         activation: path of the SiLU.
     """
 
     forward: Callable[..., Any]
-    arguments: tuple[str, ...]
     sites: tuple[tuple[str, str], ...]
     activation: str
 
@@ -85,17 +83,16 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
             continue
         reason = _unfit(module, fusion)
         if reason:
-            fused.left[reason] += 1
-            fused.left_sites += len(fusion.sites)
-            continue
-        fused.patch(module, fusion.forward)
-        fused.sites[SITE] += len(fusion.sites)
+            fused.leave(reason, len(fusion.sites))
+        else:
+            fused.patch(module, fusion.forward)
+            fused.sites[SITE] += len(fusion.sites)
     return fused
 
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
-    """Why ``module`` is not what the rewrite was written for; empty when it is."""
-    reason = other_forward(module, fusion.arguments)
+    """The reason why ``module`` is not what the rewrite was written for; empty when it is."""
+    reason = other_forward(module, fusion.forward)
     if reason:
         return reason
     if type(getattr(module, fusion.activation)) is not nn.SiLU:
@@ -114,9 +111,8 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
 def _known_norm(norm: Any) -> bool:
     if full_name(norm) == VOXEL_NORM:
         return bool(norm.channel_first) and not isinstance(norm.bias, Tensor)
-    if full_name(norm) in RMS_NORMS:
-        return getattr(norm, "bias", None) is None
-    return full_name(norm) == GROUP_NORM or (full_name(norm) == FRAME_NORM and full_name(norm.norm_layer) == GROUP_NORM)
+    inner = norm.norm_layer if full_name(norm) == FRAME_NORM else norm
+    return is_rms_norm(norm) or full_name(inner) == GROUP_NORM
 
 
 def block(module: Any, hidden_states: Tensor) -> Tensor:
@@ -146,20 +142,14 @@ def ltx_block(module: Any, inputs: Tensor, temb: Any = None, generator: Any = No
 
 
 def hunyuan_decoder(decoder: Any, hidden_states: Tensor) -> Tensor:
-    """Upstream ``HunyuanVideoDecoder3D.forward``."""
-    hidden = decoder.mid_block(decoder.conv_in(hidden_states))
-    for up in decoder.up_blocks:
-        hidden = up(hidden)
-    return _convolved(decoder.conv_out, hidden, decoder.conv_norm_out, getattr(decoder, FORM))
-
-
-def hunyuan15_decoder(decoder: Any, hidden_states: Tensor) -> Tensor:
-    """Upstream ``HunyuanVideo15Decoder3D.forward``."""
-    hidden = decoder.conv_in(hidden_states) + hidden_states.repeat_interleave(repeats=decoder.repeat, dim=1)
-    hidden = decoder.mid_block(hidden)
-    for up in decoder.up_blocks:
-        hidden = up(hidden)
-    return _convolved(decoder.conv_out, hidden, decoder.norm_out, getattr(decoder, FORM))
+    """Upstream ``HunyuanVideoDecoder3D.forward`` and ``HunyuanVideo15Decoder3D.forward``."""
+    hidden = decoder.conv_in(hidden_states)
+    if full_name(decoder).startswith(HUNYUAN15):
+        hidden = hidden + hidden_states.repeat_interleave(repeats=decoder.repeat, dim=1)
+    for part in (decoder.mid_block, *decoder.up_blocks):
+        hidden = part(hidden)
+    norm = decoder.norm_out if full_name(decoder).startswith(HUNYUAN15) else decoder.conv_norm_out
+    return _convolved(decoder.conv_out, hidden, norm, getattr(decoder, FORM))
 
 
 def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor:
@@ -187,14 +177,11 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
     within = "forward" not in vars(conv)
     pad = _border(conv) if within else NO_PAD
     layout = _layout(conv.conv, x)
-    if full_name(norm) in (GROUP_NORM, FRAME_NORM):
-        per_frame = full_name(norm) == FRAME_NORM
-        inner = norm.norm_layer if per_frame else norm
-        with _group_norm_of(inner, x, per_frame) as terms:
+    with _norm_terms(norm, x) as terms:
+        if isinstance(terms, GroupNorm):
             ready = group_norm_silu_pad(x, terms, pad, layout=layout, form=form)
-    else:
-        with _voxel_norm_of(norm, x) as voxel:
-            ready = rms_silu_pad(x, voxel, modulation, pad, layout=layout, form=form)
+        else:
+            ready = rms_silu_pad(x, terms, modulation, pad, layout=layout, form=form)
     result = (conv.conv if within else conv)(ready)
     video: Tensor = result[0] if isinstance(result, tuple) else result
     return video
@@ -206,7 +193,7 @@ def _convolved_twice(module: Any, x: Tensor) -> Tensor:
 
 
 def _border(conv: Any) -> Pad:
-    """What the causal convolution ``conv`` replicates around its input before it calls the one inside."""
+    """The frames that the causal ``conv`` replicates around its input before it calls the convolution inside."""
     if full_name(conv) != LTX_CONV:
         return tuple(conv.time_causal_padding)  # type: ignore[return-value]
     taps = conv.kernel_size[0]
@@ -214,9 +201,9 @@ def _border(conv: Any) -> Pad:
     return 0, 0, 0, 0, before, after
 
 
-def _layout(leaf: Any, x: Tensor) -> str:
-    """The layout that ``leaf`` reads without a copy: that of its form, else that in which ``x`` came."""
-    choice = getattr(leaf, "conv3d_choice", None)
+def _layout(conv: Any, x: Tensor) -> str:
+    """The layout that ``conv`` reads without a copy: that of its implementation, else that in which ``x`` came."""
+    choice = getattr(conv, "conv3d_choice", None)
     if choice is not None:
         return READS.get(choice.form, CONTIGUOUS)
     last = x.stride(1) == 1 and x.shape[1] > 1
@@ -224,23 +211,21 @@ def _layout(leaf: Any, x: Tensor) -> str:
 
 
 @contextmanager
-def _group_norm_of(norm: Any, x: Tensor, per_frame: bool) -> Iterator[GroupNorm]:
-    if norm.weight is None:
+def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
+    """A norm as the operations take it; HunyuanVideo 1.5's divides by the length of a voxel, which is not a mean."""
+    per_frame = full_name(norm) == FRAME_NORM
+    norm = norm.norm_layer if per_frame else norm
+    if full_name(norm) == GROUP_NORM and norm.weight is None:
         yield GroupNorm(norm.num_groups, norm.eps, per_frame=per_frame)
-        return
-    with weights_on(norm, like=x) as (weight, bias):
-        yield GroupNorm(groups=norm.num_groups, eps=norm.eps, weight=weight, bias=bias, per_frame=per_frame)
-
-
-@contextmanager
-def _voxel_norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
-    """An RMS norm over channels; HunyuanVideo 1.5's divides by the length of a voxel, which is not a mean."""
-    if full_name(norm) != VOXEL_NORM:
+    elif full_name(norm) == GROUP_NORM:
+        with weights_on(norm, like=x) as (weight, bias):
+            yield GroupNorm(groups=norm.num_groups, eps=norm.eps, weight=weight, bias=bias, per_frame=per_frame)
+    elif full_name(norm) == VOXEL_NORM:
+        with own_tensors(norm):
+            yield Norm(RMS, LEAST_NORM**2 / x.shape[1], norm.gamma.flatten())
+    else:
         with norm_of(norm, x) as plain:
             yield plain
-        return
-    with own_tensors(norm):
-        yield Norm(RMS, LEAST_NORM**2 / x.shape[1], norm.gamma.flatten())
 
 
 def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
@@ -259,18 +244,13 @@ def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
 
 
 _PAIRS = (("norm1", "conv1"), ("norm2", "conv2"))
+_END = (("norm_out", "conv_out"),)
 FUSIONS: dict[str, VaeFusion] = {
-    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, ("hidden_states",), _PAIRS, "nonlinearity"),
-    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, ("inputs", "conv_cache"), _PAIRS, "nonlinearity"),
-    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, ("inputs", "temb", "generator"), _PAIRS, "nonlinearity"),
-    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(
-        hunyuan_decoder, ("hidden_states",), (("conv_norm_out", "conv_out"),), "conv_act"
-    ),
-    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(
-        hunyuan15_decoder, ("hidden_states",), (("norm_out", "conv_out"),), "conv_act"
-    ),
-    f"{LTX}LTXVideoDecoder3d": VaeFusion(
-        ltx_decoder, ("hidden_states", "temb"), (("norm_out", "conv_out"),), "conv_act"
-    ),
+    f"{HUNYUAN}HunyuanVideoResnetBlockCausal3D": VaeFusion(block, _PAIRS, "nonlinearity"),
+    f"{HUNYUAN15}HunyuanVideo15ResnetBlock": VaeFusion(block, _PAIRS, "nonlinearity"),
+    f"{MOCHI}MochiResnetBlock3D": VaeFusion(mochi_block, _PAIRS, "nonlinearity"),
+    f"{LTX}LTXVideoResnetBlock3d": VaeFusion(ltx_block, _PAIRS, "nonlinearity"),
+    f"{HUNYUAN}HunyuanVideoDecoder3D": VaeFusion(hunyuan_decoder, (("conv_norm_out", "conv_out"),), "conv_act"),
+    f"{HUNYUAN15}HunyuanVideo15Decoder3D": VaeFusion(hunyuan_decoder, _END, "conv_act"),
+    f"{LTX}LTXVideoDecoder3d": VaeFusion(ltx_decoder, _END, "conv_act"),
 }

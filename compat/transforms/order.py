@@ -1,4 +1,4 @@
-"""What happens to a part between reading and moving it: one plan, in the one order of operations.
+"""The rewrites of a part between reading and moving it: one plan, in the one order of operations.
 
 The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
 before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
@@ -18,18 +18,15 @@ import torch
 from torch import nn
 
 from ..memory.parts import Undo, role_of
-from . import attention_processors, attention_vae
 from .attention import Attention
-from .attention_processors import CROPPED, Attend, Padding, cropping, full_name
-from .conv3d import choose_by, swap_conv3d
-from .conv3d_choice import Timings, runs_natively
-from .conv3d_layers import history_tables
+from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, Padding, cropping
+from .conv3d import history_tables, swap_conv3d
+from .conv3d_choice import Timings, choose_by, runs_natively
+from .structure import full_name
 
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]
 Apply = Callable[[str, nn.Module], Back | None]
-PROCESSORS = {**attention_processors.PROCESSORS, **attention_vae.PROCESSORS}
-BLOCKS = {**attention_processors.BLOCKS, **attention_vae.BLOCKS}
 
 
 class Order(IntEnum):
@@ -149,7 +146,7 @@ def replace_attention(module: nn.Module, attend: Attend) -> Back:
     """Make every known attention of a transformer or VAE call ``attend``; returns what puts everything back.
 
     A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
-    that is given padding calls ``by_rows`` or ``across`` of :mod:`.attention_processors`.
+    that is given padding calls ``by_rows`` of :mod:`.attention_processors`.
 
     Args:
         attend: from query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D).

@@ -1,4 +1,4 @@
-"""Skips work that changed little since the previous step, with diffusers' caches. Lossy.
+"""Step caches: diffusers' ways to skip work that changed little since the previous step. Lossy.
 
 Several of them silently do nothing on some of these transformers, or share their cache between the two branches of
 guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from ..device.execution import COMPILED, HOST, placed, to_host
 from ..errors import InputError, UnsupportedError
 from ..memory.parts import Undo
-from .blocks import transformer_blocks
+from .structure import transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
@@ -40,7 +40,7 @@ WARM_UP = 2  # steps that an extrapolation needs
 
 @dataclass(frozen=True, slots=True)
 class StepCacheSettings:
-    """What the user asks of a step cache.
+    """The user's settings of a step cache.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -74,9 +74,8 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
         InputError: an unknown choice or a number out of range. UnsupportedError: an unknown kind.
     """
     if preset not in PRESET_CHOICES:
-        raise InputError(
-            f"preset {preset!r}", expected=f"one of {', '.join(PRESET_CHOICES)}", fix="Choose one of these."
-        )
+        known = f"one of {', '.join(PRESET_CHOICES)}"
+        raise InputError(f"preset {preset!r}", expected=known, fix="Choose one of these.")
     if preset == OFF:
         return None
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
@@ -92,20 +91,14 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
         ("end", asked.end, 0.0, 1.0),
     ):
         if not low <= value <= high:
-            raise InputError(
-                f"{name} {value:g}",
-                expected=f"{low:g} to {high:g}",
-                fix=f"The nearest is {min(max(value, low), high):g}.",
-            )
+            nearest = f"The nearest is {min(max(value, low), high):g}."
+            raise InputError(f"{name} {value:g}", expected=f"{low:g} to {high:g}", fix=nearest)
     if asked.start >= asked.end:
-        raise InputError(
-            f"start {asked.start:g} at or after end {asked.end:g}", expected="start before end", fix="Lower start."
-        )
+        found = f"start {asked.start:g} at or after end {asked.end:g}"
+        raise InputError(found, expected="start before end", fix="Lower start.")
     if asked.device not in DEVICES:
         raise InputError(f"cache device {asked.device!r}", expected="device or cpu", fix="Choose one of these.")
-    return StepCacheSettings(
-        kind=kind, threshold=threshold, interval=interval, start=asked.start, end=asked.end, device=asked.device
-    )
+    return replace(asked, kind=kind, threshold=threshold, interval=interval)
 
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
@@ -136,7 +129,7 @@ def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: flo
 
 @dataclass(slots=True)
 class Count:
-    """How often the units that a cache skips would have run, and ran."""
+    """Runs of the units that a cache skips: those without it, and those that happened."""
 
     units: int = 0
     forwards: int = 0
@@ -166,9 +159,9 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
         steps: of one sampling.
     """
     active = _Active(transformer, settings, steps)
-    with torch.inference_mode(False), torch.no_grad():
-        active.put_on()
     try:
+        with torch.inference_mode(False), torch.no_grad():
+            active.attach()
         yield active.count
     finally:
         active.undo.restore()
@@ -187,26 +180,19 @@ class _Active:
     rows: int = 0
     ran_before: int = 0
 
-    def put_on(self) -> None:
+    def attach(self) -> None:
         units = list(_units(self.transformer, self.settings.kind))
         self.count.units, self.count.unit = len(units), "block" if self.settings.kind == FIRST_BLOCK else "attention"
-        try:
-            for unit in units:
-                self._counting(unit)
-            _register_blocks()
-            self.transformer.enable_cache(self._config())
-            self.undo.append(self.transformer.disable_cache)
-            for hook in _hooks(self.transformer):
-                if hasattr(hook, "threshold"):
-                    hook._should_compute_remaining_blocks = partial(_changed, hook._should_compute_remaining_blocks)
-            for register, hook in (
-                (self.transformer.register_forward_pre_hook, self._before),
-                (self.transformer.register_forward_hook, self._after),
-            ):
-                self.undo.append(register(hook, with_kwargs=True).remove)
-        except BaseException:
-            self.undo.restore()
-            raise
+        for unit in units:
+            self.undo.set(unit, "forward", partial(self._counted, unit.forward))
+        _register_blocks()
+        self.transformer.enable_cache(self._config())
+        self.undo.append(self.transformer.disable_cache)
+        for hook in _hooks(self.transformer):
+            if hasattr(hook, "threshold"):
+                hook._should_compute_remaining_blocks = partial(_changed, hook._should_compute_remaining_blocks)
+        self.undo.append(self.transformer.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        self.undo.append(self.transformer.register_forward_hook(self._after, with_kwargs=True).remove)
 
     def acts(self) -> bool:
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
@@ -260,14 +246,9 @@ class _Active:
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
 
-    def _counting(self, unit: Any) -> None:
-        inner, count = unit.forward, self.count
-
-        def forward(*args: Any, **named: Any) -> Any:
-            count.ran += 1
-            return inner(*args, **named)
-
-        self.undo.set(unit, "forward", forward)
+    def _counted(self, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        self.count.ran += 1
+        return inner(*args, **named)
 
 
 class _Measured(torch.Tensor):
@@ -279,7 +260,7 @@ class _Measured(torch.Tensor):
 
 
 def _changed(decide: Callable[[torch.Tensor], bool], residual: torch.Tensor) -> bool:
-    """What ``decide`` of diffusers' cache says of the first block's residual, (B, N, D); it compares by ``item``."""
+    """The verdict of diffusers' ``decide`` on the first block's residual, (B, N, D); it compares by ``item``."""
     return decide(residual.as_subclass(_Measured))
 
 
@@ -320,9 +301,8 @@ def _place_states(transformer: nn.Module, device: torch.device, current_only: bo
     for hook in _hooks(transformer):
         states = [hook.state] if hasattr(hook, "state") else []
         for manager in _managers(hook):
-            for name, state in manager._state_cache.items():
-                if not current_only or manager._context is None or manager._context.name == name:
-                    states.append(state)
+            current = manager._context.name if current_only and manager._context is not None else None
+            states += [state for name, state in manager._state_cache.items() if current in (None, name)]
         for state in states:
             for name, value in list(vars(state).items()):
                 setattr(state, name, placed(value, device))

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.ops
 import torch
@@ -20,11 +20,8 @@ from torch import Tensor
 from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
-from ...compat.transforms.fp16_layers import FULL, HALF
+from ...compat.transforms.fp16_layers import FULL, HALF, Fp16Operands, fp16_operands
 from .counts import INNER, Counts
-
-if TYPE_CHECKING:
-    from ...compat.transforms.fp16_attention import Fp16Operands
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
 BUILDS_SCORES = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
@@ -34,7 +31,7 @@ FUSED, EXACT = "by torch's fused kernel", "exact in fp32"
 
 @dataclass(frozen=True, slots=True)
 class AttentionOverride:
-    """What core calls in the place of its attention function.
+    """The attention that core calls in the place of its own function.
 
     Args:
         attention: computes where torch has no fused kernel.
@@ -50,7 +47,7 @@ class AttentionOverride:
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What ``func`` returns for core's arguments: q, k, v, heads, and the rest by name or in its order."""
+        """The result of ``func`` for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         query = args[0]
@@ -60,11 +57,9 @@ class AttentionOverride:
         if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
-        named = dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
+        named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
         if safe and (foreign or call.has_kernel(HALF, self.attention)):
-            from ...compat.transforms.fp16_attention import fp16_operands
-
             operands = fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
             if operands is not None:
                 self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
@@ -86,7 +81,7 @@ class AttentionOverride:
 
         @functools.wraps(func)
         def computed(*args: Any, **kwargs: Any) -> Tensor:
-            call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+            call = Heads.of(*args[:3], _named(func, args, kwargs))
             if call.has_kernel(args[0].dtype, self.attention):
                 return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
             return call.exact(self.attention).to(args[0].dtype)
@@ -132,11 +127,11 @@ class AttentionOnRequest:
     before: Callable[..., Tensor] | None = None
 
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What ``func`` returns for core's arguments."""
+        """The result of ``func`` for core's arguments."""
         if not other_attention_asked():
             kernel = func if self.before is None else functools.partial(self.before, func)
             return kernel(*args, **kwargs)
-        call = Heads.of(*args[:3], dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs)
+        call = Heads.of(*args[:3], _named(func, args, kwargs))
         return call.merged(chunked(call.query.float() * call.gain, call.key, call.value, call.mask)).to(args[2].dtype)
 
 
@@ -195,7 +190,7 @@ class Heads:
         return cls(query, key, value, mask, gain, bool(named.get("skip_output_reshape")))
 
     def has_kernel(self, dtype: torch.dtype, attention: Attention) -> bool:
-        """Whether torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
+        """True where torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
         if dtype in attention.avoided:
             return False
         mask = self.mask
@@ -216,13 +211,17 @@ class Heads:
 
 
 def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """What looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
+    """A tensor that looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
     return tensor.new_empty((1, 1, 1, tensor.shape[-1]), dtype=dtype).expand(tensor.shape)
+
+
+def _named(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of core's function after q, k and v, by name: the order of its arguments has changed before."""
+    return dict(zip(_names(func)[3:], args[3:], strict=False)) | kwargs
 
 
 @functools.cache
 def _names(func: Callable[..., Tensor]) -> tuple[str, ...]:
-    """The names of the arguments of core's function, whose order has changed before."""
     return tuple(inspect.signature(func).parameters)
 
 

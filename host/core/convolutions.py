@@ -1,4 +1,4 @@
-"""Core's 3-D convolutions in the exact forms that work on a device."""
+"""Core's 3-D convolutions by the exact implementations that work on a device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.transforms.conv3d import layer_of
+from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_forms import convolve, padded
-from ...compat.transforms.conv3d_layers import geometry_of, own_edges
 from .ownership import is_own_convolution
 
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
@@ -20,12 +19,12 @@ HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's calle
 
 @dataclass(frozen=True, slots=True)
 class ConvForward:
-    """In the place of a layer's ``_conv_forward``: the same sums in the form that was chosen.
+    """In the place of a layer's ``_conv_forward``: the same sums by the implementation that was chosen.
 
     A plain object without the layer's weights: a copy of a patcher for another device can share it.
     """
 
-    leaf: nn.Module
+    layer: nn.Module
     choice: Conv3dChoice
 
     def __call__(
@@ -34,9 +33,9 @@ class ConvForward:
         """As ``torch.nn.Conv3d``; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
         if autopad == "causal_zero":
             weight = weight[:, :, -x.shape[2] :]
-        edges, mode = own_edges(self.leaf)
+        edges, mode = own_edges(self.layer)
         x = x if edges is None else padded(x, edges, mode)
-        return convolve(self.choice.form, x, weight, bias, geometry_of(self.leaf), self.choice.chunk_bytes)
+        return convolve(self.choice.form, x, weight, bias, geometry_of(self.layer), self.choice.chunk_bytes)
 
 
 def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> Iterator[tuple[str, ConvForward]]:
@@ -45,9 +44,9 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
     Args:
         dtype: in which the layers are computed.
     """
-    for name, leaf in network.named_modules():
-        if not isinstance(leaf, nn.Conv3d) or HOOK in leaf.__dict__ or not is_own_convolution(leaf):
+    for name, layer in network.named_modules():
+        if not isinstance(layer, nn.Conv3d) or HOOK in layer.__dict__ or not is_own_convolution(layer):
             continue
-        choice = choose(layer_of(name, leaf, dtype))
+        choice = choose(layer_of(name, layer, dtype))
         if choice is not None:
-            yield name, ConvForward(leaf, choice)
+            yield name, ConvForward(layer, choice)

@@ -22,7 +22,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
-from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LeafSettings, scales_for, wide_linear
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, scales_for, wide_linear
 from .convolutions import HOOK
 from .counts import COUNTS, Counts, note_call
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
@@ -99,11 +99,11 @@ def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return wide_linear(leaf, x)
 
 
-def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LeafSettings:
+def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
     """What ``leaf`` needs for safe products: its weight is cast to the device of ``like`` once, and measured."""
     with cast_weights(leaf, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
-    return LeafSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+    return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -119,11 +119,11 @@ def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return y if bias is None else y + bias.view(-1, 1, 1)
 
 
-def _conv_settings(leaf: Any, like: Tensor) -> LeafSettings:
+def _conv_settings(leaf: Any, like: Tensor) -> LayerSettings:
     """What a 2-D convolution needs: the largest sum of absolute weights, by which its results are bounded."""
     with cast_weights(leaf, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
-    return LeafSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
+    return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How numbers are widened when read and rounded when written, on a device and in Triton's interpreter."""
+"""Numbers upcast when read and rounded when written, on a device and in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor's rows are found without copying it: strides, row counts, block sizes."""
+"""A tensor's rows, found without copying it: strides, row counts, block sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block_for(x: Tensor, width: int, per_thread: int = PER_THREAD) -> tuple[int,
 
 
 def warps_for(x: Tensor, elements: int, per_thread: int = PER_THREAD) -> int:
-    """How many warps share a tile of ``elements`` on the device of ``x``."""
+    """The number of warps that share a tile of ``elements`` on the device of ``x``."""
     lanes = 32 if INTERPRETED else _lanes(triton.runtime.driver.active, x.device)
     return min(max(elements // (lanes * per_thread), 1), 512 // lanes)
 
@@ -62,7 +62,7 @@ def grid_for(rows: int, block: int) -> tuple[int]:
 
 @triton.jit
 def modulation_row(token, split):
-    """Which row of a modulation a token takes: its own, or with ``split`` (not 0) row 0 or 1."""
+    """The row of a modulation that a token takes: its own, or with ``split`` (not 0) row 0 or 1."""
     return tl.where(split > 0, (token >= split).to(tl.int64), token)
 
 

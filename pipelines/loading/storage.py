@@ -180,5 +180,5 @@ class SafeFp16:
         if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
-        (log.warning if applied.report.left else log.info)("%s", applied.report)
+        (log.warning if applied.left else log.info)("%s", applied)
         return applied.restore

@@ -28,7 +28,7 @@ from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError
 from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.transfer import Transfer
-from ...compat.transforms.attention_processors import full_name
+from ...compat.transforms.structure import full_name
 from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
 Region = tuple[int, int, int, int]

@@ -21,7 +21,7 @@ from ...compat.device.failures import DEVICE_ERRORS
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.ranks import Group
-from ...compat.transforms.attention_processors import full_name
+from ...compat.transforms.structure import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, DecodeMethod
 

@@ -53,24 +53,25 @@ def test_runs_are_in_order_whole_and_even() -> None:
 
 
 @pytest.mark.parametrize(("size", "heads", "tokens", "text"), [(2, 2, 7, 3), (3, 5, 7, 0), (4, 6, 9, 2)])
-@pytest.mark.parametrize("masked", ["", "whole", "own"])
+@pytest.mark.parametrize("masked", ["", "whole", "own", "own, added"])
 def test_attention_of_each_rank_is_its_share(size: int, heads: int, tokens: int, text: int, masked: str) -> None:
     """``own``: a mask that a processor made for this rank's keys."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, tokens + text, 4, generator=generator) for _ in range(3))
     valid = torch.ones(2, 1, 1, tokens + text, dtype=torch.bool)
     valid[0, ..., tokens + 1 :] = False
-    mask = valid if masked and text else None
+    added = torch.zeros(valid.shape).masked_fill(~valid, -1.5)
+    mask = (added if "added" in masked else valid) if masked and text else None
     whole = functional.scaled_dot_product_attention(q, k, v, mask)
 
     def own(group: Group) -> torch.Tensor:
         split = TokenSplit(group, PLAN)
         split.begin(tokens)
         keep = [*range(tokens)[split.run], *range(tokens, tokens + text)]
-        given = mask[..., keep] if masked == "own" and mask is not None else mask
+        given = mask[..., keep] if "own" in masked and mask is not None else mask
         attend = SplitAttention(split, functional.scaled_dot_product_attention)
         result = attend(q[:, :, keep], k[:, :, keep], v[:, :, keep], given)
-        assert torch.equal(result, whole[:, :, keep])
+        torch.testing.assert_close(result, whole[:, :, keep], rtol=0, atol=1e-6 if "added" in masked else 0)
         return result[:, :, : split.length]
 
     assert torch.equal(torch.cat(on_threads(size, own), dim=2), whole[:, :, :tokens])

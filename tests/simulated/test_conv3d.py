@@ -16,9 +16,9 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.hooks import own_tensors, weights_on
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.standalone import StandaloneOffloader
-from anygpu.compat.transforms.conv3d import Conv3dForm, swap_conv3d
+from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
-from anygpu.compat.transforms.conv3d_forms import Geometry
+from anygpu.compat.transforms.conv3d_forms import Conv3dForm, Geometry
 from anygpu.compat.transforms.order import conv3d_step
 from anygpu.pipelines.pipeline import Parts
 from torch import nn
@@ -295,7 +295,7 @@ def test_forms_are_timed_on_the_device(acc: torch.device) -> None:
     with accelerator.hook(CONVOLUTIONS, before=no_volumes):
         times = form_times(layer, acc, (3, 8, 8), repeats=1)
         assert form_error(Conv3dForm.NATIVE, layer, acc) is None
-    assert set(times) == {"frames", "frame_chunks", "matmul"}
+    assert set(times) == {"frames", "matmul"}
     chosen = choose_by({}, lambda *_: times)(layer)
     assert chosen is not None and chosen.form.value == min(times, key=times.__getitem__), (
         "the facts' choice did not run"

@@ -123,6 +123,6 @@ def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
     dtypes = {key: tensor.dtype for key, tensor in read.state_dict().items()}
     assert dtypes[name] is torch.float32 and dtypes[name.replace("0.ff", "1.ff")] is torch.float16
     assert dtypes["proj_out.weight"] is torch.float32
-    report = apply_fp16_safe(read, "mochi").report
+    report = apply_fp16_safe(read, "mochi")
     assert report.left == {"weights of ff.net.2 do not fit into fp16": 1} and report.rewritten["blocks"] == 1
     assert float(read.transformer_blocks[0].ff.net[2].weight[0, 0]) == 1e5

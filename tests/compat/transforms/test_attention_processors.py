@@ -9,14 +9,9 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.transforms.attention import Attention
-from anygpu.compat.transforms.attention_processors import (
-    Padding,
-    across,
-    by_rows,
-    full_name,
-    valid_counts,
-)
+from anygpu.compat.transforms.attention_processors import Padding, Processor, by_rows, valid_counts
 from anygpu.compat.transforms.order import replace_attention
+from anygpu.compat.transforms.structure import full_name
 from tiny.recipes import TINY
 from tiny.weights import randomise
 from torch import nn
@@ -304,8 +299,8 @@ def test_rows_and_counts() -> None:
     assert torch.equal(found[0, :, 3], torch.zeros(1, 8)), "a padded query gets zeros"
     masked = torch.full((2, 1, 4), 0.0)
     masked[0, :, 3] = -10000.0
-    apart = across(functional.scaled_dot_product_attention, Padding(), q, k, v, masked)
-    cropped = across(functional.scaled_dot_product_attention, Padding((1, 0)), q, k, v, masked)
+    apart = Processor().by_text_rows(q, k, v, masked[:, None])
+    cropped = Processor(padding=Padding((1, 0))).by_text_rows(q, k, v, masked[:, None])
     assert torch.allclose(apart, cropped, rtol=0, atol=8 * EPS * float(v.abs().max()))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunked
-from anygpu.compat.transforms.fp16_attention import MOST_VALUE, fp16_operands
+from anygpu.compat.transforms.fp16_layers import MOST_VALUE, fp16_operands
 from attention_cases import (
     HALF,
     Kernel,

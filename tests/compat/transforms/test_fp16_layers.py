@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from anygpu.compat.memory.parts import Undo
-from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LeafSettings, adapted_value, value_linear
+from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LayerSettings, adapted_value, value_linear
 from torch import nn
 
 
@@ -21,7 +21,7 @@ def adapted(features: int, size: float) -> tuple[nn.Module, torch.Tensor]:
     base = layer.base_layer
     base.weight.data, base.bias.data = base.weight.data.to(HALF), base.bias.data.to(HALF)
     reach = max(1.0, float(torch.linalg.vector_norm(base.weight.float(), dim=1).max()))
-    setattr(base, SETTINGS, LeafSettings(False, reach, False, None))
+    setattr(base, SETTINGS, LayerSettings(False, reach, False, None))
     undo = Undo()
     undo.patch(base, value_linear)
     undo.patch(layer, adapted_value)

@@ -149,7 +149,7 @@ def test_a_voxel_of_zeros_stays_zero():
     norm = vae.decoder.norm_out
     x = torch.zeros(1, norm.gamma.shape[0], 1, 1, 2)
     x[..., 1] = 1e-3
-    with fused_vae._voxel_norm_of(norm, x) as terms:
+    with fused_vae._norm_terms(norm, x) as terms:
         found = group_norm.rms_silu_pad(x, terms, silu=False)
     torch.testing.assert_close(found, norm(x), rtol=1e-5, atol=0)
 
