@@ -91,7 +91,7 @@ def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Pa
     """A folder of tiny checkpoints, where ``part`` of ``family`` has its published widths."""
     import tiny
 
-    for name in (family, *tiny.recipe_for(family).beside):
+    for name in (family, *tiny.TINY[family].beside):
         shutil.copytree(tiny.build(name, ROOT / ".build" / "time"), scratch / name)
     widened(part, family, scratch / family, dtype)
     return scratch

@@ -296,13 +296,7 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
 
 
 def _unet_reader(
-    kind: str,
-    part: str,
-    count: int,
-    config: Mapping[str, Any],
-    stored: Weights,
-    dtypes: Dtypes,
-    attention: Attention,
+    kind: str, part: str, count: int, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
 ) -> Reader:
     """What reads a UNet of ``count`` tensors."""
 

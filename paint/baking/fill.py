@@ -22,11 +22,7 @@ EXACT_SWEEPS = 6  # the least of the reference's: what reproduces its fixture to
 
 
 def filled(
-    baked: Baked,
-    surface: Surface,
-    method: str = "auto",
-    exact: bool = False,
-    check: Callable[[], None] = lambda: None,
+    baked: Baked, surface: Surface, method: str = "auto", exact: bool = False, check: Callable[[], None] = lambda: None
 ) -> Tensor:
     """(T, T, 3): the texture with every texel coloured.
 

@@ -23,24 +23,12 @@ VOXELS_PER_CELL = 8  # at the first level, for each row of latents
 LEAST_SHARE = 16  # a cell needs this part of its pixels on the object
 
 
-class _SelfSecond(nn.Module):
-    """Projections of the second material beside those of an attention."""
+class _SecondMaterial(nn.ModuleDict):
+    """Projections ``names`` and the output of the second material, for an attention that has those of the first."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.to_q_mr = nn.Linear(width, width, bias=False)
-        self.to_k_mr = nn.Linear(width, width, bias=False)
-        self.to_v_mr = nn.Linear(width, width, bias=False)
-        self.to_out_mr = nn.ModuleList([nn.Linear(width, width)])
-
-
-class _ValuesSecond(nn.Module):
-    """Values and output of the second material beside those of an attention."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.to_v_mr = nn.Linear(width, width, bias=False)
-        self.to_out_mr = nn.ModuleList([nn.Linear(width, width)])
+    def __init__(self, width: int, names: str) -> None:
+        super().__init__({f"to_{name}_mr": nn.Linear(width, width, bias=False) for name in names})
+        self["to_out_mr"] = nn.ModuleList([nn.Linear(width, width)])
 
 
 class SelfAttention(MultiHeadAttention):
@@ -48,14 +36,14 @@ class SelfAttention(MultiHeadAttention):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
-        self.processor = _SelfSecond(width)
+        self.processor = _SecondMaterial(width, "qkv")
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """(B, M, V, N, D) from the same."""
         other = self.processor
         layers = (
             (self.to_q, self.to_k, self.to_v, self.to_out[0]),
-            (other.to_q_mr, other.to_k_mr, other.to_v_mr, other.to_out_mr[0]),
+            (other["to_q_mr"], other["to_k_mr"], other["to_v_mr"], other["to_out_mr"][0]),
         )
         results = []
         for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
@@ -75,14 +63,14 @@ class ReferenceAttention(MultiHeadAttention):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
-        self.processor = _ValuesSecond(width)
+        self.processor = _SecondMaterial(width, "v")
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
         query, key = self.split(self.to_q(x)), self.split(self.to_k(seen))
-        values = torch.cat((self.to_v(seen), self.processor.to_v_mr(seen)), dim=-1)
+        values = torch.cat((self.to_v(seen), self.processor["to_v_mr"](seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
-        outputs = (self.to_out[0], self.processor.to_out_mr[0])
+        outputs = (self.to_out[0], self.processor["to_out_mr"][0])
         results = [out(joined(self.attend(query, key, half))) for out, half in zip(outputs, halves, strict=True)]
         return torch.stack(results, dim=1)
 

@@ -65,17 +65,11 @@ def test_a_caption_and_its_scene_are_the_same():
     assert scenes.scene_in("a red fox walks through fresh snow") is None
 
 
-LATER = [
-    pytest.param(name, marks=pytest.mark.full) for name in ("hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
-]
 FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 
 
-@pytest.mark.parametrize("name", ["ltx", *LATER])
-def test_a_demo_model_takes_the_size_it_was_trained_for_and_draws_what_is_asked(name):
-    pipeline = load(LoadRequest(MODELS / name, precision="fp32", device="cpu"))
-    defaults = of_checkpoint(pipeline).sizes.defaults
-    assert (defaults.width, defaults.height, defaults.frames) == (64, 64, FRAMES.get(name, 9))
+def test_a_demo_model_draws_what_is_asked():
+    pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
         assert scenes.scene_of(drawing.drawn(pipeline, prompt)).caption == prompt
 

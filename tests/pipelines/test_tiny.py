@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.errors import CheckpointError
 
 MODEL = ("config.json", "diffusion_pytorch_model.safetensors")
 ENCODER = ("config.json", "model.safetensors")
@@ -194,13 +194,6 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
     tiny.build("siglip", tmp_path)
     with pytest.raises(CheckpointError, match="'seed': 1"):
         tiny.build("siglip", tmp_path, seed=1)
-
-
-def test_wrong_names_are_refused(tmp_path):
-    with pytest.raises(InputError, match="'wan'"):
-        tiny.build("wan", tmp_path)
-    with pytest.raises(InputError, match="no pipeline"):
-        tiny.one_shot("siglip", tmp_path)
 
 
 def test_the_dtype_is_that_of_the_files(tmp_path):

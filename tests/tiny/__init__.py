@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.errors import CheckpointError
 from torch import nn
 
 from .recipes import TINY, Part, Recipe
@@ -41,10 +41,9 @@ def build(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.
         ``folder / name``. It appears complete, by one rename, so two processes may build it at the same time.
 
     Raises:
-        InputError: ``name`` is not in the table.
         CheckpointError: ``folder / name`` exists and is not this checkpoint with this seed and dtype.
     """
-    recipe = recipe_for(name)
+    recipe = TINY[name]
     target = Path(folder) / name
     marker = {"name": name, "seed": seed, "dtype": str(dtype).removeprefix("torch."), "recipe": RECIPE_VERSION}
     if is_built(target, marker):
@@ -76,17 +75,11 @@ def one_shot(name: str, folder: Path, *, pipeline: str = "", dtype: torch.dtype 
         folder: as for :func:`build`, which is called for what is missing; what is there is used as it is.
         pipeline: another diffusers class for the same folder, such as ``LTXImageToVideoPipeline``.
         dtype: of the loaded weights.
-
-    Raises:
-        InputError: ``name`` is not in the table, or is only a part of other pipelines.
     """
     import diffusers
     from transformers import PreTrainedTokenizerFast
 
-    recipe = recipe_for(name)
-    if not recipe.pipeline:
-        runnable = ", ".join(key for key, other in TINY.items() if other.pipeline)
-        raise InputError(f"tiny checkpoint {name!r} has no pipeline", expected=f"one of {runnable}", fix="Name one.")
+    recipe = TINY[name]
     own, *beside = (_at_hand(key, Path(folder)) for key in (name, *recipe.beside))
     with _silence():
         home, given = own, {}
@@ -102,19 +95,6 @@ def one_shot(name: str, folder: Path, *, pipeline: str = "", dtype: torch.dtype 
         pipe = cls.from_pretrained(home, torch_dtype=dtype, local_files_only=True, **given)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def recipe_for(name: str) -> Recipe:
-    """The row of :data:`TINY`.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name not in TINY:
-        raise InputError(
-            f"no tiny checkpoint is called {name!r}", expected=f"one of {', '.join(TINY)}", fix="Name one of these."
-        )
-    return TINY[name]
 
 
 def is_built(target: Path, marker: dict[str, Any]) -> bool:
