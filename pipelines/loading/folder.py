@@ -40,7 +40,7 @@ from ...compat.transforms.attention import Attention, attention_for, avoided_by,
 from ...compat.transforms.conv3d_choice import kept_timings
 from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
-from ..base import Parts, Pipeline, Progress, Silent, Tools
+from ..base import DEMOS, Parts, Pipeline, Progress, Silent, Tools
 from ..family import FamilySpec
 from ..memory.estimates import sizes_of
 from ..memory.fit import fit_host_memory, host_weight_decisions, offload_options, require_room
@@ -57,6 +57,7 @@ from .single_file import Composed, Files, composed, encoder_task, family_in, lon
 from .storage import SafeFp16
 
 INDEX = "model_index.json"
+OF_DEMOS = "_anygpu_parts_of"  # part to the demo model that ships it, for a part that two of them have
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
 
@@ -338,7 +339,11 @@ def _folders_in(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
+        shared = index.get(OF_DEMOS)
+        there = shared if isinstance(shared, dict) else {}
+        offered = {child.name: child for child in DEMOS.iterdir()} if there else {}
+        homes = {name: offered.get(str(there.get(name)), folder) for name in pairs}
+        return {name: homes[name] / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
         raise CheckpointError(
             f"no folder {str(folder)!r}",

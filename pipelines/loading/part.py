@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat.checkpoints.headers import STORED, TensorEntry, declared
+from ...compat.checkpoints.headers import STORED, TensorEntry
 from ...compat.checkpoints.packed import (
     Stored,
     dense_bytes,
@@ -24,6 +24,7 @@ from ...compat.checkpoints.packed import (
     packable,
     stays_packed,
 )
+from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import is_view, read_json, read_tensors, weight_files
 from ...compat.errors import CheckpointError
 from ...compat.memory.host_weights import Views, mark_views
@@ -121,7 +122,7 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
         CheckpointError: configuration or weights are missing or damaged.
     """
     config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
-    entries = declared(weight_files(folder, name))
+    entries = described(weight_files(folder, name))
     if not entries:
         raise CheckpointError(
             f"no tensors in the weights of {str(folder)!r}", expected=f"the {name}", fix="Download this folder again."
