@@ -16,7 +16,7 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import job_format, jobs, tiny
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.job_format import Adapter, Caching, Content, Job, Picture, job_in, read_job, write_job
-from anygpu.pipelines.jobs import Machine, Places
+from anygpu.pipelines.jobs import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.requests import LOAD_INPUTS
@@ -122,6 +122,10 @@ def test_a_model_is_known_by_its_content(tiny_folder: Path, tmp_path: Path, monk
         Places((tmp_path / "there",)).model(content)
     lenient = Places((tmp_path / "there",), differences=[])
     assert lenient.model(content) == there.with_name("ltx") and len(lenient.differences or []) == 1
+    former = Content("ltx", next(iter(FORMER_DEMOS)))
+    assert lenient.model(former) and "with the demo model of version 0.1.0" in (lenient.differences or [])[-1]
+    with pytest.raises(CheckpointError, match=r"the demo model of version 0\.1\.0"):
+        Places((tmp_path / "there",)).model(former)
     with pytest.raises(CheckpointError):
         Places((tmp_path / "there",)).model(Content("../there/ltx"))
     large = tmp_path / "large.safetensors"
