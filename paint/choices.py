@@ -64,7 +64,7 @@ PUBLISHED_SPACING, DELIGHT_STEPS = "trailing", 50
 
 @functools.cache
 def demo_paint_models() -> dict[str, Path]:
-    """Choice to folder of what ships with the pack, such as ``demo: Hunyuan3D paint (26 MB)``; none where none is."""
+    """Choice to folder of what ships with the pack, such as ``demo: Hunyuan3D paint (7 MB)``; none where none is."""
     named = {}
     with suppress(OSError):  # nodes list their choices even where a demo cannot be read
         for folder in sorted(filter(is_paint_folder, MODELS.iterdir())):

@@ -39,7 +39,7 @@ def test_a_download_that_was_listed_half_way_is_listed_when_it_is_whole(folders,
 
 def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
     choices = folders.model_choices()
-    assert choices[0] == "demo: LTX-Video (8 MB)" and choices == list(folders.demo_models())
+    assert choices[0] == "demo: LTX-Video (4 MB)" and choices == list(folders.demo_models())
     for choice in choices:
         assert (folders.model_folder(choice) / "model_index.json").is_file()
 
@@ -64,7 +64,7 @@ def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_n
 
 def test_the_paint_demo_is_the_last_choice_and_stands_in_while_no_paint_model_is_installed(folders, tmp_path):
     (demo,) = folders.paint_choices()
-    assert demo == "demo: Hunyuan3D paint (26 MB)" and (folders.paint_path(demo) / "unet" / "config.json").is_file()
+    assert demo == "demo: Hunyuan3D paint (7 MB)" and (folders.paint_path(demo) / "unet" / "config.json").is_file()
     assert folders.paint_stand_in("hunyuan3d-paint-v2-0") == folders.paint_stand_in("a/hunyuan3d-delight-v2-0") == demo
     assert folders.paint_stand_in("hunyuan3d-paintpbr-v2-1") == folders.paint_stand_in("mine") == ""
     for part in ("unet", "vae"):

@@ -63,6 +63,7 @@ class TensorEntry:
         swapped: whether the two halves of its rows change places.
         heads: above 0, rows of each of so many heads are pairs side by side and come as first halves before second
             halves, as rotary embeddings of transformers want.
+        mask: the bitmap of the values that the file has, in the order of the tensor's elements; the others are zero.
     """
 
     file: Path
@@ -75,6 +76,7 @@ class TensorEntry:
     scale: TensorEntry | None = None
     swapped: bool = False
     heads: int = 0
+    mask: TensorEntry | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -88,8 +90,8 @@ class TensorEntry:
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether its bytes are not plain values: a block format, or numbers with a scale."""
-        return bool(self.codec) or self.scale is not None
+        """Tell whether its bytes are not plain values: a block format, numbers with a scale, or only some of them."""
+        return bool(self.codec) or self.scale is not None or self.mask is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
         """``count`` rows from ``first`` on, as an entry of their own."""

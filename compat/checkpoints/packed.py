@@ -180,7 +180,7 @@ def stays_packed(name: str, entry: TensorEntry) -> bool:
 
     That rounds nothing, so it holds for every matrix, modulations included.
     """
-    if len(entry.shape) != 2 or not name.endswith(".weight") or TABLE.search(name):
+    if len(entry.shape) != 2 or entry.mask is not None or not name.endswith(".weight") or TABLE.search(name):
         return False
     return codec_is_usable(entry.codec) if entry.codec else STORED[entry.dtype].itemsize == 1 and not is_table(name)
 

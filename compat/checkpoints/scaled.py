@@ -6,19 +6,61 @@ A dropped scale raises no error but makes weights wrong by a factor, so unknown 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedError
-from .headers import TensorEntry, json_object
+from .headers import TensorEntry, damaged, entries_and_notes, json_object, possible_shape
 
 SCALES = (".scale_weight", ".weight_scale", ".fp8_scale")  # of a weight: before and after ComfyUI 0.4, Tencent's
 ASIDE = (".scale_input", ".input_scale", ".comfy_quant", ".pre_quant_scale")  # about the matrix product, not the weight
 MARK = "scaled_fp8"
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # values times one number, or one per row
 NARROW = ("F8_E4M3", "F8_E5M2", "I8")
+SPARSE, MASK = "anygpu_sparse", ".mask"  # shapes of tensors whose zeros a file leaves out, and the bitmap of each
+
+
+def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
+    """All tensors of a part's ``files`` by name, each with its scale and its mask.
+
+    Raises:
+        CheckpointError: a file is damaged, or two of them have a tensor of the same name. UnsupportedError: as
+            :func:`with_scales`.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        found, notes = entries_and_notes(file)
+        mine = with_scales(with_masks(found, notes, file), notes, file)
+        twice = sorted(entries.keys() & mine.keys())
+        if twice:
+            raise damaged(file, f"tensor {twice[0]!r}, which {entries[twice[0]].file.name} has too")
+        entries.update(mine)
+    return entries
+
+
+def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
+    """``entries`` with the masks of sparse tensors attached, in the shapes that the file's metadata gives them.
+
+    A mask has a bit for each element, so that a file cannot claim more than eight elements a byte.
+
+    Raises:
+        CheckpointError: a shape, a mask and its values that do not go together.
+    """
+    kept = dict(entries)
+    for name, sides in _parsed(notes.get(SPARSE, "{}")).items():
+        values, mask = kept.get(name), kept.pop(name + MASK, None)
+        try:
+            shape = possible_shape(map(int, sides))
+        except (TypeError, ValueError):
+            shape = ()
+        count = math.prod(shape)
+        fits = mask is not None and mask.dtype == "U8" and mask.shape == ((count + 7) // 8,)
+        if not shape or values is None or mask is None or not fits or len(values.shape) != 1 or values.shape[0] > count:
+            raise damaged(path, f"the sparse tensor {name!r} of {sides} without a mask that fits")
+        kept[name] = replace(values, shape=shape, mask=mask)
+    return kept
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:

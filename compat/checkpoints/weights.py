@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -268,6 +269,8 @@ def _read_one(
 ) -> torch.Tensor:
     """The tensor of ``entry``, read straight into its own memory, or through one slice where it is cast."""
     stored = STORED[entry.dtype]
+    if entry.mask is not None:
+        return _spread(file, entry, dtype or stored, advance)
     file.seek(entry.start)
     if entry.is_packed and dtype is not None:
         return _unpacked(file, entry, dtype, advance)
@@ -308,6 +311,25 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
         part.copy_(values)
         advance(raw.numel())
     return result.view(entry.shape)
+
+
+def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
+    """The tensor as ``dtype`` of which the file has the values under its mask; zeros elsewhere."""
+    assert entry.mask is not None
+    bits = _read_one(file, entry.mask, None, lambda _bytes: None)
+    places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
+    stored = STORED[entry.dtype]
+    count = entry.total_bytes // stored.itemsize
+    if len(places) != count or (count and int(places[-1]) >= math.prod(entry.shape)):
+        raise damaged(entry.file, f"a mask of {len(places)} values where {count} are stored")
+    values = _read_one(file, replace(entry, shape=(count,), scale=None, mask=None), None, advance).to(torch.float32)
+    result = torch.zeros(math.prod(entry.shape), dtype=torch.float32)
+    result[places] = values
+    result = result.view(entry.shape)
+    if entry.scale is not None:
+        factors = _read_one(file, entry.scale, torch.float32, lambda _bytes: None)
+        result *= factors.reshape(-1, *[1] * (result.ndim - 1))
+    return result.to(dtype)
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

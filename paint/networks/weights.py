@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import STORED, TensorEntry, declared, plain_status
+from ...compat.checkpoints.headers import TensorEntry, plain_status
+from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import read_tensors, weight_files
 from ...compat.errors import CheckpointError, InputError, PackError
 from ..choices import STORED_AS as CHOICES
@@ -53,8 +54,7 @@ class Weights:
         groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}
         for name in names:
             entry = self.entries[name]
-            floating = STORED[entry.dtype].is_floating_point
-            groups.setdefault(dtype_of(name) if floating else None, {})[name] = entry
+            groups.setdefault(dtype_of(name) if entry.is_floating else None, {})[name] = entry
         tensors: dict[str, torch.Tensor] = {}
         for dtype, entries in groups.items():
             tensors |= read_tensors(entries, dtype, advance)
@@ -90,7 +90,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
 
 
 def _safetensors(files: list[Path]) -> Weights:
-    entries = declared(files)
+    entries = described(files)
     if not entries:
         raise CheckpointError(
             f"no tensors in the weights of {str(files[0])!r}",

@@ -20,7 +20,7 @@ LORAS = MODELS.with_name("loras")
 
 @functools.cache
 def demo_models() -> dict[str, Path]:
-    """Choice to folder, such as ``demo: LTX-Video (8 MB)``; those of the smallest family first."""
+    """Choice to folder, such as ``demo: LTX-Video (4 MB)``; those of the smallest family first."""
     named = {}
     for folder in find_models([MODELS]):
         with suppress(OSError):  # nodes list their choices even where a demo cannot be read

@@ -12,12 +12,14 @@ from ...compat.checkpoints.weights import read_json
 from ...compat.errors import CheckpointError
 from ..base import Progress
 from ..family import FamilySpec
+from ..pipeline import DEMOS
 from ..registry import FAMILIES
 from .evidence import other_class
 from .part import without_text
 from .single_file import encoder_task, lone_task, transformer_file
 
 INDEX = "model_index.json"
+OF_DEMOS = "_anygpu_parts_of"  # part to the demo model that ships it, for a part that two of them have
 ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 
 
@@ -131,7 +133,11 @@ def folders_in(folder: Path) -> dict[str, Path]:
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-        return {name: folder / name for name, (_, cls) in pairs.items() if cls is not None}
+        shared = index.get(OF_DEMOS)
+        there = shared if isinstance(shared, dict) else {}
+        offered = {child.name: child for child in DEMOS.iterdir()} if there else {}
+        homes = {name: offered.get(str(there.get(name)), folder) for name in pairs}
+        return {name: homes[name] / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
         raise CheckpointError(
             f"no folder {str(folder)!r}",

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import STORED, TensorEntry, declared
-from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, stays_packed
+from ...compat.checkpoints.headers import STORED, TensorEntry
+from ...compat.checkpoints.packed import (
+    dense_bytes,
+    kept_plain,
+    memory_bytes,
+    stays_packed,
+)
+from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import is_view, read_json, weight_files
 from ...compat.errors import CheckpointError
 from ..base import Progress
@@ -99,7 +105,7 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
         CheckpointError: configuration or weights are missing or damaged.
     """
     config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
-    entries = declared(weight_files(folder, name))
+    entries = described(weight_files(folder, name))
     if not entries:
         raise CheckpointError(
             f"no tensors in the weights of {str(folder)!r}", expected=f"the {name}", fix="Download this folder again."

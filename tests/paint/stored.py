@@ -37,7 +37,7 @@ def weights(kind: str, part: str = "unet") -> dict[str, torch.Tensor]:
 
 @cache
 def _weights(kind: str, part: str) -> dict[str, torch.Tensor]:
-    folder = FIXTURES / NAMES["paint" if (kind, part) == ("paint_pbr", "vae") else kind]
+    folder = FIXTURES / NAMES["paint" if part == "vae" else kind]  # one VAE for all
     found: dict[str, torch.Tensor] = {}
     for file in sorted([*folder.glob(f"{part}.xz"), *folder.glob(f"{part}_?.xz")]):
         found |= {name: tensor.float() / GRID for name, tensor in load(lzma.decompress(file.read_bytes())).items()}

@@ -30,7 +30,7 @@ def pipeline():
 
 def test_it_is_listed_with_its_size_and_has_a_card():
     ((choice, model),) = demo_paint_models().items()
-    assert choice == "demo: Hunyuan3D paint (26 MB)"
+    assert choice == "demo: Hunyuan3D paint (7 MB)"
     assert f"# {choice.partition(' (')[0]}\n" in (model / "README.md").read_text(encoding="utf-8")
 
 

@@ -124,6 +124,10 @@ def test_a_model_is_known_by_its_content(tiny_folder: Path, tmp_path: Path, monk
         Places((tmp_path / "there",)).model(content)
     lenient = Places((tmp_path / "there",), differences=[])
     assert lenient.model(content) == there.with_name("ltx") and len(lenient.differences or []) == 1
+    former = Content("ltx", next(iter(FORMER_DEMOS)))
+    assert lenient.model(former) and "with the demo model of version 0.1.0" in (lenient.differences or [])[-1]
+    with pytest.raises(CheckpointError, match=r"the demo model of version 0\.1\.0"):
+        Places((tmp_path / "there",)).model(former)
     with pytest.raises(CheckpointError):
         Places((tmp_path / "there",)).model(Content("../there/ltx"))
     large = tmp_path / "large.safetensors"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints import headers
 from anygpu.compat.checkpoints import weights as checkpoints
+from anygpu.compat.checkpoints.scaled import SPARSE, described
 from anygpu.compat.errors import CheckpointError
 from safetensors.torch import save_file
 
@@ -264,3 +265,23 @@ def test_every_bf16_pattern_becomes_fp32_exactly(tmp_path):
     expected = (patterns.to(torch.int32) << 16).view(torch.float32)
     same = (found == expected) | (found.isnan() & expected.isnan())
     assert bool(same.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
+def test_a_sparse_tensor_is_read_as_the_dense_one_that_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
+    right = torch.zeros(5, 3, 2)
+    right.view(-1)[[0, 7, 8, 29]] = torch.tensor([1.0, -2.0, 3.0, 4.0])
+    bits = torch.zeros(32, dtype=torch.uint8)
+    bits[:30] = (right != 0).flatten()
+    mask = (bits.view(4, 8) << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+    stored = {"a.weight": right[right != 0].to(dtype), "a.weight.mask": mask}
+    if dtype.itemsize == 1:
+        stored["a.weight_scale"] = torch.tensor([[1.0], [2.0], [1.0], [1.0], [0.5]])
+        right = right * stored["a.weight_scale"][:, :, None]
+    path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a.weight": [5, 3, 2]}'})
+    assert torch.equal(checkpoints.read_tensors(described([path]), torch.float32, ignore)["a.weight"], right)
+    for shape, wrong in (("[5, 3, 3]", mask), ("[5, 3, 2]", mask | 1 << 3), ("[]", mask), ("[-1]", mask)):
+        stored["a.weight.mask"] = wrong
+        checkpoints.write_tensors(path, stored, {SPARSE: f'{{"a.weight": {shape}}}'})
+        with pytest.raises(CheckpointError, match=r"sparse tensor 'a\.weight'|mask of 8 values where 4"):
+            checkpoints.read_tensors(described([path]), torch.float32, ignore)
