@@ -66,7 +66,7 @@ test-windows: $(READY) accelerator
 # Every package at the oldest version that requirements.txt and the README allow, in an environment of its own.
 FLOORS := .build/floors
 FLOOR_TORCH := 2.8.0
-FLOOR_TESTS := tests/compat/checkpoints tests/pipelines/loading tests/pipelines/latents tests/pipelines/families \
+FLOOR_TESTS := tests/compat/checkpoints tests/pipelines/files tests/pipelines/latents tests/pipelines/families \
 	tests/paint tests/hostile tests/test_render.py
 test-floors:
 	@mkdir -p .build && sed 's/>=/==/' requirements.txt > .build/floors.txt

@@ -297,8 +297,8 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .compat.decision import AUTO
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
-    from .pipelines.loading import lora
-    from .pipelines.loading.models import family_of_folder
+    from .pipelines.files.models import family_of_folder
+    from .pipelines.load import lora
     from .pipelines.records import job as job_format
     from .pipelines.vae.plan import Form
 

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 import published  # noqa: E402
 from anygpu.pipelines.forecast.memory import fastest, forecasts  # noqa: E402
-from anygpu.pipelines.loading import folder as loading  # noqa: E402
+from anygpu.pipelines.load import folder as loading  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
 from anygpu.pipelines.vae import plan  # noqa: E402
 

@@ -57,7 +57,7 @@ def samplings(folder: Path) -> list[dict[str, object]]:
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.demo import demo_models
     from anygpu.pipelines.latents.steps import KeptSteps
-    from anygpu.pipelines.loading.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import LoadRequest, load
 
     class Counted(KeptSteps):
         count = 0

@@ -21,8 +21,8 @@ from comfy_execution.utils import get_executing_context
 from ..compat.errors import InputError
 from ..pipelines.base import ImageCondition
 from ..pipelines.demo.stand_in import corner
-from ..pipelines.loading import lora as loras
-from ..pipelines.loading.lora_kinds import BIAS
+from ..pipelines.files.lora_kinds import BIAS
+from ..pipelines.load import lora as loras
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.settings import of_checkpoint
 from .core_patches import unread_patches

@@ -12,9 +12,9 @@ from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
+from ..pipelines.files.download import published_family, remedy
+from ..pipelines.files.models import family_of_folder, find_models
 from ..pipelines.latents.steps import FOLDER
-from ..pipelines.loading.download import published_family, remedy
-from ..pipelines.loading.models import family_of_folder, find_models
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")

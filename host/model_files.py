@@ -7,8 +7,8 @@ from pathlib import Path
 
 import comfy
 
-from ..pipelines.loading.formats import ENDINGS, kinds
-from ..pipelines.loading.single_file import AUTO, Files
+from ..pipelines.files.formats import ENDINGS, kinds
+from ..pipelines.files.single_file import AUTO, Files
 from .folders import NO_FILE, path_of, roots, stamp
 
 # The model folders in which each part is looked for; the first is where a new file goes. ``unet`` and ``clip``, the

@@ -12,9 +12,9 @@ from ..compat.decision import AUTO
 from ..compat.errors import PackError
 from ..paint.choices import CACHE_LIMIT
 from ..pipelines.base import Silent
-from ..pipelines.loading.folder import LoadRequest
-from ..pipelines.loading.models import part_folders
-from ..pipelines.loading.single_file import Files
+from ..pipelines.files.models import part_folders
+from ..pipelines.files.single_file import Files
+from ..pipelines.load.folder import LoadRequest
 from ..pipelines.requests import LOAD_INPUTS, load_request
 from . import folders, memory_manager, model_files
 

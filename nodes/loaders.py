@@ -15,10 +15,10 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..host.server import panel
 from ..pipelines.decisions import status_of
-from ..pipelines.loading import lora as adapters
-from ..pipelines.loading.evidence import variant_choices
-from ..pipelines.loading.folder import LoadRequest, load
-from ..pipelines.loading.placed import load_placed
+from ..pipelines.files.evidence import variant_choices
+from ..pipelines.load import lora as adapters
+from ..pipelines.load.folder import LoadRequest, load
+from ..pipelines.load.placed import load_placed
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import PRECISIONS
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs

@@ -12,9 +12,9 @@ from ..host.progress import NodeProgress
 from ..paint.choices import KINDS
 from ..pipelines import report as reports
 from ..pipelines.demo.stand_in import own_inputs
+from ..pipelines.files import download as downloads
 from ..pipelines.forecast import page as memory_plan
 from ..pipelines.forecast.memory import Forecast
-from ..pipelines.loading import download as downloads
 from .inputs import Paint, Pipeline, schema, size_inputs
 
 

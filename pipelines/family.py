@@ -16,7 +16,7 @@ from ..compat.device.precision import PLAIN, ModelPrecision
 from ..compat.memory.parts import denoises
 from ..compat.ranks import SplitPlan
 from .hooks import code_of
-from .loading.keys import Layout
+from .keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
 FITS = ("nearest bucket", "crop", "pad", "stretch")

@@ -14,14 +14,14 @@ from ..compat.errors import InputError
 from . import stages
 from .base import FramePackSettings, ImageRequest, Latents, Progress, SampleSettings, Silent
 from .demo.stand_in import own_inputs
+from .files.single_file import Files
 from .forecast import page
 from .latents import recovery
 from .latents.steps import FOLDER, KeptSteps
 from .latents.store import load_latent
-from .loading import lora
-from .loading.folder import LoadRequest
-from .loading.placed import load_placed
-from .loading.single_file import Files
+from .load import lora
+from .load.folder import LoadRequest
+from .load.placed import load_placed
 from .movie import write_mp4
 from .pipeline import DEMOS, Pipeline
 from .records.job import Picture, Result, VideoJob

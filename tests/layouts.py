@@ -9,8 +9,8 @@ from pathlib import Path
 
 import tiny
 import torch
-from anygpu.pipelines.loading.formats import layouts
-from anygpu.pipelines.loading.keys import Layout, Row
+from anygpu.pipelines.files.formats import layouts
+from anygpu.pipelines.keys import Layout, Row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -15,7 +15,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents.recovery import KeptSections
 from anygpu.pipelines.latents.steps import KeptSteps
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 
 SIZE, STEPS = 64, 4

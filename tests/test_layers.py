@@ -12,6 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 COMFY = {
     "comfy",
@@ -145,6 +147,46 @@ def test_an_import_inside_a_function_counts() -> None:
 def test_no_two_files_import_each_other() -> None:
     found = circles({source: files_imported_by(source) for source in SOURCES})
     assert not found, f"import circles: {[sorted(circle) for circle in found]}"
+
+
+def children(folder: str) -> dict[str, set[str]]:
+    """The imports between the folders and files that stand directly in ``folder``; ``__init__.py`` is no layer."""
+    graph: dict[str, set[str]] = {}
+
+    def child(source: str) -> str:
+        name = source.removeprefix(folder + "/").split("/")[0] if source.startswith(folder + "/") else ""
+        return "" if name == "__init__.py" else name
+
+    for source in SOURCES:
+        if child(source):
+            files = (file for file in files_imported_by(source) if not file.endswith("/__init__.py"))
+            ahead = {child(file) for file in files} - {"", child(source)}
+            graph.setdefault(child(source), set()).update(ahead)
+    return graph
+
+
+FOLDERS = sorted({parent.as_posix() for source in SOURCES for parent in Path(source).parents} - {"."})
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_folders_are_layers(folder: str) -> None:
+    """Reading one folder never needs one that needs it."""
+    found = circles(children(folder))
+    assert not found, f"circles in {folder}: {[sorted(circle) for circle in found]}"
+
+
+LONGEST = 30  # files that import one another in a row
+
+
+def test_no_chain_of_imports_is_longer() -> None:
+    graph = {source: files_imported_by(source) for source in SOURCES}
+
+    @cache
+    def chain(source: str) -> tuple[str, ...]:
+        return (source, *max((chain(file) for file in graph[source]), key=len, default=()))
+
+    longest = max(map(chain, SOURCES), key=len)
+    assert len(longest) <= LONGEST, f"{len(longest)} files: {' -> '.join(longest)}"
 
 
 @over(SOURCES)

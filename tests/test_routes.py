@@ -29,11 +29,11 @@ from anygpu.compat.probe_results import probe_results_of
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines.base import Latents
+from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import recovery as store
-from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.load import folder as loading
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.stages import picture_size
 from PIL import Image

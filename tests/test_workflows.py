@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from anygpu.pipelines.loading.download import every_offer
+from anygpu.pipelines.files.download import every_offer
 from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}

@@ -24,7 +24,7 @@ from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run, times_of
 from ...pipelines.forecast.times import Times
-from ...pipelines.loading.placed import load_placed
+from ...pipelines.load.placed import load_placed
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, of_checkpoint, snap
 from ...pipelines.sizes import Size

@@ -15,7 +15,7 @@ from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.demo import demo_models
-from ...pipelines.loading.download import first_steps
+from ...pipelines.files.download import first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 

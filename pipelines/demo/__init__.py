@@ -10,7 +10,7 @@ import functools
 from contextlib import suppress
 from pathlib import Path
 
-from ..loading.models import family_of_folder, find_models
+from ..files.models import family_of_folder, find_models
 from ..pipeline import DEMOS as MODELS
 
 __all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]

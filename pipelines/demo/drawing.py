@@ -14,7 +14,7 @@ from ...compat.device.execution import picture_of
 from ...compat.device.facts import facts_for
 from .. import stages
 from ..base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-from ..loading.folder import LoadRequest, load
+from ..load.folder import LoadRequest, load
 from ..movie import read_frames, write_mp4
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint

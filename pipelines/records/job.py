@@ -21,8 +21,8 @@ from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
 from ..base import FramePackSettings, PromptRequest, SampleSettings
 from ..family import FITS
-from ..loading import lora
-from ..loading.folder import AUTO
+from ..load import lora
+from ..load.folder import AUTO
 from ..requests import LOAD_INPUTS
 from ..vae.plan import Form
 

@@ -15,8 +15,8 @@ import torch
 from ...compat.checkpoints.identity import DIGITS, content_of
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, PackError
-from ..loading.models import find_models
-from ..loading.single_file import Files
+from ..files.models import find_models
+from ..files.single_file import Files
 from ..movie import Allowance, content_in, read_frames
 from .job import Content
 from .job_folder import inside

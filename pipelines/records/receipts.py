@@ -33,8 +33,8 @@ from ..base import (
     SampleSettings,
 )
 from ..family import FITS
-from ..loading import lora
-from ..loading.folder import LoadRequest
+from ..load import lora
+from ..load.folder import LoadRequest
 from ..movie import tags_of
 from ..pipeline import Pipeline
 from ..requests import inputs_of

@@ -25,8 +25,8 @@ from anygpu.pipelines.forecast.memory import forecasts
 from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions

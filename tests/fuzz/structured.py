@@ -38,13 +38,14 @@ from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.files import download
+from anygpu.pipelines.files.evidence import evidence_of
+from anygpu.pipelines.files.formats import config_of, contents, layouts
 from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import KeptSteps
-from anygpu.pipelines.loading import download, lora
-from anygpu.pipelines.loading.evidence import evidence_of
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.formats import config_of, contents, layouts
+from anygpu.pipelines.load import lora
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import receipts

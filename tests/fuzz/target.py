@@ -9,7 +9,7 @@ from anygpu.compat.checkpoints import gguf_file, headers, scaled
 from anygpu.compat.checkpoints.latents import metadata_of, read_record, record_in
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import PackError
-from anygpu.pipelines.loading.formats import contents
+from anygpu.pipelines.files.formats import contents
 
 
 def read_all(data: bytes, folder: Path) -> None:

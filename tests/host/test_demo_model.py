@@ -7,7 +7,7 @@ import pytest
 import torch
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
-from anygpu.pipelines.loading.models import family_of_folder
+from anygpu.pipelines.files.models import family_of_folder
 
 from host.client import Client
 from host.prompts import DEMO_RATE, PREFIX, WORKFLOWS, Graph, loading, pictured, replay, text_to_video

@@ -21,12 +21,12 @@ from anygpu.compat.errors import CheckpointError, PackError
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Prompt, PromptRequest, Silent
+from anygpu.pipelines.files import download
+from anygpu.pipelines.files.evidence import Evidence
 from anygpu.pipelines.latents import musubi
 from anygpu.pipelines.latents.prompt_files import load_prompt
 from anygpu.pipelines.latents.store import load_latent
-from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.evidence import Evidence
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
 from test_layers import SHIPPED, tree_of
@@ -234,7 +234,7 @@ def test_a_note_of_another_type_says_nothing_of_the_variant(steps: str) -> None:
 
 def test_no_reader_of_json_is_ended_by_its_depth() -> None:
     """Each place where a shipped file reads JSON of others expects RecursionError, or reads what this pack wrote."""
-    own = {("pipelines/loading/evidence.py", "published"), ("pipelines/loading/formats.py", "_shapes")}
+    own = {("pipelines/files/evidence.py", "published"), ("pipelines/files/formats.py", "_shapes")}
     places, safe = set(), set(own)
     for source in SHIPPED:
         for function in ast.walk(tree_of(source)):

@@ -27,8 +27,8 @@ from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.report import report_on
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.loading import download
-from anygpu.pipelines.loading.models import find_models
+from anygpu.pipelines.files import download
+from anygpu.pipelines.files.models import find_models
 from anygpu.pipelines.records.machines import this_machine
 from anygpu.pipelines.records.receipts import versions
 from anygpu.pipelines.report import hardware_report, precisions

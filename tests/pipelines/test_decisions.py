@@ -15,7 +15,7 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
-from anygpu.pipelines.loading.download import (
+from anygpu.pipelines.files.download import (
     every_offer,
     fetched,
     first_steps,
@@ -27,7 +27,7 @@ from anygpu.pipelines.loading.download import (
     stored_for,
     variants_of,
 )
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
 
 CPU = facts_for("cpu")

@@ -18,8 +18,8 @@ from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
 from anygpu.pipelines.latents.convert import start_of
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint

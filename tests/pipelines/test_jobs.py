@@ -20,7 +20,7 @@ from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records.job import Adapter, Caching, Content, Picture, VideoJob, job_in, read_job, write_job
-from anygpu.pipelines.records.places import Machine, Places
+from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.requests import LOAD_INPUTS
 from anygpu.pipelines.vae.plan import Form
 

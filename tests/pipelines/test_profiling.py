@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.speed import Profile, SpeedRequest
 
 model, trace, steps = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines.loading.folder import LoadRequest
+from anygpu.pipelines.load.folder import LoadRequest
 from anygpu.pipelines.requests import LOAD_INPUTS, STORED, load_request
 
 MODEL = Path("model")

@@ -20,7 +20,7 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
 from anygpu.pipelines.families.framepack.pipeline import resume_key
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest

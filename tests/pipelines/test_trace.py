@@ -12,7 +12,7 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 
 ROOT = Path(anygpu.__path__[0]).resolve()
 MOST_FRAMES = 7  # of ours between stages.sample and the transformer's forward

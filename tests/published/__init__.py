@@ -20,9 +20,9 @@ from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.packages import attribute
-from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.evidence import CONFIGS
-from anygpu.pipelines.loading.single_file import CLASSES, Files
+from anygpu.pipelines.files.evidence import CONFIGS
+from anygpu.pipelines.files.single_file import CLASSES, Files
+from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae import plan as decode_plan

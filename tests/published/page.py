@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for runs as a command
 
+from anygpu.pipelines.files.formats import config_of, contents  # noqa: E402
 from anygpu.pipelines.forecast.memory import fastest, forecasts  # noqa: E402
-from anygpu.pipelines.loading.formats import config_of, contents  # noqa: E402
 from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402

@@ -26,7 +26,7 @@ from anygpu.pipelines.base import EMBEDS, MASK, POOLED, Latents, Prompt, PromptR
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import KeptSteps
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.receipts import latents_hash

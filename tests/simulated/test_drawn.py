@@ -13,7 +13,7 @@ from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.latents import convert, recovery
 from anygpu.pipelines.latents.steps import KeptSteps
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae.plan import Form
 

@@ -19,9 +19,9 @@ from anygpu.compat.memory import hooks, host_weights, transfer
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.forecast.fit import plan_line
-from anygpu.pipelines.loading.host_memory import fit_host_memory
-from anygpu.pipelines.loading.part import PartFiles
+from anygpu.pipelines.load.host_memory import fit_host_memory
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run
@@ -223,7 +223,7 @@ import torch
 from pathlib import Path
 from anygpu.compat.checkpoints import weights
 import tiny
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from simulated import accelerator
 from simulated.test_families import CASES, rendered
 weights.READ_ONLY = True

@@ -10,8 +10,8 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import lora
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load import lora
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import save_file
 

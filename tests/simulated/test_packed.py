@@ -10,8 +10,8 @@ import tiny
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.files.single_file import Files
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import default_size, sampling_bytes
 
 from simulated import accelerator, profiles

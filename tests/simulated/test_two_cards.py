@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 
 from simulated.test_families import CASES, rendered
 

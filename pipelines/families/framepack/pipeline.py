@@ -26,7 +26,7 @@ from ...base import (
     SampleSettings,
     SubProgress,
 )
-from ...loading.evidence import Evidence
+from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents

@@ -27,7 +27,7 @@ from ...family import (
     Rewrites,
     Sizes,
 )
-from ...loading.keys import SAME, Layout
+from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ...loading.keys import SAME, Layout, Row, embedder_rows
+from ...keys import SAME, Layout, Row, embedder_rows
 
 REFINED = "txt_in.individual_token_refiner.blocks.#"
 REFINER = "context_embedder.token_refiner.refiner_blocks.#"

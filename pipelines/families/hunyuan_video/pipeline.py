@@ -32,7 +32,7 @@ from ...base import (
     SampleSettings,
 )
 from ...family import Defaults, Recipe
-from ...loading.evidence import Evidence
+from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import (

@@ -5,7 +5,7 @@ Sources: diffusers' conversion scripts, and ComfyUI's ``supported_models`` for t
 
 from __future__ import annotations
 
-from ...loading.keys import SAME, Layout, Row, embedder_rows
+from ...keys import SAME, Layout, Row, embedder_rows
 from ..hunyuan_video.layouts import ATTENTION, COMMON, REFINER_MARK
 
 TRANSFORMER: tuple[Row, ...] = (

@@ -5,7 +5,7 @@ Sources: diffusers' conversion scripts, and ComfyUI's ``supported_models`` for t
 
 from __future__ import annotations
 
-from ...loading.keys import SAME, Layout, Row
+from ...keys import SAME, Layout, Row
 
 TRANSFORMER: tuple[Row, ...] = (
     Row("patchify_proj.*", "proj_in.*"),

@@ -43,7 +43,7 @@ from ...base import (
     StageText,
 )
 from ...family import Defaults, GuidanceStep, Recipe
-from ...loading.evidence import Evidence
+from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.loop import (
     Predict,

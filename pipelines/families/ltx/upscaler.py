@@ -20,9 +20,9 @@ from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
 from ....compat.memory.transfer import Transfer, transfer_for
 from ...base import Latents, Progress, StageText
-from ...loading.configs import construction, empty_weights
-from ...loading.formats import entries_in
-from ...loading.keys import listed
+from ...files.configs import construction, empty_weights
+from ...files.formats import entries_in
+from ...keys import listed
 from ...pipeline import Pipeline
 from ...settings import SECOND_PASS
 from .spec import CHANNELS, SPATIAL_RATIO

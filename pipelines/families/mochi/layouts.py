@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ...loading.keys import SAME, Layout, Row, embedder_rows
+from ...keys import SAME, Layout, Row, embedder_rows
 
 BLOCK = "transformer_blocks.#"
 TRANSFORMER: tuple[Row, ...] = (

@@ -10,7 +10,7 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms.attention_processors import JointProcessor
 from anygpu.compat.transforms.order import Order, Preparation, Step
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Parts
 from torch import nn
 

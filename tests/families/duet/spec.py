@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from anygpu.pipelines.family import Defaults, FamilySpec, Files, Fit, MemoryTerms, Recipes, Rewrites, Sizes
-from anygpu.pipelines.loading.keys import TRANSFORMER, Layout, Row
+from anygpu.pipelines.keys import TRANSFORMER, Layout, Row
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, VOICES = 12, 8, 6, 3
 WHY = "Duet decodes in fp32"

@@ -17,7 +17,7 @@ from anygpu.host import core_models, recovery
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
-from anygpu.pipelines.loading import lora
+from anygpu.pipelines.load import lora
 from safetensors.torch import save_file
 
 from host.inside.device import CASES, bytes_on_device, encoded, loaded_for

@@ -14,7 +14,7 @@ import torch
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from heavy import GREATER, build_heavy
 from simulated import accelerator

@@ -24,8 +24,8 @@ from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
-from anygpu.pipelines.loading import lora as lora_nodes
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load import lora as lora_nodes
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.speed import SpeedRequest
 from comfy.cli_args import args
 from safetensors.torch import save_file

@@ -28,8 +28,8 @@ from anygpu.pipelines.base import (
 from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
 from anygpu.pipelines.families.framepack.pipeline import resume_key
-from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.evidence import Evidence, names_around
+from anygpu.pipelines.files.evidence import Evidence, names_around
+from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.sampling import resume
 
 I2V, F1 = "framepack", "framepack_f1"

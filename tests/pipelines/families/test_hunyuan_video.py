@@ -17,7 +17,7 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
-from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.pipeline import Tools
 from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import llama

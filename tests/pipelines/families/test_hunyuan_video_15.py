@@ -16,7 +16,7 @@ from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
-from anygpu.pipelines.loading import folder as loading
+from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.pipeline import Tools
 from anygpu.pipelines.settings import of_checkpoint
 from anygpu.pipelines.text import qwen

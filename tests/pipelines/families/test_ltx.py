@@ -29,7 +29,7 @@ from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline, Tools
 from anygpu.pipelines.text.t5 import batched
 

@@ -10,7 +10,7 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.vae.chunked import decode_as_published
 

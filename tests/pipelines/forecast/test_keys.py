@@ -20,7 +20,7 @@ from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Checkpoint, Device, Pipeline, PipelinePlan, RunOptions
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest

@@ -10,7 +10,7 @@ from ...compat.errors import UnsupportedError
 from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
 from ...compat.memory.parts import PartBytes, part_bytes
 from ...compat.memory.statistics import amount_of
-from .part import PartFiles
+from ..files.part import PartFiles
 
 
 def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:

@@ -17,9 +17,9 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.checkpoints.gguf_file import decoded_rows, gguf_header
 from anygpu.compat.checkpoints.headers import TensorEntry
 from anygpu.compat.checkpoints.weights import read_tensors
-from anygpu.pipelines.loading.evidence import CONFIGS
-from anygpu.pipelines.loading.keys import renamed
-from anygpu.pipelines.loading.part import PartFiles
+from anygpu.pipelines.files.evidence import CONFIGS
+from anygpu.pipelines.files.part import PartFiles
+from anygpu.pipelines.keys import renamed
 from anygpu.pipelines.registry import FAMILIES
 from torch import Tensor, nn
 

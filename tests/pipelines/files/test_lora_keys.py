@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines.loading.lora_keys import chosen, matched
+from anygpu.pipelines.files.lora_keys import chosen, matched
 from anygpu.pipelines.registry import FAMILIES
 
 D, RANK = 6, 2

@@ -11,9 +11,9 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.loading import lora
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.lora_keys import matched
+from anygpu.pipelines.files.lora_keys import matched
+from anygpu.pipelines.load import lora
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import save_file

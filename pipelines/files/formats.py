@@ -22,10 +22,10 @@ from ...compat.checkpoints.scaled import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
+from ..keys import SAME, Layout, Row, is_another_model, renamed
 from ..registry import FAMILIES
 from .configs import MOST_TENSORS, construction, empty_weights
 from .evidence import names_around, other_model, published, refusal
-from .keys import SAME, Layout, Row, is_another_model, renamed
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
 NAMED = 3

@@ -14,10 +14,10 @@ import tiny
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
-from anygpu.pipelines.loading import folder as loading
-from anygpu.pipelines.loading.evidence import variant_choices
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.models import family_of_folder, find_models
+from anygpu.pipelines.files.evidence import variant_choices
+from anygpu.pipelines.files.models import family_of_folder, find_models
+from anygpu.pipelines.load import folder as loading
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import load_file, save_file
 

@@ -15,8 +15,8 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.files.single_file import Files
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
@@ -158,7 +158,7 @@ def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
 
 
 def test_a_format_that_is_not_known_is_named(tmp_path):
-    from anygpu.pipelines.loading.formats import contents
+    from anygpu.pipelines.files.formats import contents
 
     mark = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     save_file({"x.weight": torch.zeros(2, 2, dtype=torch.uint8), "x.comfy_quant": mark}, tmp_path / "m.safetensors")

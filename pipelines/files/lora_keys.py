@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
-from .keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
+from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
 from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, Pair, Shapes, is_narrower, role_of, size_of
 
 PREFIXES = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
 
-from ...compat.checkpoints.headers import TensorEntry
-from ...compat.errors import CheckpointError
+from ..compat.checkpoints.headers import TensorEntry
+from ..compat.errors import CheckpointError
 
 Entries = Mapping[str, TensorEntry]
 MOST_UNKNOWN = 16  # tensors beyond those of a model; with more of them it is another model

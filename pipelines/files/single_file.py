@@ -19,21 +19,11 @@ from ...compat.errors import CheckpointError
 from ...compat.memory.parts import denoises
 from ..base import Progress
 from ..family import FamilySpec
+from ..keys import TRANSFORMER, listed
 from ..registry import FAMILIES
 from ..requests import Files as Files
 from .evidence import CONFIGS, evidence_of, other_model, refusal
-from .formats import (
-    ENDINGS,
-    Configured,
-    Content,
-    config_of,
-    contents,
-    entries_in,
-    kinds,
-    layouts,
-    width_of,
-)
-from .keys import TRANSFORMER, listed
+from .formats import ENDINGS, Configured, Content, config_of, contents, entries_in, kinds, layouts, width_of
 from .part import PartFiles, tool_configs, without_text
 
 CLASSES = {

@@ -13,9 +13,9 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.formats import kinds
-from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.files.formats import kinds
+from anygpu.pipelines.files.single_file import Files
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import load_file
 from torch import Tensor

@@ -19,9 +19,9 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.compat.memory import parts as part_module
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading import lora
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.lora import with_lora
+from anygpu.pipelines.load import lora
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
 from safetensors.torch import save_file
 

@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.headers import STORED, TensorEntry
-from ...compat.checkpoints.packed import (
-    dense_bytes,
-    kept_plain,
-    memory_bytes,
-    stays_packed,
-)
+from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, stays_packed
 from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import is_view, read_json, weight_files
 from ...compat.errors import CheckpointError

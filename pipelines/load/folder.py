@@ -42,21 +42,21 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
+from ..files.configs import require_plausible
+from ..files.evidence import evidence_of, published, variant_of
+from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
+from ..files.part import PartFiles, part_files
+from ..files.single_file import Composed, composed, family_in
 from ..forecast.fit import host_weight_decisions, offload_options, require_room
+from ..keys import TRANSFORMER
 from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
 from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
 from . import storage
-from .configs import require_plausible
-from .evidence import evidence_of, published, variant_of
 from .host_memory import fit_host_memory, sizes_of
-from .keys import TRANSFORMER
-from .models import INDEX, folders_in, index_beside, part_folders, task_beside
-from .part import PartFiles, part_files
 from .reading import reader_of, tool_reader
-from .single_file import Composed, composed, family_in
 from .storage import SafeFp16
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class

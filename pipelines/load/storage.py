@@ -26,8 +26,8 @@ from ...compat.memory.statistics import GIGABYTE
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
+from ..files.part import PartFiles
 from ..pipeline import Parts
-from .part import PartFiles
 from .reading import reader_of
 
 log = logging.getLogger(__name__)

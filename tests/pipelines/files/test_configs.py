@@ -15,9 +15,9 @@ import torch
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
-from anygpu.pipelines.loading import reading
-from anygpu.pipelines.loading.configs import construction, empty_weights, require_plausible
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.files.configs import construction, empty_weights, require_plausible
+from anygpu.pipelines.load import reading
+from anygpu.pipelines.load.folder import LoadRequest, load
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.formats import Content, config_of, contents, kinds
-from anygpu.pipelines.loading.formats import layouts as known_layouts
-from anygpu.pipelines.loading.keys import SAME
-from anygpu.pipelines.loading.single_file import Files
+from anygpu.pipelines.files.formats import Content, config_of, contents, kinds
+from anygpu.pipelines.files.formats import layouts as known_layouts
+from anygpu.pipelines.files.single_file import Files
+from anygpu.pipelines.keys import SAME
+from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.registry import FAMILIES
 from safetensors.torch import save_file
 
@@ -87,7 +87,7 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
     import diffusers
     from accelerate import init_empty_weights
     from anygpu.compat.checkpoints.headers import TensorEntry
-    from anygpu.pipelines.loading.keys import renamed
+    from anygpu.pipelines.keys import renamed
 
     rows = json.loads(path.read_text())
     row, kind = rows[index], f"{path.parent.name}/{path.stem}"

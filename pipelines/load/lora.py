@@ -26,11 +26,11 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
+from ..files.configs import MOST_TENSORS, construction, empty_weights
+from ..files.lora_keys import Match, matched
+from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, Pair, Shapes
+from ..keys import listed
 from ..pipeline import Pipeline
-from .configs import MOST_TENSORS, construction, empty_weights
-from .keys import listed
-from .lora_keys import Match, matched
-from .lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, Pair, Shapes
 
 MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction

@@ -12,9 +12,9 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.formats import config_of, contents, entries_in
-from anygpu.pipelines.loading.single_file import Files, family_in
+from anygpu.pipelines.files.formats import config_of, contents, entries_in
+from anygpu.pipelines.files.single_file import Files, family_in
+from anygpu.pipelines.load.folder import LoadRequest, load
 from safetensors.torch import load_file, save_file
 
 

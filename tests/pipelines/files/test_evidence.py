@@ -11,9 +11,9 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.headers import header_of
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.loading.evidence import Evidence, cautions_of, evidence_of, names_around
-from anygpu.pipelines.loading.formats import config_of, contents
-from anygpu.pipelines.loading.part import PartFiles
+from anygpu.pipelines.files.evidence import Evidence, cautions_of, evidence_of, names_around
+from anygpu.pipelines.files.formats import config_of, contents
+from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.registry import FAMILIES
 
 CACHE = "x/hub/models--tencent--HunyuanVideo-1.5/"

@@ -18,10 +18,10 @@ import transformers
 from anygpu.compat.packages import empty_encoder, fill, names_in
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.loading import lora
-from anygpu.pipelines.loading.folder import LoadRequest, load
-from anygpu.pipelines.loading.part import part_files
-from anygpu.pipelines.loading.reading import reader_of
+from anygpu.pipelines.files.part import part_files
+from anygpu.pipelines.load import lora
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.reading import reader_of
 from safetensors.torch import load_file, save_file
 from simulated.test_families import CASES, loaded_for
 from torch import nn

@@ -1,0 +1,1 @@
+"""From files to a pipeline that is ready to run."""

@@ -1,1 +1,0 @@
-"""From files to a pipeline: folders, single files, tensor names, LoRAs, downloads."""
