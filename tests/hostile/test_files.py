@@ -26,9 +26,10 @@ from anygpu.pipelines.files.evidence import Evidence
 from anygpu.pipelines.latents import musubi
 from anygpu.pipelines.latents.prompt_files import load_prompt
 from anygpu.pipelines.latents.store import load_latent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from test_layers import SHIPPED, tree_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"

@@ -25,7 +25,8 @@ from anygpu.host.casting import CastLeaf
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.load import lora as lora_nodes
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 from comfy.cli_args import args
 from safetensors.torch import save_file

@@ -29,8 +29,9 @@ from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline, Tools
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text.t5 import batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7

@@ -19,8 +19,9 @@ from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.forecast.counts import batches_of
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents.convert import from_core, to_core
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
 from anygpu.pipelines.sizes import Size
 from published import ltx_runs

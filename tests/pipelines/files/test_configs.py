@@ -17,7 +17,8 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.files.configs import construction, empty_weights, require_plausible
 from anygpu.pipelines.load import reading
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 
 @pytest.fixture

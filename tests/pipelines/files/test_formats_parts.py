@@ -15,8 +15,9 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.files.formats import kinds
 from anygpu.pipelines.files.single_file import Files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -19,8 +19,8 @@ from anygpu.pipelines import sizes as estimates
 from anygpu.pipelines.forecast import fit as fitting
 from anygpu.pipelines.forecast import page as memory_plan
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
-from anygpu.pipelines.load.folder import LoadRequest, load
-from anygpu.pipelines.requests import part_devices
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest, part_devices
 from anygpu.pipelines.sizes import Size
 
 CPU = torch.device("cpu")
