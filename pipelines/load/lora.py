@@ -26,9 +26,9 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.configs import MOST_TENSORS, construction, empty_weights
 from ..files.lora_keys import Match, matched
 from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, Pair, Shapes
+from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
 from ..requests import LORA_MODES

@@ -20,8 +20,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
 from ..base import Progress, StageText
 from ..family import FamilySpec
-from ..files.configs import construction, empty_weights, require_counts, require_plausible
-from ..files.part import PartFiles, stays, tool_configs
+from ..files.part import PartFiles, construction, empty_weights, require_counts, require_plausible, stays, tool_configs
 from ..keys import is_another_model, listed
 from ..vae.chunked import decode_as_published
 

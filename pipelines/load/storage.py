@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,13 +16,14 @@ from ...compat.checkpoints.headers import STORED
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts
+from ...compat.device.facts import DeviceFacts, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.errors import UnsupportedError, remember
-from ...compat.memory.parts import denoises, role_of
-from ...compat.memory.statistics import GIGABYTE
+from ...compat.memory.host_weights import DISK, HostWeights, choose_host_weights
+from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
+from ...compat.memory.statistics import GIGABYTE, amount_of
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
@@ -182,3 +183,47 @@ class SafeFp16:
         applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
         (log.warning if applied.left else log.info)("%s", applied)
         return applied.restore
+
+
+def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
+    """Part name to the bytes of the part, from what was read of its headers."""
+    sizes = {}
+    for part in files:
+        size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
+        sizes[part.name] = replace(size, dense=part.dense_bytes)
+    return sizes
+
+
+def fit_host_memory(
+    files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
+) -> tuple[dict[str, PartFiles], HostWeights]:
+    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
+
+    Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
+    this kind of device, they go there by way of ordinary memory, a slice at a time.
+
+    Args:
+        files: of each part.
+        facts: of the device that computes.
+        free: bytes of host memory that this process may take.
+        swap: bytes beside them that are slow.
+
+    Raises:
+        UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
+            fit; said before anything is read.
+    """
+    sizes = {name: part.total_bytes for name, part in files.items()}
+    views = {name: part.view_bytes for name, part in files.items()}
+    host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
+    left = host_weights.of(DISK)
+    for name, part in files.items():
+        held = sizes[name] - (views[name] if part.mapped or name in left else 0)
+        if held > free + swap:
+            raise UnsupportedError(
+                f"{amount_of(free + swap)} of host memory for the {name}, which takes {amount_of(held)} of it",
+                expected=f"{amount_of(held - free - swap)} more",
+                fix="Close other programs, add swap (on Windows: enlarge the page file), or use a safetensors file in "
+                "the precision that computes: it can stay on disk.",
+            )
+    kept = {name: replace(files[name], mapped=True, staged=not files[name].mapped) for name in left}
+    return {**files, **kept}, host_weights

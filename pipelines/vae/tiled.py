@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...compat.device.execution import to_host
 from ...compat.device.failures import DEVICE_ERRORS
+from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Judge
 from ...compat.ranks import Group
-from ...compat.transforms.structure import full_name
 from .chunked import AUTOENCODERS, CausalCache, remembering
 from .plan import STRIDE, DecodeMethod
 

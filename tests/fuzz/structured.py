@@ -26,8 +26,7 @@ from typing import Any
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import entries_and_notes
-from anygpu.compat.checkpoints.scaled import with_scales
+from anygpu.compat.checkpoints.headers import entries_and_notes, with_scales
 from anygpu.compat.checkpoints.weights import read_tensors, weight_files, write_tensors
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore

@@ -13,9 +13,8 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import header_of
+from anygpu.compat.checkpoints.headers import header_of, with_scales
 from anygpu.compat.checkpoints.latents import read_record, write_record
-from anygpu.compat.checkpoints.scaled import with_scales
 from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
 from anygpu.compat.errors import CheckpointError, PackError
 from anygpu.compat.repairs import FP32, Repair, RepairStore

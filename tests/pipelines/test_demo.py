@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.scaled import described
+from anygpu.compat.checkpoints.headers import described
 from anygpu.compat.checkpoints.weights import read_tensors, write_tensors
 from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent

@@ -21,7 +21,7 @@ from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_w
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.forecast.fit import plan_line
-from anygpu.pipelines.load.host_memory import fit_host_memory
+from anygpu.pipelines.load.storage import fit_host_memory
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run
