@@ -31,7 +31,7 @@ from ..device.failures import DEVICE_ERRORS
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, kept_times, milliseconds
 from ..errors import UnsupportedError
-from .host_weights import ALIGNED_BYTES, SLICE_BYTES, views_of
+from .offloader import ALIGNED_BYTES, SLICE_BYTES, views_of
 from .parts import StageText
 from .statistics import MemoryStats, amount
 

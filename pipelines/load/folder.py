@@ -53,9 +53,8 @@ from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
-from . import storage
-from .reading import reader_of, tool_reader
-from .storage import SafeFp16, fit_host_memory, sizes_of
+from . import reading as storage
+from .reading import SafeFp16, fit_host_memory, reader_of, sizes_of, tool_reader
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 

@@ -187,21 +187,6 @@ def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
     return forward
 
 
-def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
-    """
-    if full_name(vae) == MOCHI:
-        vae.drop_last_temporal_frames = False
-        for block in vae.decoder.up_blocks:
-            block.forward = types.MethodType(mochi_up_from_the_start, block)
-    if SPATIAL_PADDING in vars(vae):
-        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
-            conv.padding_mode = vae.spatial_padding_mode
-
-
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
     """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
 

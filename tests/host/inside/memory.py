@@ -19,7 +19,7 @@ import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
 from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.device.rates import RATES
-from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
+from anygpu.compat.memory.offloader import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLeaf
 from anygpu.pipelines import stages

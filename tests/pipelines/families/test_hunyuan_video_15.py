@@ -415,7 +415,9 @@ def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any) -> No
     latents, progress = replace(made.latents, samples=samples, frames=1), recorded()
     whole = stages.decode(made.pipeline, latents, progress)
     assert not progress.said
-    tiling = replace(made.pipeline, spec=replace(made.pipeline.spec, most_whole_cells=64))
+    sizes = made.pipeline.spec.sizes
+    spec = replace(made.pipeline.spec, sizes=replace(sizes, most_whole_cells=64))
+    tiling = replace(made.pipeline, spec=spec)
     tiled = stages.decode(tiling, latents, progress)
     assert "tiles" in progress.said[0]
     made.pipe.vae.enable_tiling()

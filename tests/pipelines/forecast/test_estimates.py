@@ -10,8 +10,7 @@ import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory import standalone
-from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import MODES, OffloadOptions
+from anygpu.compat.memory.offloader import MODES, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
