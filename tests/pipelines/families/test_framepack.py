@@ -327,12 +327,15 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
     for changes in variants:
         _sampled(made, 1, keep=keeper, **changes)
     _sampled(run(F1), 1, keep=keeper)
-    others = [{"storage": {"transformer": "int8"}}, {"step_cache": "half the steps"}]
+    pipeline = made.pipeline
+    others = [
+        {"model": replace(pipeline.model, storage={"transformer": "int8"})},
+        {"plan": replace(pipeline.plan, step_cache="half the steps")},
+    ]
     keeper.keys += [key_of(made, **changes) for changes in others]
     assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
-    assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
-        "how parts are moved is not another video"
-    )
+    moved = replace(pipeline.plan, decisions=(Decision("offload", "another"),))
+    assert key_of(made) == key_of(made, plan=moved), "how parts are moved is not another video"
 
 
 def key_of(made: SimpleNamespace, **changes: Any) -> str:
