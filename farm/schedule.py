@@ -197,7 +197,7 @@ class WorkerHandle:
 
     @property
     def state(self) -> str:
-        """Its state in a word or two."""
+        """State in a word or two."""
         busy = "rendering" if self.task else "idle"
         return "broken" if self.broken else busy if self.up else "waiting for a process"
 

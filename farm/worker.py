@@ -164,7 +164,7 @@ class Worker:
         return device_fault(self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """Its current job and progress."""
+        """Current job and progress."""
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
@@ -205,7 +205,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def outcome_of(error: Exception, device: Any) -> Outcome:
-    """Whose error it is: the job's everywhere or here, this machine's for its model or for all jobs.
+    """Attribute an error: to the job everywhere or here, or to this machine for one model or for all jobs.
 
     Args:
         device: that rendered; None for the default device.

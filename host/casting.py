@@ -42,7 +42,7 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
     """The mark of a leaf that fetches its weights, and what it does instead of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original; a cancel is obeyed before each leaf."""
+        """Run the original's forward; a cancel is obeyed before each layer."""
         comfy.ops.run_every_op()
         like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         return self._run(like, *args, **kwargs)
@@ -121,7 +121,7 @@ class PackedLeaf(CastLeaf):
         return torch.empty(shape, dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """As the original, with the patches."""
+        """Dense weight of the original, with the patches."""
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
         if self.weight_function and weight is self.stored:
             weight = weight.clone()
@@ -187,18 +187,18 @@ class Placed:
 
     @property
     def device(self) -> torch.device:
-        """Where the next forward runs, wherever the weights are now."""
+        """Device of the next forward, wherever the weights are now."""
         return self.__dict__["runs_on"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its own class says, but never 8 bits, which nothing computes in."""
+        """Dtype that its own class reports, but never 8 bits, which nothing computes in."""
         stored = super().dtype  # type: ignore[misc]
         return stored if stored.itemsize > 1 else self.__dict__["computes_in"]
 
 
 def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
+    """Prepare ``module`` to run on ``device`` with its weights anywhere; True if that took a change.
 
     Args:
         memory_stats: counts the bytes that leaves fetch; their time is hidden behind the device's own work or in it.

@@ -49,7 +49,7 @@ class Doctor(io.ComfyNode):
     def execute(
         cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
     ) -> io.NodeOutput:
-        """What was connected, watched."""
+        """Return the connected inputs, watched."""
         if pipeline is None and model is None and vae is None:
             raise InputError(
                 "nothing connected to AnyGPU Doctor",

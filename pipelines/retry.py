@@ -19,7 +19,7 @@ def make_room_and_retry(
     parts: tuple[str, ...] = (),
     told: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
-    """What a stage asks after an error: whether to try again, with more room.
+    """Handler that a stage calls after an error: frees memory and returns True to try again.
 
     Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
     nothing of that is left, it is tried once more: what took the room may have been another program.

@@ -141,7 +141,7 @@ class Checked(TorchFunctionMode):
         self.called = called
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What the operation returns."""
+        """Run the operation and return its result."""
         self.called()
         return function(*args, **(kwargs or {}))
 
@@ -175,7 +175,7 @@ def _leaves(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def hooked_device(module: nn.Module) -> torch.device | None:
-    """Where the hooks on ``module`` or on a module in it, ours, accelerate's or diffusers', run it; None without any.
+    """Execution device set by the hooks (ours, accelerate's, diffusers') of ``module`` or in it; None without any.
 
     Source: accelerate ``AlignDevicesHook``; diffusers ``GroupOffloadingHook``.
     """

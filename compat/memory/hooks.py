@@ -51,7 +51,7 @@ class WeightGroup:
 
     @property
     def execution_device(self) -> torch.device:
-        """Where its layers compute; accelerate's hooks have it under this name."""
+        """Device on which its layers compute; accelerate's hooks have it under this name."""
         return self.hooks.device
 
     def onload(self) -> None:
@@ -297,7 +297,7 @@ def _post_forward(group: WeightGroup, *_: Any) -> None:
 
 
 def is_hooked_by_others(leaf: nn.Module) -> bool:
-    """Whether ``leaf`` has forward hooks that bring no group of ours."""
+    """True if ``leaf`` has forward hooks that onload no group of ours."""
     return not all(map(_is_ours, (*leaf._forward_pre_hooks.values(), *leaf._forward_hooks.values())))
 
 
@@ -395,7 +395,7 @@ def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 
 def _home_of(leaf: nn.Module) -> torch.device:
-    """Where its tensors are, without making a packed weight dense."""
+    """Device of the layer's tensors, found without making a packed weight dense."""
     return next(own_tensors_of(leaf)).device
 
 

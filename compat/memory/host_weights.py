@@ -29,7 +29,7 @@ ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """How the host weights of each part are kept, and why.
+    """Storage of each part's host weights, and the reason.
 
     Args:
         kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`.
@@ -47,7 +47,7 @@ class HostWeights:
 
     @property
     def decision(self) -> Decision:
-        """How they are kept in words, with the reason."""
+        """Describe the storage, with the reason."""
         told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
         named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
         return Decision("host weights", "; ".join(named) or PLAIN, self.why)
@@ -55,7 +55,7 @@ class HostWeights:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Which tensors of a module are views of its file.
+    """Tensors of a module that are views of its file.
 
     Args:
         pointers: addresses of their data.
@@ -66,7 +66,7 @@ class Views:
     staged: bool = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the data of ``tensor`` are such a view."""
+        """True if the data of ``tensor`` are such a view."""
         return tensor.data_ptr() in self.pointers and tensor.device.type == "cpu"
 
 
@@ -112,7 +112,7 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 
 def views_of(module: nn.Module) -> Views:
-    """Which tensors of ``module`` are views of its file."""
+    """Find the tensors of ``module`` that are views of its file."""
     views: Views = module.__dict__.get(VIEWS, NONE)
     return views
 

@@ -1,4 +1,4 @@
-"""Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
+"""Placement of the parts of a pipeline, on the device that computes or in host memory, and their moves.
 
 :class:`Offloader` is what everybody asks; ours is in ``standalone.py``, and a host may hand in its own. Offload is the
 last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision, kernels,
@@ -55,7 +55,7 @@ class OffloadOptions:
     host_weights: HostWeights = field(default_factory=HostWeights)
 
     def place(self, part: str, own: torch.device) -> torch.device:
-        """Where ``part`` computes in a pipeline on the device ``own``."""
+        """Device that computes ``part`` in a pipeline on the device ``own``."""
         return self.devices.get(role_of(part), own)
 
 
@@ -68,23 +68,23 @@ class Offloader(Protocol):
 
     @property
     def automatic(self) -> bool:
-        """Whether the mode was decided for the user, so that :meth:`switch` may decide it again for a stage."""
+        """True if the mode was decided for the user, so that :meth:`switch` may decide it again for a stage."""
 
     @property
     def options(self) -> OffloadOptions:
-        """What the user asked for beside the mode."""
+        """User's settings besides the mode."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parts compute."""
+        """Device that computes the parts."""
 
     @property
     def evicts(self) -> bool:
-        """Whether other models leave the device when this pipeline needs the room."""
+        """True if other models leave the device when this pipeline needs the memory."""
 
     @property
     def memory_stats(self) -> MemoryStats:
-        """What was moved so far, and what each stage cost."""
+        """Moves so far, and the cost of each stage."""
 
     @property
     def adapters(self) -> Adapters | None:
@@ -98,7 +98,7 @@ class Offloader(Protocol):
         """The host's own handles of all parts that were used."""
 
     def device_of(self, part: str) -> torch.device:
-        """Where ``part`` computes."""
+        """Device that computes ``part``."""
 
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> AbstractContextManager[nn.Module]:
         """The part with this pipeline's adapters, able to run on its device inside the block.
@@ -135,7 +135,7 @@ class Offloader(Protocol):
 
 
 def reason_against(choice: str, device: torch.device) -> str:
-    """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
+    """The reason why a mode cannot run on ``device``; empty if possible, or where a host's manager stands in."""
     return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
 
 

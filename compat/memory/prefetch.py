@@ -39,7 +39,7 @@ class Place:
 
 
 class Layout:
-    """How the weights of a group lie in one run of bytes: side by side, and as in locked memory where they are there.
+    """Layout of a group's weights in one run of bytes: side by side, and in locked memory as they are there.
 
     Args:
         host_weights: of the group; :func:`is_dense` holds for each.
@@ -66,14 +66,14 @@ class Layout:
 
 
 def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether the bytes ``own`` come right behind ``source`` in the same memory, where a tensor may begin."""
+    """True if the bytes ``own`` come right after ``source`` in the same memory, where a tensor may begin."""
     same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     distance = own.storage_offset() - source.storage_offset()
     return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
 
 
 def is_dense(weight: torch.Tensor) -> bool:
-    """Whether a weight is one run of bytes in host memory, in whatever order of its dimensions."""
+    """True if a weight is one run of bytes in host memory, in whatever order of its dimensions."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ordered = weight.is_contiguous() or (
         weight.ndim in formats and weight.is_contiguous(memory_format=formats[weight.ndim])

@@ -30,7 +30,7 @@ Apply = Callable[[str, nn.Module], Back | None]
 
 
 class Order(IntEnum):
-    """When a step runs; steps of one order run as they were given."""
+    """Position of a step; steps of the same order run as they were given."""
 
     STORAGE = 10
     LORA = 20

@@ -42,7 +42,7 @@ class FittedEncoder:
     hooks: ByNetwork = field(default_factory=ByNetwork)
 
     def put_on(self, patcher: Any) -> None:
-        """As ComfyUI calls it after a load; ``patcher`` has the encoder of this device."""
+        """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
         handles = []
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe)
@@ -57,7 +57,7 @@ class FittedEncoder:
                 leaf.__dict__[PROVIDER] = types.MethodType(cast_weights, leaf)
 
     def take_off(self, patcher: Any) -> None:
-        """As ComfyUI calls it before another patcher over the same encoder is loaded."""
+        """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
         for handle in self.hooks.pop(patcher.model, ()):
             handle.remove()
         for leaf in patcher.model.modules():
@@ -82,7 +82,7 @@ class FittedCLIP(CLIP):
         """Nothing: core's clone passes on what it began with."""
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
-        """As core's, of this class."""
+        """Clone as core does, into this class."""
         return of_fitted_class(super().clone(*args, **kwargs))
 
 

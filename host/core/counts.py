@@ -1,4 +1,4 @@
-"""What a fit did in one call of a network. A plan is no proof: a network may cast by itself, or hide its attention."""
+"""Effects of a fit, counted in one call of a network: a network may cast by itself, or hide its attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Counts:
 
     @property
     def unused(self) -> bool:
-        """Whether layers were called and none of them was computed in safe fp16."""
+        """True if layers were called and none of them was computed in safe fp16."""
         return bool(self.called) and not self.safe
 
     @contextmanager

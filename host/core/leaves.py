@@ -32,13 +32,13 @@ FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: t
 
 
 def is_conv2d(module: nn.Module) -> bool:
-    """Whether ``module`` is one of core's 2-D convolutions."""
+    """True if ``module`` is one of core's 2-D convolutions."""
     cast = isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
     return cast and is_own_convolution(module)
 
 
 def is_native(leaf: Any) -> bool:
-    """Whether core computes ``leaf`` in a packed format, by int8 sums or on fp8 tensor cores."""
+    """True if core computes ``leaf`` in a packed format, by int8 sums or on fp8 tensor cores."""
     return (
         getattr(leaf, "layout_type", None) is not None
         and not leaf._full_precision_mm
@@ -49,7 +49,7 @@ def is_native(leaf: Any) -> bool:
 
 
 def unfit_for_safe(network: nn.Module) -> str:
-    """Why ``auto`` does not put ``network`` in safe fp16; empty where it does: most of its weights are in Linears."""
+    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most of its weights are in Linears."""
     linear = other = 0
     for module in network.modules():
         if is_linear(module):
@@ -61,7 +61,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def reached_by_safe(network: nn.Module) -> bool:
-    """Whether ``network`` has any layer that safe fp16 can compute."""
+    """True if ``network`` has any layer that safe fp16 can compute."""
     return any(is_linear(module) or is_conv2d(module) for module in network.modules())
 
 
@@ -100,7 +100,7 @@ def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
-    """What ``leaf`` needs for safe products: its weight is cast to the device of ``like`` once, and measured."""
+    """Settings of ``leaf`` for safe matmuls: casts its weight to the device of ``like`` once and measures it."""
     with cast_weights(leaf, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
@@ -120,7 +120,7 @@ def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def _conv_settings(leaf: Any, like: Tensor) -> LayerSettings:
-    """What a 2-D convolution needs: the largest sum of absolute weights, by which its results are bounded."""
+    """Settings of a 2-D convolution: the largest sum of absolute weights, which bounds its results."""
     with cast_weights(leaf, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
     return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
@@ -178,11 +178,11 @@ class SafeLeaves:
 
 
 class ByNetwork(weakref.WeakKeyDictionary[nn.Module, Any]):
-    """What belongs to one network, and goes with it; clones of a MODEL share theirs, those on other devices do not."""
+    """Values of one network, which go with it; clones of a MODEL share them, those on other devices do not."""
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:
-    """What safe fp16 does not reach in ``network``, by kind, for one line of the status."""
+    """Layers of ``network`` outside safe fp16, counted by kind, for one line of the status."""
     count: Counter[str] = Counter()
     for module in network.modules():
         if hasattr(module, "expert_linear"):

@@ -50,7 +50,7 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 
 @dataclass
 class Seen:
-    """What is known of one network.
+    """Facts about one network.
 
     Args:
         leaves: its layers in safe fp16.
@@ -82,7 +82,7 @@ class FittedNetwork:
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What core's own call returns; ``x`` is the noisy latent. The first call is counted, and said."""
+        """Return the result of core's own call on the noisy latent ``x``; the first call is counted and reported."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         network = _plain(executor.class_obj.diffusion_model)
@@ -196,7 +196,7 @@ def fit_model(
 
 
 def _fit_of(network: nn.Module, machine: Machine, dtype: torch.dtype, precision: str, attention: str) -> Fit:
-    """As :func:`fit_for`, for a network parts of which may belong to other packs.
+    """Run :func:`fit_for` on a network parts of which may belong to other packs.
 
     Args:
         dtype: in which core computes it.
@@ -224,7 +224,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Before:
-    """What a fit changed on a MODEL beside its own wrappers, so that a later one can take it back.
+    """Settings of a MODEL before a fit, apart from the fit's own wrappers, so that a later fit can restore them.
 
     Args:
         dtype: the compute dtype that it set.
@@ -242,7 +242,7 @@ class Before:
 
     @classmethod
     def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
-        """What is there before ``fit``; ``sound`` is the clone with other weights, or None."""
+        """Record the settings before ``fit``; ``sound`` is the clone with other weights, or None."""
         patched = model.object_patches.get(CAST, MISSING)
         if sound is None:
             return cls(fit.dtype, patched, model.force_cast_weights)
@@ -289,7 +289,7 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 
 def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
-    """What safe fp16 does not reach, what other packs compute, and what becomes of ComfyUI's --fast."""
+    """Decisions on layers that safe fp16 does not reach or other packs compute, and on ComfyUI's --fast."""
     if fit.needed or (fit.decisions[0].source == AUTO and why_left(network)):
         yield from left_decisions(network)
     if not fit.safe:

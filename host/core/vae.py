@@ -50,7 +50,7 @@ EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for 
 
 
 class FittedVAE:
-    """What a fitted VAE adds to core's class."""
+    """Additions of a fitted VAE to core's class."""
 
     machine: Machine
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
@@ -214,7 +214,7 @@ def fit_vae(
 
 
 def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
-    """Whether to compute in fp32 where core would not, and why."""
+    """Decide on fp32 where core would not compute in it, with the reason."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
         return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
@@ -227,7 +227,7 @@ def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool,
 
 
 def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
-    """What else was decided, for people."""
+    """Other decisions to show to the user."""
     yield from left_decisions(fitted.first_stage_model) if forms else ()
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})

@@ -28,7 +28,7 @@ _copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long
 
 
 def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
-    """Why bf16 weights of ``network`` are not what they should be once this device has cast them; empty otherwise."""
+    """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
     if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
         return ""
     cast = machine.abilities.verdict("cast.bf16_to_fp32")
@@ -36,7 +36,7 @@ def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
 
 
 def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    """What becomes of weights that this device would change; ``sound`` is the clone that has others, or None."""
+    """Decide on weights that this device would change; ``sound`` is the clone that has others, or None."""
     if damage and sound is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:

@@ -66,7 +66,7 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Which tensors of a LoRA file belong to which layers.
+    """Match the tensors of a LoRA file to layers.
 
     Args:
         tensors: names and shapes in the file.

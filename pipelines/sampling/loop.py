@@ -37,7 +37,7 @@ TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer ag
 
 @dataclass(frozen=True, slots=True)
 class NoiseMask:
-    """Where to sample, and what the rest of the video is.
+    """Regions to sample, and the contents of the rest of the video.
 
     Args:
         clean, noise: shaped as the latents that are sampled.
@@ -152,7 +152,7 @@ class Watch:
 
 
 class Safeguards(NamedTuple):
-    """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
+    """Reactions of one run of the loop to errors, non-finite values, and interruption; each may be None.
 
     Args:
         again: called with an error in a step; returns whether to try this step again, from the latents it began with.
@@ -318,7 +318,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 
 
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
-    """Whether ``error`` was about values that are not finite, and the transformer now runs in fp32 instead.
+    """Switch the transformer to fp32 if ``error`` was about non-finite values; True if switched.
 
     ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
     """

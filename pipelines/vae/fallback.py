@@ -146,7 +146,7 @@ class VaeRunner:
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
-        """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
+        """Encode ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
 
         Args:
             frames: pictures in order.
@@ -170,7 +170,7 @@ class VaeRunner:
     def _through(
         self, run: Run, judge: Judge, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> torch.Tensor:
-        """What ``run`` returns, once ``judge`` finds no fault in it."""
+        """Return the result of ``run`` once ``judge`` finds no fault in it."""
         plan = self.plan
         while True:
             try:
@@ -214,7 +214,7 @@ class VaeRunner:
         return result
 
     def _judged(self, judge: Judge) -> Judge:
-        """What ``judge`` says of a part, where something may be changed."""
+        """Apply ``judge`` to a part, where something may be changed."""
 
         def judged(part: torch.Tensor) -> str:
             fault = judge(part)
@@ -275,7 +275,7 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _told(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
+        """Error for the user when nothing is left to try, in torch's own class if memory was the cause.
 
         None where the error says it best: it is not a matter of the device.
         """
@@ -371,7 +371,7 @@ def decoded(
 def encoded_moments(
     pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
 ) -> torch.Tensor:
-    """What the VAE says of ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
+    """Encode ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
     with encoding(pipeline, frames, progress, tile) as passes:
         return passes.encode(frames, stage)
 
@@ -419,7 +419,7 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
 
 
 def make_contiguous(module: nn.Module) -> int:
-    """How many weights of ``module`` were laid out anew, so that each has one of torch's plain layouts; values stay."""
+    """Lay out the weights of ``module`` in torch's plain layouts and return how many changed; values stay."""
     count = 0
     with torch.inference_mode(False), torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

@@ -59,7 +59,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
-    """How much the end image counts; 0 without one.
+    """Weight of the end image; 0 without one.
 
     Raises:
         InputError: no start image.

@@ -317,7 +317,7 @@ def _forward(
 
 
 def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
-    """What has been sampled, in core's space; of an unfinished video that began at its end all frames count."""
+    """Frames sampled so far, in core's space; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:

@@ -87,7 +87,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """Whether it is SkyReels, and what says so."""
+    """Guess if the model is SkyReels, with the evidence."""
     if image_condition(evidence.config) == PICTURE_CONCAT:
         return SKYREELS, "its transformer takes the picture beside the noise, without a mask"
     name = evidence.name_with(r"skyreels?.?v1|skyreels.?hunyuan|hunyuan.*skyreels")

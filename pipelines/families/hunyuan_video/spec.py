@@ -55,7 +55,7 @@ FIT = Fit(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streame
 
 
 def image_condition(config: Mapping[str, Any]) -> str | None:
-    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
+    """Kind of picture input of a transformer, from its ``config.json``; None for text to video."""
     named = config.get("image_condition_type")
     out = config.get("out_channels", CHANNELS)
     beside = config.get("in_channels", CHANNELS) - out
