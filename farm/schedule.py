@@ -59,7 +59,7 @@ class Task:
     unable: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-class Schedule:
+class TaskSchedule:
     """The jobs that wait, by model, and who has which model loaded."""
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:

@@ -229,7 +229,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 
 
-class LoRA(io.ComfyNode):
+class ApplyLoRA(io.ComfyNode):
     """Apply a LoRA to a pipeline."""
 
     @classmethod

@@ -114,7 +114,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitFactors:
     """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``.
 
     Args:
@@ -150,7 +150,7 @@ class MemoryTerms:
         decode_window: most pixel frames that the decoder has in work at once; 0 for all.
     """
 
-    fit: Fit
+    fit: FitFactors
     reference_tokens: int
     text_tokens: int = 0
     history_tokens: int = 0
@@ -321,7 +321,7 @@ class MusubiCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
+class FamilyFiles:
     """The files of a family's models, and the classes that are built of them.
 
     Args:
@@ -475,7 +475,7 @@ class FamilySpec:
     title: str
     package: str
     order: int
-    files: Files
+    files: FamilyFiles
     sizes: Sizes
     recipes: Recipes
     memory: MemoryTerms

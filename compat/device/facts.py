@@ -222,7 +222,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished its work, so that timings are right; who reads a result learns of a fault."""
+    """Wait until ``device`` has finished, so that timings are right; a fault shows when a result is read."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
         value_or(lambda: module.synchronize(*(() if device.type == "mps" else (device,))), None)  # mps takes none

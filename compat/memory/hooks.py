@@ -23,7 +23,7 @@ from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
 from .host_weights import pin, views_of
 from .parts import Silent, StageText
-from .prefetch import CopyStream, Layout, is_dense
+from .prefetch import CopyStream, GroupLayout, is_dense
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, put_back, send_together, set_data, tensors_of, transfer_for
 
@@ -47,7 +47,7 @@ class WeightGroup:
         self.depth = 0
         dense = [data for _, data in self.host_weights if is_dense(data)]
         whole = hooks.copies is not None and len(dense) == len(tensors)
-        self.layout = Layout(dense) if whole else None  # else its tensors travel one by one, and are waited for
+        self.layout = GroupLayout(dense) if whole else None  # else its tensors travel one by one, and are waited for
 
     @property
     def execution_device(self) -> torch.device:
@@ -196,7 +196,7 @@ class GroupHooks:
                     return
             group = self._next.get(group)
 
-    def _copy(self, group: WeightGroup, layout: Layout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
+    def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
         """The memory of ``group`` on the device, and when it is there."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._transfer(dtype)  # which refuses a device that damages copies

@@ -213,7 +213,7 @@ def adapters_on(
 
 
 def _change(parts: Parts, part: str, wanted: Adapters | None, take_off: Callable[[str], None]) -> None:
-    """Take back what is after the adapters in the order of operations, and them, and go on from there."""
+    """Undo the adapters and all later steps of the order, then apply them again with the wanted adapters."""
     active, module = parts.active_adapters.get(part), parts[part]
     plain: Any = parts.prepare if active is None else active.plain
     step: Any = None if wanted is None else wanted.step()

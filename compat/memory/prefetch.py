@@ -38,7 +38,7 @@ class Place:
         return own.as_strided(self.host_weight.shape, self.host_weight.stride())
 
 
-class Layout:
+class GroupLayout:
     """Layout of a group's weights in one run of bytes: side by side, and in locked memory as they are there.
 
     Args:
@@ -106,7 +106,7 @@ class CopyStream:
         self._buffers: list[_Buffer] = []
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
-    def bytes_on_device(self, layout: Layout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
+    def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
         """The memory of a group on the device, and the event after which its bytes are there.
 
         Args:
@@ -135,7 +135,7 @@ class CopyStream:
         if len(self._left) > QUEUED_GROUPS:
             self._left.popleft().synchronize()
 
-    def _stage(self, layout: Layout, memory: torch.Tensor, check: Callable[[], None]) -> None:
+    def _stage(self, layout: GroupLayout, memory: torch.Tensor, check: Callable[[], None]) -> None:
         """Copy a group by way of the buffers, one of which is filled while the other travels."""
         size = min(BUFFER_BYTES, layout.total_bytes)
         if not self._buffers or self._buffers[0].memory.numel() < size:

@@ -265,7 +265,7 @@ class StandaloneOffloader:
         )
 
     def _share_room(self, hooks: GroupHooks, activation_bytes: int) -> None:
-        """Tell the hooks what groups may take: ahead one of the largest, or what is left beside it and a forward."""
+        """Set the hooks' memory limits: one largest group prefetched, or the rest besides it and a forward."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         hooks.room_bytes = None if free is None else free - self.options.keep_free_bytes - activation_bytes
         left = largest if hooks.room_bytes is None else hooks.room_bytes - largest

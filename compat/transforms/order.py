@@ -131,7 +131,7 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
 
 
 def attention_step(attention: Attention) -> Step:
-    """Transformers call ``attention``; VAEs that of ``auto``, since their heads are wider than chosen kernels take."""
+    """Set ``attention`` on transformers and ``auto`` on VAEs, whose heads are too wide for chosen kernels."""
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Back | None:

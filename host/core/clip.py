@@ -25,7 +25,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
 from .leaves import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of
-from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import is_linear, left_class, left_decisions
 
 KEY = "anygpu_fit"  # of our injections
@@ -100,7 +100,7 @@ def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) 
 
 
 def fit_clip(
-    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: Machine | None = None
+    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: ModelDevice | None = None
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
@@ -135,7 +135,7 @@ def fit_clip(
 
 
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
-    """Weights that no dtype saves: core's loaders narrow bf16 to fp16, and what does not fit becomes infinite."""
+    """Report infinite weights, which no dtype mends: core's loaders cast bf16 to fp16, and large values overflow."""
     for name, tensor in encoders.named_parameters():
         owner = encoders.get_submodule(name.rpartition(".")[0])
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):

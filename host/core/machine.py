@@ -31,7 +31,7 @@ TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 
 @dataclass(frozen=True)
-class Machine:
+class ModelDevice:
     """One device as a patcher names it: facts, and probe results that are asked when read."""
 
     facts: DeviceFacts
@@ -72,10 +72,10 @@ class Machine:
         return attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
 
 
-def machine_of(device: Any) -> Machine:
+def machine_of(device: Any) -> ModelDevice:
     """The machine behind the device on which a patcher loads its model."""
     facts = facts_for(device)
-    return Machine(facts, probe_results_of(facts, state_folder()))
+    return ModelDevice(facts, probe_results_of(facts, state_folder()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Fit:
 
 
 def fit_for(
-    machine: Machine,
+    machine: ModelDevice,
     dtype: torch.dtype,
     precision: str,
     attention: str,
@@ -129,7 +129,7 @@ def fit_for(
 
 
 def _precision(
-    machine: Machine, dtype: torch.dtype, choice: str, unfit: str
+    machine: ModelDevice, dtype: torch.dtype, choice: str, unfit: str
 ) -> tuple[bool, torch.dtype | None, Decision]:
     """Decide on safe fp16 and on the dtype of the stream where core's has to change, with the reason."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
@@ -150,7 +150,7 @@ def _precision(
     return False, None, Decision("precision", f"{here} as loaded", why, AUTO)
 
 
-def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
+def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
     """The attention that takes over, if one has to, and why."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)

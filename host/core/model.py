@@ -31,7 +31,7 @@ from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
 from .leaves import ByNetwork, SafeLeaves, left_alone, reached_by_safe, unfit_for_safe
-from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
 
@@ -75,7 +75,7 @@ class FittedNetwork:
     """
 
     fit: Fit
-    machine: Machine
+    machine: ModelDevice
     loaded: torch.dtype | None = None
     tell: Callable[[str], None] = log.info
     seen: ByNetwork = field(default_factory=ByNetwork)
@@ -140,7 +140,7 @@ def fit_model(
     precision: str = AUTO,
     attention: str = AUTO,
     keep_latents: str = AUTO,
-    machine: Machine | None = None,
+    machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``model`` fitted to its device, and what was decided; the very object where nothing is needed.
@@ -195,7 +195,7 @@ def fit_model(
     return fitted, decisions
 
 
-def _fit_of(network: nn.Module, machine: Machine, dtype: torch.dtype, precision: str, attention: str) -> Fit:
+def _fit_of(network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str) -> Fit:
     """Run :func:`fit_for` on a network parts of which may belong to other packs.
 
     Args:

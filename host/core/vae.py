@@ -38,7 +38,7 @@ from .. import recovery
 from ..core_vae import CoreVAE
 from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
-from .machine import AS_LOADED, Machine, machine_of
+from .machine import AS_LOADED, ModelDevice, machine_of
 from .ownership import left_decisions
 from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
@@ -52,7 +52,7 @@ EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for 
 class FittedVAE:
     """Additions of a fitted VAE to core's class."""
 
-    machine: Machine
+    machine: ModelDevice
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool
     keeps: bool
@@ -174,7 +174,11 @@ def _fitted_class(plain: Any) -> type[FittedVAE]:
 
 
 def fit_vae(
-    vae: Any, precision: str = AUTO, causal_masks: bool = True, keep_latents: str = AUTO, machine: Machine | None = None
+    vae: Any,
+    precision: str = AUTO,
+    causal_masks: bool = True,
+    keep_latents: str = AUTO,
+    machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided.
 
@@ -213,7 +217,7 @@ def fit_vae(
     return fitted, (*back, decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
 
 
-def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
+def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
     """Decide on fp32 where core would not compute in it, with the reason."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":

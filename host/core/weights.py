@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
 from .leaves import ByNetwork
-from .machine import Machine
+from .machine import ModelDevice
 from .ownership import left_class
 
 BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
@@ -27,7 +27,7 @@ Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a m
 _copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
 
 
-def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
+def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
     """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
     if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
         return ""

@@ -62,7 +62,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Latents that none of our stages sampled.
+    """Latents sampled by other nodes than ours.
 
     Args:
         samples: of any shape, on any device; more than one where they are nested, such as video and audio.

@@ -146,7 +146,7 @@ class Watch:
             return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
-        """Say what is wrong with finite latents, or that nothing is, if a doctor was asked for."""
+        """Report the faults of finite latents, or that there are none, if a doctor watches."""
         if self.doctor is not None:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
