@@ -31,7 +31,7 @@ from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
-from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
+from .casting import CastLayer, bytes_of, fixed_tensors, install_cast_layers, restore_layers, send, send_home
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -190,7 +190,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
         with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
             listed = super()._load_list(*args, **kwargs)
-        return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
+        return [entry for entry in listed if any(isinstance(item, CastLayer) for item in entry)]
 
     def load(
         self,
@@ -199,9 +199,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
-        """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
+        """Bring the part to ``device_to``: its fixed tensors, and as many layers as fit into the budget in bytes."""
         module = self.model.fill()
-        install_cast_leaves(module, device_to, self.memory_stats)
+        install_cast_layers(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
@@ -265,7 +265,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """Detach as usual; after a whole detach the part is as it was read, with its own classes."""
         result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
-            restore_leaves(self.model.content)
+            restore_layers(self.model.content)
         return result
 
 
@@ -351,7 +351,7 @@ class ComfyOffloader:
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):
+        if patcher.loaded_size() and install_cast_layers(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()

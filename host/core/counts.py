@@ -68,11 +68,11 @@ class Counts:
         return ", ".join(filter(None, (layers, said)))
 
 
-def note_call(leaf: nn.Module, safe: bool) -> None:
+def note_call(layer: nn.Module, safe: bool) -> None:
     """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
-    if torch.compiler.is_compiling() or COUNTS not in leaf.__dict__:
+    if torch.compiler.is_compiling() or COUNTS not in layer.__dict__:
         return
-    counts: Counts = leaf.__dict__[COUNTS]
-    counts.called.add(leaf)
+    counts: Counts = layer.__dict__[COUNTS]
+    counts.called.add(layer)
     if safe:
-        counts.safe.add(leaf)
+        counts.safe.add(layer)

@@ -1,6 +1,6 @@
 """AnyGPU Fit Model: what a loader of core's made, given back so that it runs well on this device.
 
-Everything happens in one wrapper around the call of the network: it patches leaves for the length of that call and
+Everything happens in one wrapper around the call of the network: it patches layers for the length of that call and
 leaves nothing behind, so a clone, a save, a merge or an unload finds the model as it was.
 """
 
@@ -30,7 +30,7 @@ from ..recovery import WRAPPER, keep_what_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .leaves import ByNetwork, SafeLeaves, left_alone, reached_by_safe, unfit_for_safe
+from .layers import ByNetwork, SafeLayers, left_alone, reached_by_safe, unfit_for_safe
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
@@ -53,12 +53,12 @@ class Seen:
     """Facts about one network.
 
     Args:
-        leaves: its layers in safe fp16.
+        layers: its layers in safe fp16.
         counted: whether a call of it has been counted.
         casts: whether that showed a stream that it casts by itself.
     """
 
-    leaves: SafeLeaves
+    layers: SafeLayers
     counted: bool = False
     casts: bool = False
 
@@ -86,8 +86,8 @@ class FittedNetwork:
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         network = _plain(executor.class_obj.diffusion_model)
-        leaves = SafeLeaves(self.machine.fp32_output, self.machine.fp16_convolutions)
-        seen: Seen = self.seen.setdefault(network, Seen(leaves))
+        layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
+        seen: Seen = self.seen.setdefault(network, Seen(layers))
         if seen.counted:
             return self._run(executor, network, seen, None, (x, *args), kwargs)
         counts = Counts()
@@ -107,8 +107,8 @@ class FittedNetwork:
         with ExitStack() as stack:
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
-                seen.leaves.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
-                stack.enter_context(seen.leaves.patches_on(counts))
+                seen.layers.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
+                stack.enter_context(seen.layers.patches_on(counts))
             elif seen.casts:
                 undo = Undo()
                 stack.callback(undo.restore)
@@ -128,11 +128,11 @@ class FittedNetwork:
         forwards = self.convolutions[network]
         try:
             for forward in forwards:
-                forward.leaf.__dict__[HOOK] = forward
+                forward.layer.__dict__[HOOK] = forward
             yield
         finally:
             for forward in forwards:
-                forward.leaf.__dict__.pop(HOOK, None)
+                forward.layer.__dict__.pop(HOOK, None)
 
 
 def fit_model(

@@ -160,7 +160,7 @@ class FittedVAE:
         network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
-                yield forward.leaf, HOOK, forward
+                yield forward.layer, HOOK, forward
         if self.masks:
             from .masks import lost_masks
 

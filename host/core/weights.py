@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
-from .leaves import ByNetwork
+from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
 

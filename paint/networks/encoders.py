@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
-from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
+from ...compat.device.execution import checked_layers, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute, empty_encoder, fill, names_in
@@ -68,7 +68,7 @@ def _states(
 ) -> Tensor:
     """Run an encoder on ``given`` and return its fp32 states on the CPU; afterwards the encoder is off the device."""
     device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
-    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_leaves(module, progress.check):
+    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
     return states

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
+from ...compat.device.execution import checked_layers, execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
@@ -127,7 +127,7 @@ def stage(
     """
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
     hold = pipeline.offloader.hold(part, asked(activations), progress)
-    with cost, hold as module, checked_leaves(module, progress.check):
+    with cost, hold as module, checked_layers(module, progress.check):
         yield module
 
 

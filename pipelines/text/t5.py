@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
-from ...compat.device.execution import checked_leaves, to_host
+from ...compat.device.execution import checked_layers, to_host
 from ...compat.errors import InputError
 from ..base import EMBEDS, ENCODING, MASK, Forwards, Latents, Progress, Prompt, PromptRequest
 from ..pipeline import Pipeline
@@ -26,7 +26,7 @@ ZEROED = "force_zeros_for_empty_prompt"
 def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
     """A text encoder on its device, with room for a forward of so many texts; a cancel is obeyed inside of it."""
     hold = pipeline.offloader.hold(part, beside_text(pipeline, part, texts), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    with hold as encoder, checked_layers(encoder, progress.check):
         yield encoder
 
 

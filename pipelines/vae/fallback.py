@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import HOST, checked_leaves, generator_for, to_host
+from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
@@ -304,8 +304,8 @@ class VaeRunner:
 
 @contextmanager
 def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]:
-    """Report each eighth leaf module that runs, and obey a cancel before any of them."""
-    total = sum(1 for leaf in module.modules() if next(leaf.children(), None) is None)
+    """Report each eighth layer that runs, and obey a cancel before any of them."""
+    total = sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
     def called() -> None:
@@ -315,7 +315,7 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
         if count % LEAVES_PER_REPORT == 0:
             progress.step(min(count, total), total, stage)
 
-    with checked_leaves(module, called):
+    with checked_layers(module, called):
         yield
     progress.step(total, total, stage)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
+from ....compat.device.execution import checked_layers, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     EMBEDS,
@@ -182,7 +182,7 @@ def sample(
         start = _later(start)
         mask = None if mask is None else NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_leaves(transformer, progress.check):
+    with hold as transformer, checked_layers(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
         latents = denoise(
             start,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, placed, to_host
+from ....compat.device.execution import HOST, checked_layers, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo
@@ -210,7 +210,7 @@ def sample(
 
     with (
         pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
-        checked_leaves(transformer, progress.check),
+        checked_layers(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)

@@ -27,7 +27,7 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.leaves import is_conv2d
+from anygpu.host.core.layers import is_conv2d
 from anygpu.host.core.machine import PRECISIONS, Fit, ModelDevice
 from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
