@@ -44,7 +44,7 @@ PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, mor
 ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
 PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's
 # width: its picture and what is made of it; all decoders at hand have one width, which cannot tell them apart
-FIT = re.compile(r"FIT = Fit\([^)]*\)")  # of a `spec.py`
+FIT = re.compile(r"FIT = FitFactors\([^)]*\)")  # of a `spec.py`
 
 
 def measured(family: str, folder: Path) -> list[dict[str, Any]]:
@@ -151,7 +151,7 @@ def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
 def written(spec: str, mine: Mapping[str, float]) -> str:
     """The text of a family's `spec.py` with these factors."""
     factors = ", ".join(f"{name}={mine[name]}" for name in ORDER if name in mine)
-    return FIT.sub(f"FIT = Fit({factors})", spec)
+    return FIT.sub(f"FIT = FitFactors({factors})", spec)
 
 
 def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:

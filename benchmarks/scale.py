@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from anygpu.farm.schedule import Schedule, Task
+from anygpu.farm.schedule import Task, TaskSchedule
 
 TABLE = Path(__file__).resolve().parent / "results" / "scale.csv"
 LONG, SHORT = 600.0, 17.0  # seconds of a job: HunyuanVideo at 480p, LTX-Video 2B, on one large card; modelled
@@ -86,7 +86,7 @@ class _Simulation:
 
     def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, rng: random.Random) -> None:
         self.fleet, self.constants, self.rng = fleet, constants, rng
-        self.schedule = Schedule(tasks)
+        self.schedule = TaskSchedule(tasks)
         self.work = sum(task.size for task in tasks)
         self.speed = {str(index): speed for index, speed in enumerate(fleet.speeds)}
         self.events = [(0.0, number, name, "free", None) for number, name in enumerate(self.speed)]

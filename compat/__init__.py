@@ -1,1 +1,1 @@
-"""What a device can do and where things run: device facts, precision, kernels, execution, offload, checkpoints."""
+"""Device capabilities and placement: device facts, precision, kernels, execution, offload, checkpoints."""

@@ -1,4 +1,4 @@
-"""What was decided, as data; it becomes text only where it is shown: on a node, in a report, on the panel."""
+"""Decisions as data; they become text only where they are shown: on a node, in a report, on the panel."""
 
 from __future__ import annotations
 

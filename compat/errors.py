@@ -27,7 +27,7 @@ def parts_of(message: str) -> dict[str, str]:
 
 
 def _shortened(line: str) -> str:
-    """``line``; of one that quotes a whole novel, beginning and end."""
+    """Shorten ``line`` to its beginning and end if it is very long."""
     half = MOST_CHARACTERS // 2
     return line if len(line) <= MOST_CHARACTERS else f"{line[:half]} … {line[-half:]}"
 

@@ -75,7 +75,7 @@ def fault_in_latents(latents: torch.Tensor) -> str:
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether every channel of (B, C, ...) is one value."""
+    """True if every channel of (B, C, ...) is one value."""
     rows = tensor.flatten(2)
     return bool((rows.amin(-1) == rows.amax(-1)).all())
 

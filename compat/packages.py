@@ -148,7 +148,7 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
 
 
 def _kept_wide(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """What matches the names of parameters that the class keeps in fp32 in a model of ``dtype``.
+    """Pattern that matches the parameters which the class keeps in fp32 in a model of ``dtype``.
 
     Source: ``PreTrainedModel._get_dtype_plan``.
     """

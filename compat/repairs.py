@@ -100,7 +100,7 @@ class OtherAttention(TorchFunctionMode):
     """Torch's attention computed in exact chunks, in fp32, by matrix products alone."""
 
     def __enter__(self) -> Any:
-        """Also told to those who call other kernels than torch's."""
+        """Enter the repair; callers of kernels other than torch's see it too."""
         _asked.depth = getattr(_asked, "depth", 0) + 1
         return super().__enter__()
 

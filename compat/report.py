@@ -99,7 +99,7 @@ def report_on(
 def changes_for(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None, note: str = ""
 ) -> list[str]:
-    """What the user can change so that more works: which torch, which driver."""
+    """Changes by which the user can make more work: another torch, another driver."""
     policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
     said = [note] if note else []
@@ -151,7 +151,7 @@ def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
 def _kernels(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy, precisions: Sequence[Precision]
 ) -> list[Decision]:
-    """Which form a Conv3d takes and which kernel runs attention, per dtype in use."""
+    """The Conv3d implementation and the attention kernel for each dtype in use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
         forms = conv3d_forms(facts, probes, dtype, policy)
@@ -250,7 +250,7 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
 
 
 def _update(facts: DeviceFacts) -> str:
-    """What helps where no known bug explains the answer."""
+    """Advice where no known bug explains the answer."""
     if facts.backend not in PROMISED:
         return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)

@@ -18,7 +18,7 @@ from ..compat.device.facts import value_or
 from ..compat.errors import PackError, UnsupportedError, first_line
 from ..pipelines.records.job_folder import JobFolder, each_line
 from .cluster import autoscales, lacking
-from .schedule import Rest, Schedule, Tally, Task, WorkerHandle
+from .schedule import Rest, Tally, Task, TaskSchedule, WorkerHandle
 from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker, text_of
 
 MOST_DEATHS = 3  # of a job's workers without one further step: then it is the job that kills them
@@ -61,7 +61,7 @@ class Driver:
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
         # In a container that was started again, host and process are those of the driver whose workers Ray still ends.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.schedule, self.workers, self.tally = Schedule(), [], Tally()
+        self.schedule, self.workers, self.tally = TaskSchedule(), [], Tally()
         self._calls: dict[Any, WorkerHandle] = {}
         self._failed_turns = 0
         self._open: set[str] = set()  # keys of jobs that wait or run

@@ -34,10 +34,10 @@ from .worker import (
     LOST,
     PREVIEW_SECONDS,
     REFUSED,
-    Cancelled,
     Ended,
     Outcome,
-    Watch,
+    RenderCancelled,
+    RenderWatch,
     outcome_of,
 )
 
@@ -52,7 +52,7 @@ SAMPLING = "sampling"
 _ORDER = {REFUSED: 1, FAILED: 1, LOST: 2}  # of what ranks say: one that was left alone by another knows least of why
 
 
-class AgreedWatch(Watch):
+class AgreedWatch(RenderWatch):
     """The progress of a rank: it ends at a step, and at the same one as the others."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ class AgreedWatch(Watch):
         ended = getattr(stage, "name", stage) == SAMPLING and self._ranks.any(self.ending)
         super().step(done, total, stage, preview)
         if ended:
-            raise Cancelled
+            raise RenderCancelled
 
     def check(self) -> None:
         """Nothing: who ends between two steps leaves the others waiting."""
@@ -75,7 +75,7 @@ class Rank:
 
     def __init__(self, renderer: Renderer, rank: int, size: int, halves: bool, patience: float) -> None:
         self.renderer, self.rank, self.size, self.halves, self.patience = renderer, rank, size, halves, patience
-        self._watch = Watch()
+        self._watch = RenderWatch()
         self._group: Group | None = None
 
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Rank:
         self._watch = AgreedWatch(self._group.world)
         try:
             return self.renderer.render(line, self._watch)
-        except Cancelled:
+        except RenderCancelled:
             return Outcome(CANCELLED, "cancelled")
         except Exception as error:  # whatever it is: the worker decides what becomes of the group
             return outcome_of(error, self.renderer.device)
@@ -228,7 +228,7 @@ class GroupRenderer:
                     deadline = deadline or time.monotonic() + GRACE_SECONDS
             try:
                 told = self._tell(progress, told) if waiting and not deadline else told
-            except Cancelled:
+            except RenderCancelled:
                 self._cancel(list(waiting))
                 raise
         failures = [ended[rank] for rank in sorted(ended) if isinstance(ended[rank], Outcome)]

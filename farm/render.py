@@ -30,7 +30,7 @@ from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """A kind of job, and how a worker renders it.
 
     Args:
@@ -51,14 +51,14 @@ class Kind:
 KINDS = {
     kind.job.kind: kind
     for kind in (
-        Kind(
+        JobKind(
             job=VideoJob,
             load=lambda *given: (jobs.load_pipeline(*given),),
             render=jobs.render,
             parts=lambda pipeline: (pipeline.parts, pipeline.tools),
             split=on_group,
         ),
-        Kind(job=PaintJob, load=paint_jobs.load, render=paint_jobs.render, parts=lambda pipeline: (pipeline.parts,)),
+        JobKind(job=PaintJob, load=paint_jobs.load, render=paint_jobs.render, parts=lambda pipeline: (pipeline.parts,)),
     )
 }
 
@@ -121,7 +121,7 @@ class Renderer:
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
 
-    def _pipelines(self, kind: Kind, job: Job, machine: Machine, progress: Progress) -> Sequence[Any]:
+    def _pipelines(self, kind: JobKind, job: Job, machine: Machine, progress: Progress) -> Sequence[Any]:
         """The pipelines of a job, whose parts fail as the model does while they are read, on first use."""
         loaded = kind.load(job, machine, progress)
         for parts in (parts for pipeline in loaded for parts in kind.parts(pipeline)):

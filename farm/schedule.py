@@ -59,7 +59,7 @@ class Task:
     unable: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-class Schedule:
+class TaskSchedule:
     """The jobs that wait, by model, and who has which model loaded."""
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
@@ -197,7 +197,7 @@ class WorkerHandle:
 
     @property
     def state(self) -> str:
-        """Its state in a word or two."""
+        """State in a word or two."""
         busy = "rendering" if self.task else "idle"
         return "broken" if self.broken else busy if self.up else "waiting for a process"
 

@@ -64,11 +64,11 @@ class Ended(Exception):
         self.outcome = outcome
 
 
-class Cancelled(BaseException):
+class RenderCancelled(BaseException):
     """Raised inside a render that is to be cancelled."""
 
 
-class Watch:
+class RenderWatch:
     """The progress of one job, for those who ask; raises inside the render once it is to end."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Watch:
     def check(self) -> None:
         """Raise if the job is to end."""
         if self._ended.is_set():
-            raise Cancelled
+            raise RenderCancelled
 
     def notify(self, text: str) -> None:
         """Keep one line that the user should read."""
@@ -117,7 +117,7 @@ class Worker:
     def __init__(self, renderer: Renders) -> None:
         self.renderer = renderer
         self._task: Task | None = None
-        self._watch = Watch()
+        self._watch = RenderWatch()
         self._began = 0.0
         self._finished = 0
 
@@ -128,7 +128,7 @@ class Worker:
 
     def run(self, task: Task) -> Outcome:
         """Render a job into the folder; every failure is an outcome, so that only a dead process raises."""
-        self._task, self._watch, self._began = task, Watch(), time.monotonic()
+        self._task, self._watch, self._began = task, RenderWatch(), time.monotonic()
         folder = JobFolder(self.renderer.folder)
         try:
             with during(MACHINE):
@@ -137,7 +137,7 @@ class Worker:
                 record = self.renderer.render(task.text, self._watch)
                 with during(MACHINE):
                     folder.finish(task.key, record)
-        except Cancelled:
+        except RenderCancelled:
             return Outcome(CANCELLED, "cancelled")
         except Ended as ended:
             return ended.outcome
@@ -164,7 +164,7 @@ class Worker:
         return device_fault(self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """Its current job and progress."""
+        """Current job and progress."""
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
@@ -205,7 +205,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def outcome_of(error: Exception, device: Any) -> Outcome:
-    """Whose error it is: the job's everywhere or here, this machine's for its model or for all jobs.
+    """Attribute an error: to the job everywhere or here, or to this machine for one model or for all jobs.
 
     Args:
         device: that rendered; None for the default device.

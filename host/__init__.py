@@ -1,1 +1,1 @@
-"""What touches ComfyUI: the only room that imports it."""
+"""Everything that touches ComfyUI: the only room that imports it."""

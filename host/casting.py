@@ -1,9 +1,9 @@
-"""Modules made native to ComfyUI's memory manager: leaves that fetch their weights, roots that know where they run.
+"""Modules made native to ComfyUI's memory manager: layers that fetch their weights, roots that know where they run.
 
-A leaf with nothing but ``weight`` and ``bias`` changes its class in place for a generated subclass of its own class
+A layer with nothing but ``weight`` and ``bias`` changes its class in place for a generated subclass of its own class
 with ComfyUI's ``CastWeightBiasOp``: where its weight is elsewhere, or carries patches, ComfyUI's own cast brings it for
 the length of one forward, in the dtype it is stored in, so that results do not depend on what is resident. A packed
-leaf brings its small tensors the same way and is made dense where it computes. Everything else (tables and buffers of
+layer brings its small tensors the same way and is made dense where it computes. Everything else (tables and buffers of
 containers, and modules whose weights their parents read) is ``fixed``: it comes as a whole.
 """
 
@@ -25,7 +25,7 @@ from ..compat.memory.transfer import set_data, transfer_for
 
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
-LEFT_BEHIND = (  # what a patcher writes on a leaf
+LEFT_BEHIND = (  # what a patcher writes on a layer
     "comfy_cast_weights",
     "prev_comfy_cast_weights",
     "comfy_force_cast_weights",
@@ -38,11 +38,11 @@ LEFT_BEHIND = (  # what a patcher writes on a leaf
 )
 
 
-class CastLeaf(comfy.ops.CastWeightBiasOp):
-    """The mark of a leaf that fetches its weights, and what it does instead of its own class."""
+class CastLayer(comfy.ops.CastWeightBiasOp):
+    """The mark of a layer that fetches its weights, and what it does instead of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original; a cancel is obeyed before each leaf."""
+        """Run the original's forward; a cancel is obeyed before each layer."""
         comfy.ops.run_every_op()
         like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         return self._run(like, *args, **kwargs)
@@ -102,8 +102,8 @@ class CastLeaf(comfy.ops.CastWeightBiasOp):
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
 
-class PackedLeaf(CastLeaf):
-    """The mark of a leaf whose weight is packed: its rows and scales come where they are elsewhere, and are made dense.
+class PackedLayer(CastLayer):
+    """The mark of a layer with a packed weight: its rows and scales come where they are elsewhere, and are made dense.
 
     Patches change what was made dense, so they act alike on resident rows and on those that come for one forward.
     """
@@ -121,7 +121,7 @@ class PackedLeaf(CastLeaf):
         return torch.empty(shape, dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """As the original, with the patches."""
+        """Dense weight of the original, with the patches."""
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
         if self.weight_function and weight is self.stored:
             weight = weight.clone()
@@ -137,11 +137,11 @@ class PackedLeaf(CastLeaf):
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self._brought(like.device):
-            return super(CastLeaf, self).forward(*args, **kwargs)  # type: ignore[misc]
+            return super(CastLayer, self).forward(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _brought(self, device: torch.device) -> Iterator[None]:
-        """Rows, scales and bias on ``device``, as the leaf's own."""
+        """Rows, scales and bias on ``device``, as the layer's own."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -162,24 +162,24 @@ class PackedLeaf(CastLeaf):
 
 
 class _Rows:
-    """A packed leaf as ComfyUI's cast takes it: what is stored stands for the weight, as it is."""
+    """A packed layer as ComfyUI's cast takes it: what is stored stands for the weight, as it is."""
 
     weight_function = ()
 
-    def __init__(self, leaf: PackedLeaf) -> None:
-        self.leaf = leaf
+    def __init__(self, layer: PackedLayer) -> None:
+        self.layer = layer
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.leaf.stored
+        return self.layer.stored
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return self.leaf.bias
+        return self.layer.bias
 
     @property
     def bias_function(self) -> list[Any]:
-        return self.leaf.bias_function
+        return self.layer.bias_function
 
 
 class Placed:
@@ -187,30 +187,30 @@ class Placed:
 
     @property
     def device(self) -> torch.device:
-        """Where the next forward runs, wherever the weights are now."""
+        """Device of the next forward, wherever the weights are now."""
         return self.__dict__["runs_on"]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its own class says, but never 8 bits, which nothing computes in."""
+        """Dtype that its own class reports, but never 8 bits, which nothing computes in."""
         stored = super().dtype  # type: ignore[misc]
         return stored if stored.itemsize > 1 else self.__dict__["computes_in"]
 
 
-def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Whether anything had to change so that ``module`` runs on ``device`` with its weights anywhere.
+def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
+    """Prepare ``module`` to run on ``device`` with its weights anywhere; True if that took a change.
 
     Args:
-        memory_stats: counts the bytes that leaves fetch; their time is hidden behind the device's own work or in it.
+        memory_stats: counts the bytes that layers fetch; their time is hidden behind the device's own work or in it.
     """
     changed = False
     for owner, whole in _walk(module):
         packed = isinstance(owner, StoredLinear)
-        if not whole and not isinstance(owner, CastLeaf) and (packed or _is_leaf(owner)):
+        if not whole and not isinstance(owner, CastLayer) and (packed or _is_layer(owner)):
             if not hasattr(owner, "bias"):
                 owner.__dict__.update(bias=None, lacks_bias=True)
             owner.weight_function, owner.bias_function, owner.memory_stats = [], [], memory_stats
-            owner.__class__ = _subclass(type(owner), PackedLeaf if packed else CastLeaf)
+            owner.__class__ = _subclass(type(owner), PackedLayer if packed else CastLayer)
             if packed:
                 owner.__dict__.update(rows=_Rows(owner), runs_on=device)
             changed = True
@@ -222,10 +222,10 @@ def install_cast_leaves(module: nn.Module, device: torch.device, memory_stats: M
     return changed
 
 
-def restore_leaves(module: nn.Module) -> None:
+def restore_layers(module: nn.Module) -> None:
     """Give every module its own class back; its weights must be at home."""
     for owner in module.modules():
-        if isinstance(owner, CastLeaf):
+        if isinstance(owner, CastLayer):
             for name in LEFT_BEHIND:
                 owner.__dict__.pop(name, None)
             if owner.__dict__.pop("lacks_bias", False):
@@ -239,11 +239,11 @@ def restore_leaves(module: nn.Module) -> None:
 
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters that belong to no casting leaf, and buffers but for the scales of packed ones, each once."""
+    """Parameters that belong to no casting layer, and buffers but for the scales of packed ones, each once."""
     tensors: dict[int, torch.Tensor] = {}
     for owner in module.modules():
-        held = () if isinstance(owner, CastLeaf) else owner.parameters(recurse=False)
-        tables = () if isinstance(owner, PackedLeaf) else owner.buffers(recurse=False)
+        held = () if isinstance(owner, CastLayer) else owner.parameters(recurse=False)
+        tables = () if isinstance(owner, PackedLayer) else owner.buffers(recurse=False)
         for tensor in (*held, *tables):
             tensors[id(tensor)] = tensor
     return list(tensors.values())
@@ -286,13 +286,13 @@ def send_home(module: nn.Module) -> None:
 
 @functools.cache
 def _subclass(original: type, rewrite: type) -> type:
-    # transformers looks a root's abilities up by the full name of its class; our own rewrites go by a leaf's full name,
+    # transformers looks a root's abilities up by the full name of its class; our rewrites go by a layer's full name,
     # and must not take one that fetches its weights for the original.
     home = original.__module__ if rewrite is Placed else __name__
     return type(original.__name__, (rewrite, original), {"__module__": home, "__doc__": rewrite.__doc__})
 
 
-def _is_leaf(module: nn.Module) -> bool:
+def _is_layer(module: nn.Module) -> bool:
     held = [name for name, tensor in module._parameters.items() if tensor is not None]
     return "weight" in held and set(held) <= set(OWN) and next(module.children(), None) is None
 

@@ -1,4 +1,4 @@
-"""What a pipeline gives to core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
+"""Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
 
 It is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
 of CONDITIONING are core's. The network is replaced by a :class:`DiffusionModel` over the diffusers transformer. The

@@ -1,4 +1,4 @@
-"""What core's nodes put on a MODEL: handed to our blocks where they can do it, and named where they cannot."""
+"""Patches that core's nodes put on a MODEL: handed to our blocks where possible, named where not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = {"double_block": "double", "single_block": "single"}
 
 
 def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
-    """What the options of one call ask of blocks and attention; None for nothing."""
+    """Collect the patches of blocks and attention in one call's options; None without any."""
     dit = options.get("patches_replace", {}).get("dit", {})
     double, single = ({key[1]: patch for key, patch in dit.items() if key[0] == kind} for kind in KINDS)
     outputs = _outputs(options)

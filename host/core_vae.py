@@ -34,7 +34,7 @@ class ChannelStatistics:
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     def un_normalize(self, latents: torch.Tensor) -> torch.Tensor:
-        """As the VAE has them."""
+        """Undo the normalisation, back to the VAE's own latents."""
         return latents * self.std.to(latents) + self.mean.to(latents)
 
 
@@ -79,7 +79,7 @@ class CoreVAE(comfy.sd.VAE):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs; where the patcher says."""
+        """Device of the VAE: the patcher's."""
         return self.pipeline.offloader.device_of("vae")
 
     @device.setter
@@ -103,7 +103,7 @@ class CoreVAE(comfy.sd.VAE):
         return math.prod(shape[2:]) * self.temporal * self.spatial**2 * 64 * dtype.itemsize
 
     def memory_used_encode(self, shape: Any, dtype: torch.dtype) -> int:
-        """As for decoding, from pixels."""
+        """Estimate the memory of an encode like that of a decode, from pixels."""
         return math.prod(shape[2:]) * 64 * dtype.itemsize
 
     def model_size(self) -> int:
@@ -130,7 +130,7 @@ class CoreVAE(comfy.sd.VAE):
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As :meth:`encode`, which takes tiles itself where the whole does not fit."""
+        """Encode like :meth:`encode`, which takes tiles itself where the whole does not fit."""
         return self.encode(pixel_samples)
 
     def _decoded(self, samples: torch.Tensor, method: str) -> torch.Tensor:

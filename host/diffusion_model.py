@@ -27,7 +27,7 @@ TRANSFORMER = "transformer"
 
 
 class DiffusionModel(nn.Module):
-    """What core takes for the network: calls the transformer of ``pipeline`` as core calls its own.
+    """Network as core sees it: calls the transformer of ``pipeline`` as core calls its own.
 
     Args:
         time_scale: what makes core's timestep a noise level times 1000.
@@ -96,7 +96,7 @@ class DiffusionModel(nn.Module):
 
 
 class CoreModel(PartHolder):
-    """What is added to core's model classes."""
+    """Additions to core's model classes."""
 
     pipeline: Pipeline
     diffusion_model: DiffusionModel

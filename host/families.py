@@ -1,4 +1,4 @@
-"""What each family is to ComfyUI's core: latent format, preview, and the classes behind its MODEL. One row each.
+"""ComfyUI core's view of each family: latent format, preview, and the classes behind its MODEL. One row each.
 
 A family without a row loads, samples and decodes; it has no preview and no MODEL, which is said.
 """
@@ -42,7 +42,7 @@ class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
     scaled = True
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
-        """As all; where the transformer takes the picture beside the noise, with a mask or without, so does core."""
+        """Set the pipeline; if the transformer takes the picture beside the noise, core passes it on, mask included."""
         super().set_pipeline(pipeline)
         code, picture = pipeline.spec.code, ("concat_image",)
         ways = {code.LATENT_CONCAT: (*picture, "mask_inverted"), code.PICTURE_CONCAT: picture}

@@ -54,7 +54,7 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
 
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
-    """What changes when one of these files, or a file in one of these folders, changes; None stands for no file."""
+    """Value that changes when a file, or a file in a folder, changes; None stands for no file."""
     there = [path for path in paths if path is not None]
     files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
     states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is not a file
@@ -110,7 +110,7 @@ def model_folder(name: str) -> Path:
 
 
 def provider_choices() -> list[str]:
-    """What the inputs for parts from elsewhere list, ``auto`` first."""
+    """Choices of the inputs for parts from elsewhere, ``auto`` first."""
     return [AUTO, *providers()]
 
 
@@ -159,7 +159,7 @@ def paint_path(name: str) -> Path:
 
 
 def paint_provider_choices() -> list[str]:
-    """What the inputs for a VAE or image encoder from elsewhere list: ``auto``, then folders with a config.json."""
+    """Choices of the inputs for a VAE or image encoder from elsewhere: ``auto``, then folders with a config.json."""
     return [AUTO, *paint_providers()]
 
 
@@ -222,17 +222,17 @@ def picture_sides(name: object) -> tuple[int, int] | None:
 
 
 def kept_folder() -> Path:
-    """Where sampled latents are kept: ComfyUI empties its temporary folder at each start, so not there."""
+    """Folder of saved latents: not ComfyUI's temporary folder, which is emptied at each start."""
     return state_folder() / "kept"
 
 
 def unfinished_folder() -> Path:
-    """Where the steps of samplings are kept that have not ended."""
+    """Folder for the steps of unfinished samplings."""
     return kept_folder() / FOLDER
 
 
 def state_folder() -> Path:
-    """Where probe results and settings are kept, in ComfyUI's user directory."""
+    """Folder of probe results and settings, in ComfyUI's user directory."""
     return Path(folder_paths.get_user_directory()) / "anygpu"
 
 
@@ -257,7 +257,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _matches(root: Path, pattern: str) -> list[Path]:
-    """What matches in a folder, sorted; nothing where it cannot be read, such as a share that is gone."""
+    """Matches in a folder, sorted; none if the folder cannot be read, such as a share that is gone."""
     with suppress(OSError):
         return sorted(root.glob(pattern))
     return []

@@ -30,7 +30,7 @@ from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
-from .casting import CastLeaf, bytes_of, fixed_tensors, install_cast_leaves, restore_leaves, send, send_home
+from .casting import CastLayer, bytes_of, fixed_tensors, install_cast_layers, restore_layers, send, send_home
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -130,7 +130,7 @@ class PartHolder:
         return self  # type: ignore[return-value]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual, of the part that is read for it: who asks for names, such as a LoRA loader, gets them."""
+        """Read the part and return its state dict, for callers that ask for names, such as a LoRA loader."""
         self.fill()
         return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
@@ -165,7 +165,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     keeps = True  # whether host weights stay beside their copies: not where host and device share one memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
-        """As usual; nothing is read for it."""
+        """Clone as usual; nothing is read for it."""
         self.in_cloning = True
         try:
             copy: PartPatcher = super().clone(*args, **kwargs)
@@ -182,14 +182,14 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return bytes_of((*module.parameters(), *module.buffers()))
 
     def pin_weight_to_device(self, key: str) -> None:
-        """As usual, but never for a part that is left in its file: its pages must be able to leave host memory."""
+        """Pin as usual, except a part that is left in its file: its pages must be able to leave host memory."""
         if self.locks:
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
         with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
             listed = super()._load_list(*args, **kwargs)
-        return [entry for entry in listed if any(isinstance(item, CastLeaf) for item in entry)]
+        return [entry for entry in listed if any(isinstance(item, CastLayer) for item in entry)]
 
     def load(
         self,
@@ -198,9 +198,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
-        """Bring the part to ``device_to``: its fixed tensors, and as many leaves as fit into the budget in bytes."""
+        """Bring the part to ``device_to``: its fixed tensors, and as many layers as fit into the budget in bytes."""
         module = self.model.fill()
-        install_cast_leaves(module, device_to, self.memory_stats)
+        install_cast_layers(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
@@ -212,7 +212,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             self.model.model_loaded_weight_memory += held
 
     def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As usual; a weight without patches moves here, where a cancel is obeyed and progress told."""
+        """Patch as usual; a weight without patches moves here, where a cancel is obeyed and progress reported."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         result = super().patch_weight_to_device(key, device_to, *args, **kwargs)
         if device_to is not None and not kwargs.get("return_weight"):
@@ -226,7 +226,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> Any:
-        """As usual, with :attr:`beside` kept free; whatever ends it early, a cancel too, leaves nothing half moved."""
+        """Load as usual with :attr:`beside` kept free; an early end, even by a cancel, leaves nothing half moved."""
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return super().partially_load(device_to, self._budget(device_to, extra_memory), force_patch_weights)
@@ -248,12 +248,12 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        """As usual, without making inference tensors of the weights."""
+        """Unload as usual, without making inference tensors of the weights."""
         with torch.inference_mode(False), torch.no_grad(), patches.patches_by_layer(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        """As usual; the fixed tensors go too."""
+        """Unpatch as usual; the fixed tensors go too."""
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
                 for tensor in fixed_tensors(self.model.content):
@@ -261,10 +261,10 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().unpatch_model(device_to, unpatch_weights)
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """As usual; after a whole detach the part is as it was read, with its own classes."""
+        """Detach as usual; after a whole detach the part is as it was read, with its own classes."""
         result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
-            restore_leaves(self.model.content)
+            restore_layers(self.model.content)
         return result
 
 
@@ -298,11 +298,11 @@ class ComfyOffloader:
 
     @property
     def device(self) -> torch.device:
-        """Where the parts execute."""
+        """Device that executes the parts."""
         return self._chosen or compute_device()
 
     def device_of(self, part: str) -> torch.device:
-        """Where ``part`` computes."""
+        """Device that computes ``part``."""
         return self.options.devices.get(role_of(part), self.device)
 
     @property
@@ -350,7 +350,7 @@ class ComfyOffloader:
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and install_cast_leaves(module, self.device_of(part), self.memory_stats):
+        if patcher.loaded_size() and install_cast_layers(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()
@@ -366,7 +366,7 @@ class ComfyOffloader:
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
 
     def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
-        """Whether the part is on the device as far as there is room; not where memory ran out, but less may fit."""
+        """Load the part as far as there is room and return True; False if memory ran out but less may fit."""
         patcher.beside, patcher.ran_out = needed + self._unknown(part), self._unknown(part) > 0
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)

@@ -62,7 +62,7 @@ def mesh_path(name: str) -> Path:
 
 
 def file_stamp(name: str) -> Any:
-    """What changes when a listed mesh file changes."""
+    """Value that changes when a listed mesh file changes."""
     path, _ = _place(name)
     return (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
 

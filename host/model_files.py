@@ -33,7 +33,7 @@ _kinds: dict[Path, tuple[tuple[int, int], tuple[str, ...]]] = {}  # of each file
 
 
 def file_choices(part: str) -> list[str]:
-    """What the input for ``part`` lists: the files found; ``auto`` first, but for the transformer."""
+    """Choices of the input for ``part``: the files found; ``auto`` first, but for the transformer."""
     names = sorted(_named(part))
     return (names or [NO_FILE]) if part == "transformer" else [AUTO, *names]
 
@@ -70,7 +70,7 @@ def tokenizers() -> dict[str, Path]:
 
 
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
-    """What changes when one of the named files does."""
+    """Value that changes when one of the named files changes."""
     return stamp(*(_named(part).get(name) for part, name in names.items()))
 
 

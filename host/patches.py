@@ -16,7 +16,7 @@ from comfy.model_patcher import LowVramPatch, ModelPatcher
 from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
-from .casting import PackedLeaf
+from .casting import PackedLayer
 
 BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"
@@ -45,7 +45,7 @@ def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
     """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
     modules, own = dict(patcher.model.named_modules()), patcher.patches
     by_layer = {_key_of_layer(key, modules): patch for key, patch in own.items()}
-    packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLeaf)}
+    packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
     patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
     try:
         yield by_layer
@@ -54,12 +54,12 @@ def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
 
 
 def attach(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
-    """Give packed leaves their patches, wherever their rows are."""
-    for name, leaf in patcher.model.named_modules():
-        if isinstance(leaf, PackedLeaf):
+    """Give packed layers their patches, wherever their rows are."""
+    for name, layer in patcher.model.named_modules():
+        if isinstance(layer, PackedLayer):
             key = f"{name}{WEIGHT}"
             patch = [LowVramPatch(key, patches)] if key in patches else []
-            leaf.weight_function = patch + patcher.weight_wrapper_patches.get(key, [])
+            layer.weight_function = patch + patcher.weight_wrapper_patches.get(key, [])
 
 
 def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:

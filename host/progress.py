@@ -127,7 +127,7 @@ class NodeProgress:
             log.info("AnyGPU: %s", text)
 
     def cost(self, text: str) -> None:
-        """What a stage cost in memory and time: a line like others, the last of its stage."""
+        """Report the cost of a stage in memory and time: a line like others, the last of its stage."""
         self.notify(text)
 
     def show(self) -> None:

@@ -145,7 +145,7 @@ def file_named(kind: str, name: str) -> Path:
 
 
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
-    """Changes when the file of a listed name changes; no file is no reason to fail before the node runs."""
+    """Value that changes with the file of a listed name; a missing file fails only when the node runs."""
     path = _named(kind).get(name)
     return (name, 0, 0) if path is None else (name, *_state(path))
 

@@ -10,7 +10,7 @@ from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
 from .core_models import FitCLIP, FitModel, FitVAE
 from .decode import Decode
-from .doctor import Doctor
+from .doctor import WatchDoctor
 from .farm import Collect, Farm, QueueJobs
 from .latents import (
     LoadLatent,
@@ -21,7 +21,7 @@ from .latents import (
     SavePrompt,
     UpscaleLatents,
 )
-from .loaders import ComposePipeline, LoadPipeline, LoRA
+from .loaders import ApplyLoRA, ComposePipeline, LoadPipeline
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
@@ -36,14 +36,14 @@ NODES = (
     LoadMesh, CleanMesh, PaintCameras, RenderViews, LoadPaintPipeline, DelightImage, PaintViews, BakeTexture,
     RenderTurntable, TextureMesh,
     ImageConditioning,
-    SaveLatent, LoadLatent, RecoverLatents, SavePrompt, LoadPrompt, SaveMusubiCache, LoRA,
+    SaveLatent, LoadLatent, RecoverLatents, SavePrompt, LoadPrompt, SaveMusubiCache, ApplyLoRA,
     StepCache,
     ComposePipeline,
     MemoryPlan,
     DownloadModel,
     UpscaleLatents,
     FitModel, FitVAE, FitCLIP,
-    Doctor,
+    WatchDoctor,
     QueueJobs, Collect, Farm,
     Replay,
 )

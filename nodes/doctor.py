@@ -15,7 +15,7 @@ from ..host.progress import NodeProgress
 from .inputs import Pipeline, schema
 
 
-class Doctor(io.ComfyNode):
+class WatchDoctor(io.ComfyNode):
     """Watch a model for values that cannot be right."""
 
     @classmethod
@@ -49,7 +49,7 @@ class Doctor(io.ComfyNode):
     def execute(
         cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
     ) -> io.NodeOutput:
-        """What was connected, watched."""
+        """Return the connected inputs, watched."""
         if pipeline is None and model is None and vae is None:
             raise InputError(
                 "nothing connected to AnyGPU Doctor",
@@ -61,8 +61,8 @@ class Doctor(io.ComfyNode):
 
         def doctor(name: str) -> doctors.Doctor:
             made = doctors.Doctor(name, store, repair, core.teller(node_id))
-            lines.extend(f"kept: {one}" for one in made.repairs)
-            lines.extend(["what was kept is forgotten"] if made.forgot else [])
+            lines.extend(f"saved repair: {one}" for one in made.repairs)
+            lines.extend(["saved repairs are deleted"] if made.forgot else [])
             return made
 
         outputs = (

@@ -79,7 +79,7 @@ def sampling_inputs() -> list[Any]:
 
 
 def batch_input() -> Any:
-    """How many videos one run samples."""
+    """Input for the number of videos that one run samples."""
     return io.Int.Input(
         "batch_size", default=1, min=1, max=MOST_VIDEOS, optional=True, advanced=True,
         tooltip="How many videos to sample, one after the other, with seed, seed + 1 and so on. Takes the memory of one.",

@@ -41,7 +41,7 @@ def not_finite_input() -> Any:
 
 
 class Listed(io.ComfyNode):
-    """What the nodes share whose input ``file`` is one of the listed files of their kind."""
+    """Shared code of the nodes whose input ``file`` is one of the listed files of their kind."""
 
     kind = ""
 

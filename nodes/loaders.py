@@ -209,7 +209,7 @@ class ComposePipeline(io.ComfyNode):
 
 
 def trace_file(inputs: Mapping[str, Any]) -> Path | None:
-    """Where a load node's profile goes; None without one."""
+    """Path of a load node's profile; None without one."""
     folder, name = saved.target_folder("profiles/AnyGPU")
     return folder / f"{name}.json" if inputs.get("profile") else None
 
@@ -229,7 +229,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 
 
-class LoRA(io.ComfyNode):
+class ApplyLoRA(io.ComfyNode):
     """Apply a LoRA to a pipeline."""
 
     @classmethod

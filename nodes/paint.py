@@ -30,7 +30,7 @@ def steps_input() -> Any:
 
 
 def vision_input() -> Any:
-    """What core's own DINOv2 saw in the picture."""
+    """Input for the output of core's own DINOv2 for the picture."""
     return io.ClipVisionOutput.Input(
         "clip_vision_output", optional=True,
         tooltip="PBR: DINOv2-giant's output from core's CLIP Vision Encode. Replaces image_encoder on the load node.",

@@ -1,4 +1,4 @@
-"""What can be chosen for painting: names and numbers that nodes show from the start, without the code behind them."""
+"""Choices for painting: names and numbers that nodes show from the start, without the code behind them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def demo_paint_models() -> dict[str, Path]:
 
 
 def is_demo(source: Path) -> bool:
-    """Whether a pipeline was read from what ships with the pack, by whichever name or path."""
+    """True if a pipeline was read from a model that ships with the pack, by whichever name or path."""
     return MODELS in source.resolve().parents
 
 
 def is_paint_folder(folder: Path) -> bool:
-    """Whether a folder looks like a paint or delight checkpoint, by its names alone."""
+    """True if a folder looks like a paint or delight checkpoint, by its names alone."""
     return (folder / "unet").is_dir() and (folder / "vae").is_dir() and "hunyuan3d" in folder.name.lower()

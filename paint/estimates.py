@@ -30,7 +30,7 @@ STEPPING = {False: "painting", True: "delighting"}
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """How many feature maps of the first level live together: in the residual stream's dtype, and as operands."""
+    """Number of first-level feature maps alive at once: in the residual stream's dtype, and as operands."""
 
     residual: float
     operands: float
@@ -52,7 +52,7 @@ def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
 def paint_needs(
     pipeline: Any, view_size: int = 0, views: int = 0, guided: int | None = None, mode: str = "", references: int = 1
 ) -> tuple[StageNeed, ...]:
-    """What each stage of a paint or delight pipeline needs, in the order they run.
+    """Memory that each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
         view_size: pixels.

@@ -41,7 +41,7 @@ from .networks.weights import Weights, weights_in
 
 @dataclass(frozen=True, slots=True)
 class PaintRequest:
-    """What the user asks of loading.
+    """User's choices for loading.
 
     Args:
         model: the published folder, its ``unet`` folder, or the UNet's file.
@@ -103,7 +103,7 @@ class PaintPipeline(KnownToHost):
 
     @property
     def is_demo(self) -> bool:
-        """Whether its model ships with the pack, however it was chosen."""
+        """True if its model ships with the pack, however it was chosen."""
         return is_demo(self.source)
 
     @property
@@ -274,7 +274,7 @@ def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:
 
 
 def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
-    """What reads a part: ``build`` makes the module and reports the bytes that it has read to its argument."""
+    """Reader of a part: ``build`` makes the module and reports the bytes that it has read to its argument."""
 
     def read(progress: Any) -> nn.Module:
         done = 0
@@ -297,7 +297,7 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
 def _unet_reader(
     kind: str, part: str, count: int, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
 ) -> Reader:
-    """What reads a UNet of ``count`` tensors."""
+    """Reader of a UNet of ``count`` tensors."""
 
     def build(advance: Callable[[int], None]) -> nn.Module:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What to lower where painting runs out of memory."""
+"""Settings to lower when painting runs out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes call besides painting itself: rendering, baking and filling a mesh, and all of it in one step."""
+"""Stages around painting, as nodes call them: rendering, baking and filling a mesh, or all in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each stage of painting and delighting takes, by the forecast of any pipeline.
+"""Forecast of the time of each stage of painting and delighting, made as for any pipeline.
 
 The work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet.
 """
@@ -34,7 +34,7 @@ PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "referen
 
 @dataclass(frozen=True, slots=True)
 class PaintRun:
-    """What is asked of a painting or a delighting; zeros take what the model was taught.
+    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with.
 
     Args:
         size: of a view or the picture, pixels.
@@ -54,7 +54,7 @@ class PaintRun:
 def planned_run(
     pipeline: PaintPipeline, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None
 ) -> PaintRun:
-    """What zeros take as the model was taught, and None as its publisher samples.
+    """Replace zeros by the values that the model was trained with, and None by its publisher's.
 
     Args:
         guided: rows of a step beside the first.
@@ -68,7 +68,7 @@ def planned_run(
 
 
 def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast:
-    """How long each stage takes under ``mode``, by default the pipeline's own.
+    """Forecast the time of each stage under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
@@ -98,7 +98,7 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 
 def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, Any]:
-    """What ``stage_cost`` takes of a stage that begins now: as modelled, as forecast, its key; nothing if unknown."""
+    """Arguments of ``stage_cost`` for a stage that begins now: modelled time, forecast, key; empty if unknown."""
     free = free_bytes(pipeline.offloader.device)
     time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free))
     if time is None:
@@ -107,7 +107,7 @@ def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, An
 
 
 def stage_time(pipeline: PaintPipeline, stage: str, run: PaintRun, mode: str, room: int | None) -> StageTime:
-    """How long one stage takes.
+    """Forecast the time of one stage.
 
     Raises:
         UnsupportedError: the rates of the device are unknown.

@@ -85,7 +85,7 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def described(self, title: str) -> str:
-        """What the prompt is, in one line; ``title`` is the family's."""
+        """Describe the prompt in one line; ``title`` is the family's."""
         tokens = next(iter(self.embeds.values())).shape[1]
         return f"prompt for {title}: {tokens} tokens{', with negative' if self.has_negative else ''}"
 
@@ -155,7 +155,7 @@ class Latents:
 
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
-    """What the user asks of sampling. A zero for ``steps``, ``guidance``, ``cfg``, ``shift`` or ``fps`` means the
+    """User's settings of sampling. A zero for ``steps``, ``guidance``, ``cfg``, ``shift`` or ``fps`` means the
     model's own default.
 
     Args:
@@ -245,7 +245,7 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True)
 class FramePackSettings:
-    """What FramePack adds to :class:`SampleSettings`, whose ``frames`` it replaces by a length.
+    """FramePack's additions to :class:`SampleSettings`, whose ``frames`` it replaces by a length.
 
     Args:
         clip_seconds: length of the video.
@@ -262,7 +262,7 @@ class FramePackSettings:
     single_frame: bool = False
 
     def ended_by(self, pictures: Iterable[tuple[int, float]]) -> bool:
-        """Whether one of ``pictures``, by pixel frame and strength, is an end image that counts."""
+        """True if one of ``pictures``, by pixel frame and strength, is an end image that counts."""
         return self.end_strength > 0 and any(frame == -1 and strength > 0 for frame, strength in pictures)
 
 

@@ -27,7 +27,7 @@ HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "tran
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What upstream's own pipeline uses; ``guidance``, ``cfg`` and ``shift`` of 0 mean that there is none to set."""
+    """Defaults of upstream's own pipeline; ``guidance``, ``cfg`` and ``shift`` of 0 mean that there is none to set."""
 
     width: int
     height: int
@@ -65,7 +65,7 @@ class GuidanceStep:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How its publisher runs one variant of a model.
+    """Publisher's recipe for running one variant of a model.
 
     Args:
         name: of the variant, for people.
@@ -114,7 +114,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitFactors:
     """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``.
 
     Args:
@@ -138,7 +138,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """What the memory forecast counts.
+    """Terms that the memory forecast counts.
 
     Args:
         fit: the fitted factors.
@@ -150,7 +150,7 @@ class MemoryTerms:
         decode_window: most pixel frames that the decoder has in work at once; 0 for all.
     """
 
-    fit: Fit
+    fit: FitFactors
     reference_tokens: int
     text_tokens: int = 0
     history_tokens: int = 0
@@ -160,7 +160,7 @@ class MemoryTerms:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Which model of a single file a part is.
+    """Kind of model that a part in a single file is.
 
     Args:
         kind: as in a ``Layout``, such as ``t5`` or ``ltx/vae``.
@@ -192,7 +192,7 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """What is said beside a file that loads, and that gave others trouble.
+    """Caution shown with a file that loads but has given others trouble.
 
     Args:
         named: a regular expression that the name of the file, or of a folder around it, has to fit.
@@ -231,7 +231,7 @@ class Download:
 
     @property
     def page(self) -> str:
-        """Where people find it."""
+        """Page where users find it."""
         return HUB + self.repository
 
     @property
@@ -240,7 +240,7 @@ class Download:
         return self.repository.rsplit("/", 1)[1]
 
     def text(self, root: Path) -> str:
-        """Where it is, what of it is needed and where it goes, in one line."""
+        """Describe its source, the files needed and their destination, in one line."""
         only = f" (only {', '.join(self.only)})" if self.only else ""
         return f"{self.page}{only} into {root / self.folder}"
 
@@ -284,7 +284,7 @@ class Offer:
 
     @property
     def size(self) -> str:
-        """What there is to download, in words: some parts are stored wider than bf16."""
+        """Download size in words: some parts are stored wider than bf16."""
         each = [download.stored_bytes for download in self.downloads]
         stored = f"{sum(each) / 1e9:.0f} GB" if all(each) else "an unknown size"
         return f"{stored} to download, {self.total_bytes / 1e9:.0f} GB of weights in bf16"
@@ -321,7 +321,7 @@ class MusubiCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
+class FamilyFiles:
     """The files of a family's models, and the classes that are built of them.
 
     Args:
@@ -475,7 +475,7 @@ class FamilySpec:
     title: str
     package: str
     order: int
-    files: Files
+    files: FamilyFiles
     sizes: Sizes
     recipes: Recipes
     memory: MemoryTerms
@@ -489,10 +489,10 @@ class FamilySpec:
 
     @property
     def code(self) -> ModuleType:
-        """Its ``pipeline.py``, which has the functions of ``hooks.HOOKS``; checked when it is first asked for."""
+        """The family's ``pipeline.py``, which has the functions of ``hooks.HOOKS``; checked on first access."""
         return code_of(self.package)
 
     @property
     def folder(self) -> Path:
-        """Where its published configurations lie."""
+        """Folder of its published configurations."""
         return Path(str(import_module(".spec", self.package).__file__)).parent

@@ -51,10 +51,10 @@ class StepStore(Protocol):
     """Saves unfinished steps, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> StepState | None:
-        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
+        """State of an interrupted sampling of the same ``key``; None if there is none."""
 
     def due(self) -> bool:
-        """Whether enough time has passed that keeping a state costs next to nothing."""
+        """True once enough time has passed that saving a state costs next to nothing."""
 
     def keep(self, key: str, state: StepState) -> bool:
         """Replace what is kept of this sampling; returns whether that was done."""
@@ -131,7 +131,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How a pipeline runs.
+    """Execution plan of a pipeline.
 
     Args:
         offloader: moves its parts.
@@ -213,11 +213,11 @@ class Pipeline(KnownToHost):
 
     @property
     def is_demo(self) -> bool:
-        """Whether its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
+        """True if its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
         return DEMOS in value_or(self.model.source.resolve, self.model.source).parents
 
     def on_leader(self, call: Callable[[], Value]) -> Value:
-        """What ``call`` returns; of a group only the leader calls it: texts and pictures are encoded once."""
+        """Return the result of ``call``; of a group only the leader calls it: texts and pictures are encoded once."""
         return call() if self.run.group is None else self.run.group.on_leader(call)
 
 
@@ -242,7 +242,7 @@ def make_room_and_retry(
     parts: tuple[str, ...] = (),
     told: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
-    """What a stage asks after an error: whether to try again, with more room.
+    """Handler that a stage calls after an error: frees memory and returns True to try again.
 
     Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
     nothing of that is left, it is tried once more: what took the room may have been another program.

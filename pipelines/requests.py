@@ -24,7 +24,7 @@ from .speed import Profile, SpeedRequest
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What a pipeline is composed of.
+    """Files that a pipeline is composed of.
 
     Args:
         parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
@@ -43,7 +43,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What the user asks of loading.
+    """User's choices for loading.
 
     Args:
         model: folder of a diffusers pipeline, or of a transformer alone.

@@ -1,5 +1,5 @@
-"""What a run is asked for, completed and checked: the recipe that its variant was published with, sizes on the family's
-grid, and what the user changes of them."""
+"""Settings of a run, completed and checked: the recipe that its variant was published with, sizes valid for the
+family, and the user's changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
 
 
 def final_size(settings: SampleSettings) -> dict[str, int]:
-    """What goes into ``Latents.extra`` of the size asked of a second pass; nothing where that of its latents stays.
+    """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays.
 
     A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
     A size that is no larger than that of the first pass is one that was left there, and asks for nothing.
@@ -80,7 +80,7 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
-    """What the index of a checkpoint says that it was trained for, by the names of :class:`Defaults`.
+    """Defaults that a checkpoint's index says it was trained for, by the names of :class:`Defaults`.
 
     It is of a file, so anything: a number counts that is positive and of the type of the family's default.
     """
@@ -108,7 +108,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """How the loaded variant is run by default; of a demo model, what it draws, since it has one way to be run.
+    """Default recipe of the loaded variant; for a demo model, the contents that it draws, since it has one recipe.
 
     Args:
         variant: what is said of the variant; nothing is guessed of a demo model.

@@ -1,4 +1,4 @@
-"""What each stage of a run needs on the device, before anything is read: weights by part, and activations by size.
+"""Memory that each stage needs, known before anything is read: weights by part, and activations by size.
 
 Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
 simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to

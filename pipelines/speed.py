@@ -38,7 +38,7 @@ TRANSFORMER, VAE = "transformer", "vae"
 
 
 class Profile:
-    """Where traces go, and the ranges in them.
+    """Profiling: the path of the traces, and the ranges in them.
 
     Args:
         path: the trace file. A stage that runs by itself writes one of its own beside it.
@@ -147,7 +147,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRequest:
-    """What the user asks of speed.
+    """User's choices for speed.
 
     Args:
         kernels: one of ``fused.CHOICES``.
@@ -238,11 +238,11 @@ class Speed:
             self.compile = Decision("compile", "off", why, AUTO)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided, for the load node."""
+        """Decisions for the load node."""
         return self.kernels, self.compile
 
     def line(self, title: str) -> str:
-        """What runs, such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
+        """Summary such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
         kernels = self.fused.get(TRANSFORMER) or self.kernels
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
@@ -348,7 +348,7 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
 
 
 def _ends_in_gelu(probes: Mapping[str, ProbeResult], dtype: torch.dtype) -> bool:
-    """Whether a product was seen to end in GELU as well as two operations do it."""
+    """True if the probe saw a matmul end in GELU as well as two operations do it."""
     answer = probes.get(f"{GELU}.{NAMES[dtype]}")
     return answer is not None and answer.status == OK
 
@@ -356,7 +356,7 @@ def _ends_in_gelu(probes: Mapping[str, ProbeResult], dtype: torch.dtype) -> bool
 def _unusable(
     device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 ) -> str:
-    """Why nothing is launched where nothing else speaks against it: what the probe says, else a known bug."""
+    """The reason to launch no kernels if nothing else forbids it: by the probe, else by a known bug."""
     if fused.reason_against(device, dtype):
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)

@@ -64,7 +64,7 @@ TEXT_HINT = "choose text_device cpu on the load node, which needs none of this m
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a stage is called in a profile, in the memory statistics, and in a sentence."""
+    """Names of a stage in a profile, in the memory statistics, and in a sentence."""
 
     range: str
     cost: str
@@ -73,7 +73,7 @@ class Stage:
 
     @property
     def again(self) -> str:
-        """What is said before it is run again, with a place for what was done."""
+        """Message before a retry, with a placeholder for the change made."""
         return f"{self.title} ran out of memory: again {{}}"
 
 
@@ -395,7 +395,7 @@ def tokens_in(prompt: Prompt) -> int:
 
 
 def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
-    """What ``run`` samples; once more in fp32 where its values broke, with more room where memory ran out."""
+    """Return the result of ``run``; retries in fp32 after broken values, and with more room after a shortage."""
     more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
 
     def again(error: BaseException) -> bool:

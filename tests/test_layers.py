@@ -355,6 +355,26 @@ def test_words_that_only_we_knew_stay_away(source: str) -> None:
     assert word is None, f"{source} says {word[0]!r}; CONTRIBUTING.md has the word of the field"
 
 
+CLAUSE = re.compile(r"\s*(What|Whether|How|Where|When|Why|Which|Who|Whose|That|Those|It|Its|Is|As)\b")
+DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@over(SOURCES)
+def test_docstrings_begin_with_a_noun_or_a_verb(source: str) -> None:
+    for node in ast.walk(tree_of(source)):
+        text = ast.get_docstring(node) if isinstance(node, DESCRIBED) else None
+        assert not CLAUSE.match(text or ""), f"{source}: {text!r}"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for source in SOURCES:
+        for node in tree_of(source).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source)
+    assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
 def test_lower_rooms_live_alone() -> None:
     """compat imports with ComfyUI, diffusers, transformers, accelerate and Triton blocked."""
     blocked = sorted(COMFY | HEAVY | {"triton"})

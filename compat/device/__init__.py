@@ -1,1 +1,1 @@
-"""What a device is and can do: facts, probes, known bugs, the report."""
+"""Device identity and capabilities: facts, probes, known bugs, the report."""

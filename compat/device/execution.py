@@ -141,23 +141,23 @@ class Checked(TorchFunctionMode):
         self.called = called
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What the operation returns."""
+        """Run the operation and return its result."""
         self.called()
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
-def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
-    """Call ``called()`` before each leaf module of ``module`` runs, so that a cancel is obeyed inside a long forward.
+def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
+    """Call ``called()`` before each layer of ``module`` runs, so that a cancel is obeyed inside a long forward.
 
-    A compiled block is one leaf: what a hook does inside of it would be part of its graph.
+    A compiled block is one layer: what a hook does inside of it would be part of its graph.
     Hooks, not patched forwards: they survive accelerate's and diffusers' own re-wrapping of ``forward``.
     """
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         called()
 
-    handles = [leaf.register_forward_pre_hook(before) for leaf in dict.fromkeys(_leaves(module))]
+    handles = [layer.register_forward_pre_hook(before) for layer in dict.fromkeys(_layers(module))]
     try:
         yield
     finally:
@@ -165,17 +165,17 @@ def checked_leaves(module: nn.Module, called: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
     children = list(module.children())
     if not children or hasattr(module, COMPILED):
         yield module
         return
     for child in children:
-        yield from _leaves(child)
+        yield from _layers(child)
 
 
 def hooked_device(module: nn.Module) -> torch.device | None:
-    """Where the hooks on ``module`` or on a module in it, ours, accelerate's or diffusers', run it; None without any.
+    """Execution device set by the hooks (ours, accelerate's, diffusers') of ``module`` or in it; None without any.
 
     Source: accelerate ``AlignDevicesHook``; diffusers ``GroupOffloadingHook``.
     """

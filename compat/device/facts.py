@@ -69,7 +69,7 @@ class DeviceFacts:
 
     @property
     def foreign(self) -> bool:
-        """Whether its kind is unknown: another vendor's, or one of NVIDIA's whose driver does not say which."""
+        """True if the device kind is unknown: another vendor's, or an NVIDIA device whose driver does not name it."""
         return self.backend not in VENDORS or (self.backend == "cuda" and not self.arch)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class DeviceFacts:
 
 
 def value_or(ask: Callable[[], Value], unknown: Value) -> Value:
-    """What ``ask`` returns, or ``unknown`` where it raises: a driver, psutil or a plug-in may raise anything."""
+    """Return ``ask()``, or ``unknown`` if it raises: a driver, psutil or a plug-in may raise anything."""
     try:
         return ask()
     except Exception as error:
@@ -101,7 +101,7 @@ def default_device() -> torch.device:
 
 
 def device_count() -> int:
-    """How many accelerators torch sees: 1 where it does not say, or says more than its own index of a device can."""
+    """Number of accelerators that torch sees: 1 if it does not say, or says more than its device index can hold."""
     count = value_or(lambda: int(torch.accelerator.device_count()), 1)
     return count if 0 <= count <= MOST_DEVICES else 1
 
@@ -115,7 +115,7 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def rooms_on(devices: Iterable[torch.device]) -> dict[torch.device, int | None]:
-    """What is free now on each of several accelerators; nothing for one alone, of which nothing is to be chosen."""
+    """Free memory of each of several accelerators; empty for a single one, where there is nothing to choose."""
     devices = tuple(devices)
     return {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
 
@@ -175,7 +175,7 @@ def flags() -> dict[str, bool]:
 
 
 def device_fault(device: torch.device) -> str:
-    """Why ``device`` does not compute one plus one; empty when it does, or has no room for it: it answers then."""
+    """The reason why ``device`` fails to compute 1 + 1; empty if it succeeds, or only lacks memory for it."""
     try:
         two = (torch.ones(1, device=device) + 1).cpu().item()
     except Exception as error:
@@ -222,14 +222,14 @@ def reset_peak(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has finished its work, so that timings are right; who reads a result learns of a fault."""
+    """Wait until ``device`` has finished, so that timings are right; a fault shows when a result is read."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "synchronize"):
         value_or(lambda: module.synchronize(*(() if device.type == "mps" else (device,))), None)  # mps takes none
 
 
 def locks_host_memory(device: torch.device) -> bool:
-    """Whether host memory can be locked for ``device``, so that copies to it need no staging; locks a byte to see."""
+    """True if host memory can be locked for ``device``, so that copies need no staging; tries it with one byte."""
     if device.type == "cpu" or default_device().type != device.type:
         return False
     return value_or(lambda: torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned(), False)
@@ -298,7 +298,7 @@ def _unreserved(module: Any, device: torch.device) -> int:
 
 
 def _matmul_tf32(matmul: Any) -> bool:
-    """Whether fp32 products may be rounded to TF32, asked by torch's new switch where it has one.
+    """True if fp32 matmuls may be rounded to TF32; reads torch's new switch where it has one.
 
     From torch 2.9 on the old question raises once anybody has used the new switch.
     """
@@ -307,7 +307,7 @@ def _matmul_tf32(matmul: Any) -> bool:
 
 
 def _cudnn_tf32(cudnn: Any) -> bool:
-    """Whether cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
+    """True if cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
     convolutions = getattr(cudnn, "conv", None)
     if convolutions is None:
         return bool(cudnn.allow_tf32)

@@ -1,4 +1,4 @@
-"""Why an operation failed: memory ran out, a kernel is missing or broken, values are wrong, or it is our mistake."""
+"""Causes of a failed operation: out of memory, a missing or broken kernel, wrong values, or our own mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISTAKES = ("same device", "should be the same")  # another dtype or device woul
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether ``error`` says, in any back end's words, that memory ran out; of some words the device says whether."""
+    """True if ``error`` reports, in any back end's words, out of memory; for ambiguous words the device decides."""
     unsure = next((row for row in UNSURE if has_row(error, [row])), None)
     if unsure is None or isinstance(error, PackError):
         return says_shortage(error)
@@ -22,7 +22,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def _is_full(row: Wording) -> bool:
-    """Whether the devices that ``row`` may be about answer, and one of them is nearly full.
+    """True if the devices that ``row`` may refer to answer, and one of them is nearly full.
 
     Where none tells what is free, the words decide.
     """

@@ -1,4 +1,4 @@
-"""Which dtype each part of a pipeline gets on a device, with the reason, and the one string-to-dtype map."""
+"""The dtype of each part of a pipeline on a device, with the reason, and the one string-to-dtype map."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Precision:
 
     @property
     def safe(self) -> bool:
-        """Whether this is fp16-safe: fp16 operands around an fp32 residual stream."""
+        """True for fp16-safe: fp16 operands around an fp32 residual stream."""
         return self.compute is FP16 and self.residual is FP32
 
     @property
@@ -100,7 +100,7 @@ PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own w
 
 @dataclass(frozen=True, slots=True)
 class ModelPrecision:
-    """Where the dtypes of a model differ from the common rows.
+    """The dtypes of a model that differ from the common rows.
 
     Args:
         rows: dtypes of a common row to the row that wins over it, on any device.
@@ -195,7 +195,7 @@ def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = N
 
 
 def reason_against(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
-    """Why none of ``models`` can have the precision ``choice`` on the device of ``facts``, by the tables; else empty.
+    """The reason why none of ``models`` can run in ``choice`` on the device of ``facts``, by the tables; else empty.
 
     It is the reason of the error that :func:`precision_for` raises.
     """
@@ -212,7 +212,7 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
 
 
 def _ability(model: ModelPrecision, choice: str, able: Abilities) -> Verdict:
-    """Whether the device can run the whole of a model in an explicit choice."""
+    """Verdict on running the whole model in an explicit choice on this device."""
     name = _EXPLICIT[choice].operands
     ability = able.transformer(name)
     return able.vae(name) if ability.usable and model.half_unet else ability

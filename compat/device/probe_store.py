@@ -30,7 +30,7 @@ ENDED = "the process ended while it was asked"
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found.
+    """Result of a probe.
 
     Args:
         status: ``ok``; ``wrong`` (it ran and its result is wrong); ``unusable`` (it raised); ``unknown`` (it could not
@@ -152,7 +152,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return self._remembered[name]
 
     def recall(self, name: str) -> Any:
-        """What :meth:`remember` keeps under ``name``; None where nothing is kept."""
+        """Return the value stored by :meth:`remember` under ``name``; None if there is none."""
         return self._remembered.get(name)
 
     def _ask(self, names: list[str]) -> None:
@@ -221,7 +221,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
 
 def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
-    """What one probe finds on the device of ``facts``.
+    """Result of one probe on the device of ``facts``.
 
     Raises:
         UnsupportedError: the device has gone; nothing is known about the probe then.
@@ -242,7 +242,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """What answers are kept apart by: the device, its driver, the build of torch, torch's flags and the probes."""
+    """Key under which answers are stored: the device, its driver, the build of torch, torch's flags and the probes."""
     # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     parts = (
@@ -273,7 +273,7 @@ def _checked(entry: Any) -> ProbeResult:
 
 
 def _runs(process: int, started: float) -> bool:
-    """Whether the process that asked is still there: this one, or one that asks at the same time.
+    """True if the probing process still runs: this one, or another that probes at the same time.
 
     Its number alone does not tell: in a container each start may get the same one.
     """
@@ -281,7 +281,7 @@ def _runs(process: int, started: float) -> bool:
 
 
 def _started(process: int) -> float:
-    """When a process started, in seconds; 0 where there is none, or it is unknown."""
+    """Start time of a process in seconds; 0 if there is no such process, or the time is unknown."""
 
     def told() -> float:
         import psutil

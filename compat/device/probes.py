@@ -165,13 +165,13 @@ def time_pad(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def double(device: torch.device) -> str:
-    """Whether float64 exists."""
+    """Check for float64."""
     total = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
     return "" if bool((total == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
 
 
 def eight_bits(device: torch.device) -> str:
-    """Whether float8 tensors can be on the device and be cast there."""
+    """Check that float8 tensors can be on the device and be cast there."""
     values = torch.tensor([0.5, -2.0, 448.0, 0.0])
     back = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
     return "" if torch.equal(back, values) else f"{values.tolist()} became {back.tolist()}"
@@ -223,7 +223,7 @@ def _patterns(dtype: torch.dtype) -> Tensor:
 
 
 def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
-    """What is wrong, or a :class:`Loose` remark on flushed subnormals and directed rounding."""
+    """Describe the wrong values, or return a :class:`Loose` remark on flushed subnormals and directed rounding."""
     a, b = result.double(), expected.double()
     tiny = max(torch.finfo(expected.dtype).tiny, torch.finfo(source).tiny)
     same = (a == b) | (a.isnan() & b.isnan())

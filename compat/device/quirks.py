@@ -52,7 +52,7 @@ class DevicePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an operation works on this device, whether it is unusually costly, and why."""
+    """Verdict on an operation on this device: if it works, if it is unusually costly, and the reason."""
 
     usable: bool
     costly: bool = False
@@ -113,7 +113,7 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a device may be relied on for: its own answers first, then the rows of known bugs.
+    """Operations that a device can be relied on for: its own answers first, then the rows of known bugs.
 
     Args:
         policy: the rows in force.
@@ -135,12 +135,12 @@ class Abilities:
         return costly or each
 
     def transformer(self, dtype: str) -> Verdict:
-        """Whether a transformer runs in ``dtype``, such as ``bf16``: casts in both directions, products, attention."""
+        """Verdict on a transformer in ``dtype``, such as ``bf16``: casts in both directions, matmuls, attention."""
         products = (f"matmul.{dtype}", f"attention.{dtype}", f"masked_attention.{dtype}")
         return self.verdict(*_casts(dtype), *products)
 
     def vae(self, dtype: str) -> Verdict:
-        """Whether a VAE runs in ``dtype``: casts, GroupNorm, and 2-D convolutions."""
+        """Verdict on a VAE in ``dtype``: casts, GroupNorm, and 2-D convolutions."""
         return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
 
     def _one(self, operation: str) -> Verdict:
@@ -200,7 +200,7 @@ def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quir
 
 
 def within(version: str, first_bad: str, first_good: str) -> bool:
-    """Whether ``version`` lies in [first_bad, first_good); an empty bound is open, an empty version lies in."""
+    """True if ``version`` lies in [first_bad, first_good); an empty bound is open, an empty version lies in."""
     if not version:
         return True
     number = _number(version)

@@ -1,4 +1,4 @@
-"""How fast devices are on paper, and what a copy takes at those rates.
+"""Peak rates of devices by data sheet, and the time of a copy at those rates.
 
 Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
 called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
@@ -35,7 +35,7 @@ WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tenso
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one device does in a second at best.
+    """Peak rates of one device, per second.
 
     Args:
         name: as the driver says it, or the part of it that tells the device.

@@ -1,4 +1,4 @@
-"""How each back end says that memory ran out: by class, by number, or in its own words."""
+"""Out-of-memory errors of each back end: by class, by number, or by wording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import PackError
 
 
 class Wording(NamedTuple):
-    """How one back end words a shortage of memory, in lower case with blanks for "_", and where that is stated."""
+    """One back end's wording of out of memory, in lower case with blanks for "_", and its source."""
 
     text: str
     backend: str
@@ -70,14 +70,14 @@ def words_of(error: BaseException) -> str:
 
 
 def has_row(error: BaseException, rows: Sequence[Wording]) -> bool:
-    """Whether ``error``, of a class that back ends raise, has the words of one of ``rows``."""
+    """True if ``error``, of a class that back ends raise, has the words of one of ``rows``."""
     text = words_of(error)
     raised = isinstance(error, (RuntimeError, OSError)) and KERNEL_LIMIT not in text
     return raised and any(row.text in text for row in rows)
 
 
 def says_shortage(error: BaseException) -> bool:
-    """Whether ``error`` says, in any back end's way, that memory ran out."""
+    """True if ``error`` reports out of memory in any back end's way."""
     if isinstance(error, PackError):
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -86,7 +86,7 @@ def says_shortage(error: BaseException) -> bool:
 
 
 def _is_of_windows(error: BaseException) -> bool:
-    """Whether ``error`` has one of Windows' numbers; other systems give the small ones to other errors."""
+    """True if ``error`` has one of Windows' numbers; other systems give the small ones to other errors."""
     text = words_of(error)
     for python, rust in NUMBER.findall(text):
         if int(python or rust) in WINDOWS and (python or os.strerror(int(rust)).lower() not in text):

@@ -1,4 +1,4 @@
-"""Which of several ways to the same result is the fastest on a device: timed once, kept with its probes."""
+"""Timed choice of the fastest of several equivalent methods on a device: timed once, stored with its probes."""
 
 from __future__ import annotations
 

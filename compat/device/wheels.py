@@ -1,4 +1,4 @@
-"""Which build of torch a device needs, and whether the installed one is it."""
+"""Choice of the torch build that a device needs, and a check of the installed one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def install(index: str) -> str:
 
 
 def has_kernels(facts: DeviceFacts) -> bool:
-    """Whether this torch was compiled for the device; True where it does not tell what it was compiled for."""
+    """True if this torch was compiled for the device, or does not tell what it was compiled for."""
     if not facts.compiled or not facts.arch or facts.backend not in ("cuda", "rocm"):
         return True
     if facts.backend == "rocm":
@@ -66,7 +66,7 @@ def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
 
 
 def _runs_on(name: str, arch: str) -> bool:
-    """Whether a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
+    """True if a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
     build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
     if build is None or here is None:

@@ -1,4 +1,4 @@
-"""What computing costs: FLOPs and bytes of each operation, counted on meta tensors, and how fast a device does them.
+"""Cost of computing: FLOPs and bytes of each operation, counted on meta tensors, and the device's rate for each.
 
 Counting runs the model's own code on tensors without data, so that a step of any size costs milliseconds.
 """
@@ -52,7 +52,7 @@ def text_of(config: Mapping[str, Any]) -> str:
 
 
 class Work(Counter[tuple[str, int, int]]):
-    """How often each operation runs, by its kind, its FLOPs and the bytes that it reads and writes."""
+    """Number of runs of each operation, by its kind, its FLOPs and the bytes that it reads and writes."""
 
     @property
     def flops(self) -> int:
@@ -71,7 +71,7 @@ class Work(Counter[tuple[str, int, int]]):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a device does in a second in one dtype.
+    """Rates of a device in one dtype, per second.
 
     Args:
         product, convolution, attention: FLOPs per second of each kind.
@@ -90,7 +90,7 @@ class Pace:
     filters: float = math.inf
 
     def seconds(self, work: Work) -> float:
-        """How long ``work`` takes: of each operation the larger of computing and moving bytes, and its launch."""
+        """Time of ``work``: for each operation the larger of computing and moving bytes, and its launch."""
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
@@ -132,7 +132,7 @@ class _Counted(TorchDispatchMode):
         return result
 
     def _without_data(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Whether this operation asks a meta tensor for its data, and the answer where everything is valid."""
+        """Detect an operation that asks a meta tensor for its data, and return its result for all-valid input."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.device != META:
             return False, None
@@ -210,7 +210,7 @@ def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
 
 
 def counted_once(key: Any, count: Callable[[], Any]) -> Any:
-    """What ``count`` counts, from memory where the same key was asked for before."""
+    """Return ``count()``, from memory if the same key was counted before."""
     if key not in _counts:
         counted = count()
         while len(_counts) >= KEPT:
@@ -220,8 +220,8 @@ def counted_once(key: Any, count: Callable[[], Any]) -> Any:
 
 
 def _is_empty_mask(function: Any, args: Any) -> bool:
-    """Whether the result is a mask on the meta device that selects nothing: what is left beside the valid, or a view
-    of such a mask."""
+    """True if the result is a mask on the meta device that selects nothing, such as the padding mask, or a view of
+    such a mask."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or first.device != META or first.dtype is not torch.bool:
         return False
@@ -243,7 +243,7 @@ def _kind(function: Any, flops: float) -> str:
 
 
 def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
-    """How fast the device is in ``dtype``: as a short probe showed, which a quiet store never runs; else on paper.
+    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else from the data sheet.
 
     None if unknown.
     """

@@ -1,1 +1,1 @@
-"""Where weights are: the offloader, its hooks, weights in host memory, statistics."""
+"""Placement of weights: the offloader, its hooks, weights in host memory, statistics."""

@@ -23,7 +23,7 @@ from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
 from .offloader import pin, views_of
 from .parts import Silent, StageText
-from .prefetch import CopyStream, Layout, is_dense
+from .prefetch import CopyStream, GroupLayout, is_dense
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, put_back, send_together, set_data, tensors_of, transfer_for
 
@@ -47,11 +47,11 @@ class WeightGroup:
         self.depth = 0
         dense = [data for _, data in self.host_weights if is_dense(data)]
         whole = hooks.copies is not None and len(dense) == len(tensors)
-        self.layout = Layout(dense) if whole else None  # else its tensors travel one by one, and are waited for
+        self.layout = GroupLayout(dense) if whole else None  # else its tensors travel one by one, and are waited for
 
     @property
     def execution_device(self) -> torch.device:
-        """Where its layers compute; accelerate's hooks have it under this name."""
+        """Device on which its layers compute; accelerate's hooks have it under this name."""
         return self.hooks.device
 
     def onload(self) -> None:
@@ -196,7 +196,7 @@ class GroupHooks:
                     return
             group = self._next.get(group)
 
-    def _copy(self, group: WeightGroup, layout: Layout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
+    def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
         """The memory of ``group`` on the device, and when it is there."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._transfer(dtype)  # which refuses a device that damages copies
@@ -296,9 +296,9 @@ def _post_forward(group: WeightGroup, *_: Any) -> None:
     group.offload()
 
 
-def is_hooked_by_others(leaf: nn.Module) -> bool:
-    """Whether ``leaf`` has forward hooks that bring no group of ours."""
-    return not all(map(_is_ours, (*leaf._forward_pre_hooks.values(), *leaf._forward_hooks.values())))
+def is_hooked_by_others(layer: nn.Module) -> bool:
+    """True if ``layer`` has forward hooks that onload no group of ours."""
+    return not all(map(_is_ours, (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())))
 
 
 def _is_ours(hook: Any) -> bool:
@@ -358,57 +358,56 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_on(leaf: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight and bias of ``leaf`` on the device and in the dtype of ``like``, provided by the offloader.
+def weights_on(layer: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weight and bias of ``layer`` on the device and in the dtype of ``like``, provided by the offloader.
 
-    A leaf with a method ``weights_on(like)``, a context manager over the same pair, is asked first: that is how a host
-    streams weights. Then come the group that the leaf belongs to, accelerate's and diffusers' hooks on the leaf itself,
-    and its own tensors.
+    A layer with a method ``weights_on(like)``, a context manager over the same pair, is asked first: that is how a host
+    streams weights. Then come the layer's group, the hooks of accelerate and diffusers on it, and its own tensors.
 
     Raises:
         UnsupportedError: nothing brings the weight to the device of ``like``.
     """
-    provider = getattr(leaf, "weights_on", None)
+    provider = getattr(layer, "weights_on", None)
     if provider is not None:
         with provider(like) as pair:
             yield pair
         return
-    if group_of(leaf) is not None:
-        with own_tensors(leaf):
-            yield _pair(leaf, like)
+    if group_of(layer) is not None:
+        with own_tensors(layer):
+            yield _pair(layer, like)
         return
-    away, hook = _home_of(leaf) != like.device, getattr(leaf, "_hf_hook", None)
-    theirs = getattr(getattr(leaf, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
+    away, hook = _home_of(layer) != like.device, getattr(layer, "_hf_hook", None)
+    theirs = getattr(getattr(layer, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
     try:
         if away and hook is not None:
-            hook.pre_forward(leaf)
+            hook.pre_forward(layer)
         elif away and theirs is not None:
             theirs.group.onload_()
-        if _home_of(leaf) != like.device:
-            raise misplaced(leaf, like)
-        yield _pair(leaf, like)
+        if _home_of(layer) != like.device:
+            raise misplaced(layer, like)
+        yield _pair(layer, like)
     finally:
         if away and hook is not None:
-            hook.post_forward(leaf, None)
+            hook.post_forward(layer, None)
         elif away and theirs is not None:
             theirs.group.offload_()
 
 
-def _home_of(leaf: nn.Module) -> torch.device:
-    """Where its tensors are, without making a packed weight dense."""
-    return next(own_tensors_of(leaf)).device
+def _home_of(layer: nn.Module) -> torch.device:
+    """Device of the layer's tensors, found without making a packed weight dense."""
+    return next(own_tensors_of(layer)).device
 
 
-def _pair(leaf: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight: Any = leaf.weight
-    bias: Any = getattr(leaf, "bias", None)
+def _pair(layer: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight: Any = layer.weight
+    bias: Any = getattr(layer, "bias", None)
     return weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
 
 
-def misplaced(leaf: nn.Module, x: torch.Tensor) -> UnsupportedError:
-    """The error for an input that is not where the weight of ``leaf`` is."""
+def misplaced(layer: nn.Module, x: torch.Tensor) -> UnsupportedError:
+    """The error for an input that is not where the weight of ``layer`` is."""
     return UnsupportedError(
-        f"the input of {leaf} is on {x.device} and its weight on {leaf.weight.device}",
+        f"the input of {layer} is on {x.device} and its weight on {layer.weight.device}",
         expected="both on the device that computes",
         fix="Run the part while its offloader holds it, and move its inputs to the offloader's device.",
     )

@@ -1,4 +1,4 @@
-"""Where the parts of a pipeline are: on the device that computes, or in host memory, and when they move.
+"""Placement of the parts of a pipeline, on the device that computes or in host memory, and their moves.
 
 :class:`Offloader` is what everybody asks; ours is in ``standalone.py``, and a host may hand in its own. Offload is the
 last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision, kernels,
@@ -35,7 +35,7 @@ ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """How the host weights of each part are kept, and why.
+    """Storage of each part's host weights, and the reason.
 
     Args:
         kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`.
@@ -53,7 +53,7 @@ class HostWeights:
 
     @property
     def decision(self) -> Decision:
-        """How they are kept in words, with the reason."""
+        """Describe the storage, with the reason."""
         told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
         named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
         return Decision("host weights", "; ".join(named) or PLAIN, self.why)
@@ -61,7 +61,7 @@ class HostWeights:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Which tensors of a module are views of its file.
+    """Tensors of a module that are views of its file.
 
     Args:
         pointers: addresses of their data.
@@ -72,7 +72,7 @@ class Views:
     staged: bool = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the data of ``tensor`` are such a view."""
+        """True if the data of ``tensor`` are such a view."""
         return tensor.data_ptr() in self.pointers and tensor.device.type == "cpu"
 
 
@@ -118,7 +118,7 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 
 def views_of(module: nn.Module) -> Views:
-    """Which tensors of ``module`` are views of its file."""
+    """Find the tensors of ``module`` that are views of its file."""
     views: Views = module.__dict__.get(VIEWS, NONE)
     return views
 
@@ -196,7 +196,7 @@ class OffloadOptions:
     host_weights: HostWeights = field(default_factory=HostWeights)
 
     def place(self, part: str, own: torch.device) -> torch.device:
-        """Where ``part`` computes in a pipeline on the device ``own``."""
+        """Device that computes ``part`` in a pipeline on the device ``own``."""
         return self.devices.get(role_of(part), own)
 
 
@@ -209,23 +209,23 @@ class Offloader(Protocol):
 
     @property
     def automatic(self) -> bool:
-        """Whether the mode was decided for the user, so that :meth:`switch` may decide it again for a stage."""
+        """True if the mode was decided for the user, so that :meth:`switch` may decide it again for a stage."""
 
     @property
     def options(self) -> OffloadOptions:
-        """What the user asked for beside the mode."""
+        """User's settings besides the mode."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parts compute."""
+        """Device that computes the parts."""
 
     @property
     def evicts(self) -> bool:
-        """Whether other models leave the device when this pipeline needs the room."""
+        """True if other models leave the device when this pipeline needs the memory."""
 
     @property
     def memory_stats(self) -> MemoryStats:
-        """What was moved so far, and what each stage cost."""
+        """Moves so far, and the cost of each stage."""
 
     @property
     def adapters(self) -> Adapters | None:
@@ -239,7 +239,7 @@ class Offloader(Protocol):
         """The host's own handles of all parts that were used."""
 
     def device_of(self, part: str) -> torch.device:
-        """Where ``part`` computes."""
+        """Device that computes ``part``."""
 
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> AbstractContextManager[nn.Module]:
         """The part with this pipeline's adapters, able to run on its device inside the block.
@@ -276,7 +276,7 @@ class Offloader(Protocol):
 
 
 def reason_against(choice: str, device: torch.device) -> str:
-    """Why an offload mode cannot be on ``device``; empty where it can, or where a host's own manager stands in."""
+    """The reason why a mode cannot run on ``device``; empty if possible, or where a host's manager stands in."""
     return "on a CPU" if device.type == HOST.type and choice not in (AUTO, "none", HOSTED) else ""
 
 

@@ -36,7 +36,7 @@ def role_of(part: str) -> str:
 
 
 def denoises(part: str) -> bool:
-    """Whether a part is what a sampler calls at each step."""
+    """True if a sampler calls this part at each step."""
     return role_of(part) in ("transformer", "unet")
 
 
@@ -72,7 +72,7 @@ class Silent:
 
 
 class KnownToHost:
-    """What a host's caches recognise a pipeline by; its offloader knows the host's models."""
+    """Attributes by which a host's caches recognise a pipeline; its offloader knows the host's models."""
 
     __slots__ = ()
     offloader: Any
@@ -82,12 +82,12 @@ class KnownToHost:
         return list(self.offloader.get_models())
 
     def is_dynamic(self) -> bool:
-        """Whether the host pages the weights by itself: never."""
+        """True if the host pages the weights by itself: never."""
         return False
 
 
 class Undo(list[Callable[[], Any]]):
-    """What takes changes to modules back, the newest last."""
+    """Undo stack of changes to modules, the newest last."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of ``owner`` itself, not of its class, until :meth:`restore`."""
@@ -155,7 +155,7 @@ class Adapters(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Which parts."""
+        """Names of the parts."""
 
     @property
     def key(self) -> Hashable:
@@ -163,7 +163,7 @@ class Adapters(Protocol):
 
     @property
     def in_weights(self) -> bool:
-        """Whether they are merged into the weights, so that they cannot be switched off temporarily."""
+        """True if they are merged into the weights, so that they cannot be switched off temporarily."""
 
     def step(self) -> Any:
         """The preparation step that applies them."""
@@ -174,7 +174,7 @@ class Adapters(Protocol):
 
 @dataclass(slots=True)
 class ActiveAdapters:
-    """What is on a part: ``owner`` is gone when no pipeline wants it any more, ``plain`` prepares the part without."""
+    """Adapters on a part: ``owner`` is None once no pipeline needs them; ``plain`` prepares the part without them."""
 
     key: Hashable
     in_weights: bool
@@ -213,7 +213,7 @@ def adapters_on(
 
 
 def _change(parts: Parts, part: str, wanted: Adapters | None, take_off: Callable[[str], None]) -> None:
-    """Take back what is after the adapters in the order of operations, and them, and go on from there."""
+    """Undo the adapters and all later steps of the order, then apply them again with the wanted adapters."""
     active, module = parts.active_adapters.get(part), parts[part]
     plain: Any = parts.prepare if active is None else active.plain
     step: Any = None if wanted is None else wanted.step()

@@ -37,8 +37,8 @@ class Place:
         return own.as_strided(self.host_weight.shape, self.host_weight.stride())
 
 
-class Layout:
-    """How the weights of a group lie in one run of bytes: side by side, and as in locked memory where they are there.
+class GroupLayout:
+    """Layout of a group's weights in one run of bytes: side by side, and in locked memory as they are there.
 
     Args:
         host_weights: of the group; :func:`is_dense` holds for each.
@@ -65,14 +65,14 @@ class Layout:
 
 
 def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether the bytes ``own`` come right behind ``source`` in the same memory, where a tensor may begin."""
+    """True if the bytes ``own`` come right after ``source`` in the same memory, where a tensor may begin."""
     same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     distance = own.storage_offset() - source.storage_offset()
     return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
 
 
 def is_dense(weight: torch.Tensor) -> bool:
-    """Whether a weight is one run of bytes in host memory, in whatever order of its dimensions."""
+    """True if a weight is one run of bytes in host memory, in whatever order of its dimensions."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ordered = weight.is_contiguous() or (
         weight.ndim in formats and weight.is_contiguous(memory_format=formats[weight.ndim])
@@ -105,7 +105,7 @@ class CopyStream:
         self._buffers: list[_Buffer] = []
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
-    def bytes_on_device(self, layout: Layout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
+    def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
         """The memory of a group on the device, and the event after which its bytes are there.
 
         Args:
@@ -134,7 +134,7 @@ class CopyStream:
         if len(self._left) > QUEUED_GROUPS:
             self._left.popleft().synchronize()
 
-    def _stage(self, layout: Layout, memory: torch.Tensor, check: Callable[[], None]) -> None:
+    def _stage(self, layout: GroupLayout, memory: torch.Tensor, check: Callable[[], None]) -> None:
         """Copy a group by way of the buffers, one of which is filled while the other travels."""
         size = min(BUFFER_BYTES, layout.total_bytes)
         if not self._buffers or self._buffers[0].memory.numel() < size:

@@ -40,7 +40,7 @@ def ahead_bytes(offloader: Offloader, weights: PartBytes, part: str, mode: str, 
 
 @dataclass(slots=True)
 class _State:
-    """What the offloaders of pipelines with the same parts share."""
+    """State shared by the offloaders of pipelines with the same parts."""
 
     mode: str
     in_use: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class StandaloneOffloader:
 
     @property
     def evicts(self) -> bool:
-        """Whether a host makes other models leave."""
+        """True if a host makes other models leave."""
         return self.make_room is not None
 
     def get_models(self) -> list[Any]:
@@ -101,7 +101,7 @@ class StandaloneOffloader:
         return []
 
     def device_of(self, part: str) -> torch.device:
-        """Where ``part`` computes."""
+        """Device that computes ``part``."""
         return self._devices.get(role_of(part), self.device)
 
     def with_adapters(self, adapters: Adapters | None) -> StandaloneOffloader:
@@ -264,14 +264,14 @@ class StandaloneOffloader:
         )
 
     def _share_room(self, hooks: GroupHooks, activation_bytes: int) -> None:
-        """Tell the hooks what groups may take: ahead one of the largest, or what is left beside it and a forward."""
+        """Set the hooks' memory limits: one largest group prefetched, or the rest besides it and a forward."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         hooks.room_bytes = None if free is None else free - self.options.keep_free_bytes - activation_bytes
         left = largest if hooks.room_bytes is None else hooks.room_bytes - largest
         hooks.ahead_bytes = 0 if hooks.copies is None else max(0, min(largest, left))
 
     def _by_block(self, part: str) -> bool:
-        """Whether the blocks of ``part`` move whole; else each layer moves by itself."""
+        """True if the blocks of ``part`` move whole; else each layer moves by itself."""
         return self.mode == "group" and part.startswith(BY_BLOCK)
 
     def _ask_for_room(self, needed_bytes: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ GIGABYTE, MEGABYTE = 1e9, 1e6
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """What one stage needs on the device, in bytes: weights that stay from earlier stages, its own, activations.
+    """Memory that one stage needs on the device, in bytes: resident weights, its own weights, activations.
 
     ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
     is what weights that come ahead take beside it, which it can do without. ``device`` is where it computes and
@@ -88,7 +88,7 @@ class StageCost:
 
     @property
     def beside_forecast(self) -> str:
-        """How long it took beside the forecast, such as ``sampling took 61.0 s, 58.3 s forecast``; empty without."""
+        """Time taken against the forecast, such as ``sampling took 61.0 s, 58.3 s forecast``; empty without one."""
         if not self.forecast_seconds:
             return ""
         imports = " with imports" if self.first else ""
@@ -96,7 +96,7 @@ class StageCost:
 
     @property
     def ratio(self) -> float:
-        """How many times longer the stage took because of copies."""
+        """Slowdown of the stage caused by copies, as a factor."""
         return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class StageCost:
 
 @dataclass(slots=True)
 class MemoryStats:
-    """What one pipeline's offloader has moved so far, and its finished stages.
+    """Statistics of one pipeline's offloader: bytes moved so far, and finished stages.
 
     Args:
         state: folder in which the last stages are kept for `anygpu report --memory`; None keeps them here alone.

@@ -169,7 +169,7 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
 
 
 def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``device`` casts a 16-bit float to fp32 or back otherwise than the host: zeros on some Radeons.
+    """True if ``device`` casts a 16-bit float to fp32 or back otherwise than the host: zeros on some Radeons.
 
     Every normal number is asked, up and down; a device may flush the tiniest ones, and may write any NaN.
     """
@@ -337,12 +337,12 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def on_device(module: nn.Module, device: torch.device) -> bool:
-    """Whether any tensor of ``module`` is on ``device``."""
+    """True if any tensor of ``module`` is on ``device``."""
     return any(tensor.device == device for tensor in tensors_of(module))
 
 
 def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
-    """Whether large tensors that need no cast are left in their file as views, for the device of ``facts``.
+    """True if large tensors that need no cast stay in their file as views, for the device of ``facts``.
 
     By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
     """

@@ -276,7 +276,7 @@ class SwappedConv3d(SwappedModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the original: (B, C, T, H, W) or (C, T, H, W)."""
+        """Compute the original's result: (B, C, T, H, W) or (C, T, H, W)."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)
@@ -298,7 +298,7 @@ class SwappedHunyuanCausal(SwappedModule):
     pad_mode: str
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As the original."""
+        """Compute the original's result."""
         return self.conv(padded(hidden_states, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv)))
 
 
@@ -324,7 +324,7 @@ class SwappedLTXCausal(SwappedModule):
     is_causal: bool
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """As the original."""
+        """Compute the original's result."""
         taps = self.kernel_size[0]
         before, after = (taps - 1, 0) if self.is_causal else ((taps - 1) // 2,) * 2
         edges = (0, 0, 0, 0, before, after)
@@ -344,7 +344,7 @@ class SwappedHistoryPatchEmbed(SwappedModule):
         latents_clean_2x: Tensor | None = None,
         latents_clean_4x: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """As the original: (B, N, D) each."""
+        """Compute the original's result: (B, N, D) each."""
         return (
             None if latents_clean is None else _tokens(self.proj(latents_clean)),
             None if latents_clean_2x is None else _tokens(self.proj_2x(_to_multiple(latents_clean_2x, (2, 4, 4)))),

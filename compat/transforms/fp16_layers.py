@@ -164,7 +164,7 @@ class Fp32RotaryProcessor(CrossProcessor):
     """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and rotated in fp32."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
-        """As in the class above, fp16."""
+        """Queries and keys of the class above, in fp16."""
         turns = rotary if isinstance(rotary, RotaryTables) else RotaryTables(rotary)
         query = turn(attn.norm_q(attn.to_q(tokens), narrow=False), turns.pairs())
         return query, turn(attn.norm_k(attn.to_k(seen), narrow=False), turns.pairs())

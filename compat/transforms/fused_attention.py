@@ -52,7 +52,7 @@ class FusedCross(FusedProcessor, CrossProcessor):
     """LTX-Video: queries and keys are normed across heads."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
-        """As in the class above, in one pass."""
+        """Queries and keys of the class above, in one pass."""
         query, key = attn.to_q(tokens), attn.to_k(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])

@@ -3,7 +3,7 @@
 A causal convolution pads its input and calls the convolution inside it. Here the operation before writes the border
 too, in the layout that the inner convolution reads, which is then called itself; where somebody has given the outer one
 another forward, as a decode in chunks does, it is called as a module and finds no border. Decodes that stream by group
-norms walk through the leaves and never call a block: they keep upstream's operations.
+norms walk through the layers and never call a block: they keep upstream's operations.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Apply = Callable[[str, nn.Module], Back | None]
 
 
 class Order(IntEnum):
-    """When a step runs; steps of one order run as they were given."""
+    """Position of a step; steps of the same order run as they were given."""
 
     STORAGE = 10
     LORA = 20
@@ -130,7 +130,7 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
 
 
 def attention_step(attention: Attention) -> Step:
-    """Transformers call ``attention``; VAEs that of ``auto``, since their heads are wider than chosen kernels take."""
+    """Set ``attention`` on transformers and ``auto`` on VAEs, whose heads are too wide for chosen kernels."""
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Back | None:

@@ -24,8 +24,8 @@ from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .leaves import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of
-from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .layers import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of
+from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import is_linear, left_class, left_decisions
 
 KEY = "anygpu_fit"  # of our injections
@@ -42,7 +42,7 @@ class FittedEncoder:
     hooks: ByNetwork = field(default_factory=ByNetwork)
 
     def put_on(self, patcher: Any) -> None:
-        """As ComfyUI calls it after a load; ``patcher`` has the encoder of this device."""
+        """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
         handles = []
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe)
@@ -51,19 +51,19 @@ class FittedEncoder:
             handles = [module.register_forward_pre_hook(swap, with_kwargs=True) for module in takers]
         self.hooks[patcher.model] = handles
         forward = functools.partial(_linear, self.fp32_output)
-        for leaf in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
-            if not is_native(leaf) and "forward" not in leaf.__dict__:
-                leaf.__dict__["forward"] = functools.partial(forward, leaf)
-                leaf.__dict__[PROVIDER] = types.MethodType(cast_weights, leaf)
+        for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
+            if not is_native(layer) and "forward" not in layer.__dict__:
+                layer.__dict__["forward"] = functools.partial(forward, layer)
+                layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
 
     def take_off(self, patcher: Any) -> None:
-        """As ComfyUI calls it before another patcher over the same encoder is loaded."""
+        """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
         for handle in self.hooks.pop(patcher.model, ()):
             handle.remove()
-        for leaf in patcher.model.modules():
-            if PROVIDER in leaf.__dict__:
+        for layer in patcher.model.modules():
+            if PROVIDER in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
-                    leaf.__dict__.pop(name, None)
+                    layer.__dict__.pop(name, None)
 
 
 class FittedCLIP(CLIP):
@@ -82,7 +82,7 @@ class FittedCLIP(CLIP):
         """Nothing: core's clone passes on what it began with."""
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
-        """As core's, of this class."""
+        """Clone as core does, into this class."""
         return of_fitted_class(super().clone(*args, **kwargs))
 
 
@@ -93,14 +93,14 @@ def of_fitted_class(clip: Any) -> Any:
     return clip
 
 
-def _linear(fp32_output: bool, leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if SETTINGS not in leaf.__dict__:
-        leaf.__dict__[SETTINGS] = settings_of(leaf, x, fp32_output)
-    return safe_linear(leaf, x, *args, **kwargs)
+def _linear(fp32_output: bool, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if SETTINGS not in layer.__dict__:
+        layer.__dict__[SETTINGS] = settings_of(layer, x, fp32_output)
+    return safe_linear(layer, x, *args, **kwargs)
 
 
 def fit_clip(
-    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: Machine | None = None
+    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: ModelDevice | None = None
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
@@ -135,7 +135,7 @@ def fit_clip(
 
 
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
-    """Weights that no dtype saves: core's loaders narrow bf16 to fp16, and what does not fit becomes infinite."""
+    """Report infinite weights, which no dtype mends: core's loaders cast bf16 to fp16, and large values overflow."""
     for name, tensor in encoders.named_parameters():
         owner = encoders.get_submodule(name.rpartition(".")[0])
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):

@@ -30,7 +30,7 @@ class ConvForward:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """As ``torch.nn.Conv3d``; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
+        """Replace ``torch.nn.Conv3d``; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
         if autopad == "causal_zero":
             weight = weight[:, :, -x.shape[2] :]
         edges, mode = own_edges(self.layer)

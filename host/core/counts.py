@@ -1,4 +1,4 @@
-"""What a fit did in one call of a network. A plan is no proof: a network may cast by itself, or hide its attention."""
+"""Effects of a fit, counted in one call of a network: a network may cast by itself, or hide its attention."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Counts:
 
     @property
     def unused(self) -> bool:
-        """Whether layers were called and none of them was computed in safe fp16."""
+        """True if layers were called and none of them was computed in safe fp16."""
         return bool(self.called) and not self.safe
 
     @contextmanager
@@ -68,11 +68,11 @@ class Counts:
         return ", ".join(filter(None, (layers, said)))
 
 
-def note_call(leaf: nn.Module, safe: bool) -> None:
+def note_call(layer: nn.Module, safe: bool) -> None:
     """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
-    if torch.compiler.is_compiling() or COUNTS not in leaf.__dict__:
+    if torch.compiler.is_compiling() or COUNTS not in layer.__dict__:
         return
-    counts: Counts = leaf.__dict__[COUNTS]
-    counts.called.add(leaf)
+    counts: Counts = layer.__dict__[COUNTS]
+    counts.called.add(layer)
     if safe:
-        counts.safe.add(leaf)
+        counts.safe.add(layer)

@@ -48,12 +48,12 @@ def _shown(node_id: str | None) -> str | None:
 
 
 def missing(name: str) -> ExecutionBlocker:
-    """What stops the nodes behind an output whose input was not connected."""
+    """Blocker for the nodes after an output whose input was not connected."""
     return ExecutionBlocker(f"AnyGPU: connect {name} to AnyGPU Doctor to use its {name} output.")
 
 
 def name_of(model: Any) -> str:
-    """What names a MODEL or the patcher of a VAE from one run to the next: its file, or its class and size."""
+    """Name of a MODEL or a VAE's patcher that is stable between runs: its file, or its class and size."""
     inner = model.model
     if isinstance(inner, CoreModel):
         return str(inner.pipeline.model.source)
@@ -125,14 +125,14 @@ def watched_vae(vae: Any, doctor: Doctor) -> Any:
 
 
 class WatchedVAE:
-    """What a watched VAE does instead of its own class."""
+    """Methods of a watched VAE that replace those of its class."""
 
     def decode(self, samples_in: Any, *args: Any, **kwargs: Any) -> Any:
-        """As usual, checked."""
+        """Decode as usual, checked."""
         return self._checked(samples_in, functools.partial(super().decode, samples_in, *args, **kwargs))  # type: ignore[misc]
 
     def decode_tiled(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
-        """As usual, checked."""
+        """Decode in tiles as usual, checked."""
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:

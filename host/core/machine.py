@@ -1,4 +1,4 @@
-"""What the device of one of core's models can do, and what follows for it."""
+"""Capabilities of the device of one of core's models, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 
 @dataclass(frozen=True)
-class Machine:
+class ModelDevice:
     """One device as a patcher names it: facts, and probe results that are asked when read."""
 
     facts: DeviceFacts
@@ -39,12 +39,12 @@ class Machine:
 
     @cached_property
     def precision(self) -> Precision:
-        """What ``auto`` gives a model of which nothing is known but that it is a transformer."""
+        """Precision that ``auto`` gives any transformer of which nothing more is known."""
         return precision_for(PLAIN, self.facts, AUTO, self.probes)
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What this device may be relied on for."""
+        """Operations that this device can be relied on for."""
         return abilities_of(self.facts, self.probes)
 
     @cached_property
@@ -53,18 +53,18 @@ class Machine:
         return choose_by(abilities(self.facts, self.probes), kept_timings(self.facts, self.probes))
 
     def convolves(self, dtype: torch.dtype) -> bool:
-        """Whether the device's own 3-D convolution works in ``dtype``; another form may still be faster."""
+        """True if the device's own 3-D convolution works in ``dtype``; another implementation may still be faster."""
         name, able = NAMES.get(dtype, ""), abilities(self.facts, self.probes)
         return bool(able["conv3d"].get(name, True) and able["pad3d"].get(name, True))
 
     @cached_property
     def fp32_output(self) -> bool:
-        """Whether products of fp16 operands can come out in fp32 here."""
+        """True if matmuls of fp16 operands can come out in fp32 here."""
         return self.probes["output.fp16_to_fp32"].status == "ok"
 
     @cached_property
     def fp16_convolutions(self) -> bool:
-        """Whether 2-D convolutions in fp16 are right here: on some GTX 16xx they are NaN."""
+        """True if 2-D convolutions in fp16 are right here: on some GTX 16xx they are NaN."""
         return bool(abilities(self.facts, self.probes)["conv2d"].get("fp16", True))
 
     def attention(self, dtype: torch.dtype) -> Attention:
@@ -72,15 +72,15 @@ class Machine:
         return attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
 
 
-def machine_of(device: Any) -> Machine:
+def machine_of(device: Any) -> ModelDevice:
     """The machine behind the device on which a patcher loads its model."""
     facts = facts_for(device)
-    return Machine(facts, probe_results_of(facts, state_folder()))
+    return ModelDevice(facts, probe_results_of(facts, state_folder()))
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a model is given here, and why.
+    """Settings chosen for a model here, and the reasons.
 
     Args:
         safe: products and attention in fp16 around a stream in fp32.
@@ -96,19 +96,19 @@ class Fit:
 
     @property
     def needed(self) -> bool:
-        """Whether anything is to be changed."""
+        """True if anything is to be changed."""
         return self.safe or self.dtype is not None or self.attention is not None
 
 
 def fit_for(
-    machine: Machine,
+    machine: ModelDevice,
     dtype: torch.dtype,
     precision: str,
     attention: str,
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """What a transformer of core's is given.
+    """Choose the settings of one of core's transformers.
 
     Args:
         dtype: in which core computes it.
@@ -129,9 +129,9 @@ def fit_for(
 
 
 def _precision(
-    machine: Machine, dtype: torch.dtype, choice: str, unfit: str
+    machine: ModelDevice, dtype: torch.dtype, choice: str, unfit: str
 ) -> tuple[bool, torch.dtype | None, Decision]:
-    """Whether safe fp16 is on, the dtype of the stream where core's has to change, and why."""
+    """Decide on safe fp16 and on the dtype of the stream where core's has to change, with the reason."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
     if choice == SAFE:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
@@ -150,7 +150,7 @@ def _precision(
     return False, None, Decision("precision", f"{here} as loaded", why, AUTO)
 
 
-def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
+def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
     """The attention that takes over, if one has to, and why."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
@@ -170,7 +170,7 @@ def _attention(machine: Machine, dtype: torch.dtype, choice: str, safe: bool) ->
 
 
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has a fused kernel for ``dtype``, with a mask too."""
+    """True if torch has a fused kernel for ``dtype``, with a mask too."""
     query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=device)
     mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
     return bool(fused_kernel(query, query, query) and fused_kernel(query, query, query, mask))

@@ -48,7 +48,7 @@ class CausalFrames:
         self.attention = attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """What the publisher's masked attention gives, in the layout of ``query``."""
+        """Compute the publisher's masked attention, in the layout of ``query``."""
         shape, frames = query.shape, query.shape[2]
         plane = shape[3] * shape[4]
         query, key, value = (each.flatten(2).transpose(1, 2)[:, None] for each in (query, key, value))
@@ -70,7 +70,7 @@ class CausalInTime:
         self.module, self.attention = module, attention
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As core's own forward, with the mask."""
+        """Run core's own forward, with the mask."""
         own, (batch, _, frames, height, width) = self.module, x.shape
         if frames == 1:
             return type(own).forward(own, x)
@@ -85,7 +85,7 @@ class CausalInTime:
 
 
 def _is_over_frames(module: Any) -> bool:
-    """Whether ``module`` has what :class:`CausalInTime` computes with, and nothing else."""
+    """True if ``module`` has the attributes :class:`CausalInTime` computes with, and no others."""
     parts = dict(module.named_children())
     return (
         parts.keys() == {"qkv", "out"}

@@ -1,6 +1,6 @@
 """AnyGPU Fit Model: what a loader of core's made, given back so that it runs well on this device.
 
-Everything happens in one wrapper around the call of the network: it patches leaves for the length of that call and
+Everything happens in one wrapper around the call of the network: it patches layers for the length of that call and
 leaves nothing behind, so a clone, a save, a merge or an unload finds the model as it was.
 """
 
@@ -30,8 +30,8 @@ from ..recovery import WRAPPER, keep_what_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .leaves import ByNetwork, SafeLeaves, left_alone, reached_by_safe, unfit_for_safe
-from .machine import AS_LOADED, Fit, Machine, fit_for, machine_of
+from .layers import ByNetwork, SafeLayers, left_alone, reached_by_safe, unfit_for_safe
+from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
 
@@ -50,15 +50,15 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 
 @dataclass
 class Seen:
-    """What is known of one network.
+    """Facts about one network.
 
     Args:
-        leaves: its layers in safe fp16.
+        layers: its layers in safe fp16.
         counted: whether a call of it has been counted.
         casts: whether that showed a stream that it casts by itself.
     """
 
-    leaves: SafeLeaves
+    layers: SafeLayers
     counted: bool = False
     casts: bool = False
 
@@ -75,19 +75,19 @@ class FittedNetwork:
     """
 
     fit: Fit
-    machine: Machine
+    machine: ModelDevice
     loaded: torch.dtype | None = None
     tell: Callable[[str], None] = log.info
     seen: ByNetwork = field(default_factory=ByNetwork)
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What core's own call returns; ``x`` is the noisy latent. The first call is counted, and said."""
+        """Return the result of core's own call on the noisy latent ``x``; the first call is counted and reported."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         network = _plain(executor.class_obj.diffusion_model)
-        leaves = SafeLeaves(self.machine.fp32_output, self.machine.fp16_convolutions)
-        seen: Seen = self.seen.setdefault(network, Seen(leaves))
+        layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
+        seen: Seen = self.seen.setdefault(network, Seen(layers))
         if seen.counted:
             return self._run(executor, network, seen, None, (x, *args), kwargs)
         counts = Counts()
@@ -107,8 +107,8 @@ class FittedNetwork:
         with ExitStack() as stack:
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
-                seen.leaves.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
-                stack.enter_context(seen.leaves.patches_on(counts))
+                seen.layers.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
+                stack.enter_context(seen.layers.patches_on(counts))
             elif seen.casts:
                 undo = Undo()
                 stack.callback(undo.restore)
@@ -128,11 +128,11 @@ class FittedNetwork:
         forwards = self.convolutions[network]
         try:
             for forward in forwards:
-                forward.leaf.__dict__[HOOK] = forward
+                forward.layer.__dict__[HOOK] = forward
             yield
         finally:
             for forward in forwards:
-                forward.leaf.__dict__.pop(HOOK, None)
+                forward.layer.__dict__.pop(HOOK, None)
 
 
 def fit_model(
@@ -140,7 +140,7 @@ def fit_model(
     precision: str = AUTO,
     attention: str = AUTO,
     keep_latents: str = AUTO,
-    machine: Machine | None = None,
+    machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``model`` fitted to its device, and what was decided; the very object where nothing is needed.
@@ -195,8 +195,8 @@ def fit_model(
     return fitted, decisions
 
 
-def _fit_of(network: nn.Module, machine: Machine, dtype: torch.dtype, precision: str, attention: str) -> Fit:
-    """As :func:`fit_for`, for a network parts of which may belong to other packs.
+def _fit_of(network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str) -> Fit:
+    """Run :func:`fit_for` on a network parts of which may belong to other packs.
 
     Args:
         dtype: in which core computes it.
@@ -224,7 +224,7 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Before:
-    """What a fit changed on a MODEL beside its own wrappers, so that a later one can take it back.
+    """Settings of a MODEL before a fit, apart from the fit's own wrappers, so that a later fit can restore them.
 
     Args:
         dtype: the compute dtype that it set.
@@ -242,7 +242,7 @@ class Before:
 
     @classmethod
     def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
-        """What is there before ``fit``; ``sound`` is the clone with other weights, or None."""
+        """Record the settings before ``fit``; ``sound`` is the clone with other weights, or None."""
         patched = model.object_patches.get(CAST, MISSING)
         if sound is None:
             return cls(fit.dtype, patched, model.force_cast_weights)
@@ -289,7 +289,7 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 
 def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
-    """What safe fp16 does not reach, what other packs compute, and what becomes of ComfyUI's --fast."""
+    """Decisions on layers that safe fp16 does not reach or other packs compute, and on ComfyUI's --fast."""
     if fit.needed or (fit.decisions[0].source == AUTO and why_left(network)):
         yield from left_decisions(network)
     if not fit.safe:

@@ -1,4 +1,4 @@
-"""Which layers of a network are core's or torch's own, so that ours may compute in their place, and which are left.
+"""Layers of a network that are core's or torch's own, so that ours may replace them, and those left alone.
 
 Other packs subclass core's layers, keep another class name, or put packed bytes where core has values. Names tell
 nothing: what counts is where the functions that compute a layer were defined, and what its weight is.
@@ -28,7 +28,7 @@ OFFERED = {"dtype", "device", "bias_dtype"}  # its arguments
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a Linear that core or torch computes, or that offers its values; not all are nn.Linear."""
+    """True if ``module`` is a Linear that core or torch computes, or that offers its values; not all are nn.Linear."""
     if not isinstance(module, nn.Linear) and not _is_core_linear(module):
         return False
     if offers_cast(type(module)):
@@ -39,7 +39,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_own_convolution(module: nn.Module) -> bool:
-    """Whether ``module`` is a convolution whose sums core or torch computes in its ``_conv_forward``."""
+    """True if ``module`` is a convolution whose sums core or torch computes in its ``_conv_forward``."""
     if not isinstance(module, CONVOLUTIONS):
         return False
     steps = _steps(module, *STEPS)
@@ -49,7 +49,7 @@ def is_own_convolution(module: nn.Module) -> bool:
 
 
 def offers_cast(kind: type[nn.Module]) -> bool:
-    """Whether layers of a class give their own values when asked, as those that read GGUF files do."""
+    """True if layers of a class give their own values when asked, as those that read GGUF files do."""
     own = getattr(kind, OWN_CAST, None)
     if own is None or not _arguments(own) >= OFFERED:
         return False
@@ -84,7 +84,7 @@ def left_decisions(network: nn.Module) -> Iterator[Decision]:
 
 
 def why_left(network: nn.Module) -> str:
-    """Why ``auto`` leaves a network as loaded: other packs compute too much of it; empty where they do not."""
+    """The reason why ``auto`` leaves a network as loaded: other packs compute too much of it; else empty."""
     left = sum(size_of(module) for module in network.modules() if left_class(module))
     ours = sum(size_of(module) for module in network.modules() if is_linear(module) or is_own_convolution(module))
     share = left / (left + ours or 1)
@@ -109,14 +109,14 @@ def size_of(module: nn.Module) -> int:
 
 
 def _takes_any_dtype(module: nn.Module) -> bool:
-    """Whether a layer computes in the dtype of its input, as core's do, or has no 16-bit weights to mix with it."""
+    """True if a layer computes in the dtype of its input, as core's do, or has no 16-bit weights to mix with it."""
     if isinstance(module, comfy.ops.CastWeightBiasOp) or not (left_class(module) or isinstance(module, nn.Linear)):
         return True
     return not any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in _tensors(module))
 
 
 def _is_core_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is, or descends from, a Linear of core's for packed files, which is no nn.Linear."""
+    """True if ``module`` is, or descends from, a Linear of core's for packed files, which is no nn.Linear."""
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and "in_features" in vars(module)
     return cast and not hasattr(module, "expert_linear")
 
@@ -135,7 +135,7 @@ def _module_of(function: Any) -> str:
 
 
 def is_foreign(function: Any) -> bool:
-    """Whether a function was defined in another package than core and torch."""
+    """True if a function was defined in another package than core and torch."""
     return _module_of(function).partition(".")[0] not in HOME
 
 
@@ -144,7 +144,7 @@ def _weight(module: nn.Module) -> Any:
 
 
 def _holds_values(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a layer's weight is what it says: floating values, core's packed tensor, or not there yet."""
+    """True if a layer's weight is what it claims: floating values, core's packed tensor, or not there yet."""
     if hasattr(type(module), "weight"):  # a property of another pack's
         return False
     weight = _weight(module)

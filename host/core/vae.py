@@ -38,7 +38,7 @@ from .. import recovery
 from ..core_vae import CoreVAE
 from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
-from .machine import AS_LOADED, Machine, machine_of
+from .machine import AS_LOADED, ModelDevice, machine_of
 from .ownership import left_decisions
 from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
 
@@ -50,9 +50,9 @@ EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for 
 
 
 class FittedVAE:
-    """What a fitted VAE adds to core's class."""
+    """Additions of a fitted VAE to core's class."""
 
-    machine: Machine
+    machine: ModelDevice
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool
     keeps: bool
@@ -160,7 +160,7 @@ class FittedVAE:
         network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
-                yield forward.leaf, HOOK, forward
+                yield forward.layer, HOOK, forward
         if self.masks:
             from .masks import lost_masks
 
@@ -174,7 +174,11 @@ def _fitted_class(plain: Any) -> type[FittedVAE]:
 
 
 def fit_vae(
-    vae: Any, precision: str = AUTO, causal_masks: bool = True, keep_latents: str = AUTO, machine: Machine | None = None
+    vae: Any,
+    precision: str = AUTO,
+    causal_masks: bool = True,
+    keep_latents: str = AUTO,
+    machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided.
 
@@ -213,8 +217,8 @@ def fit_vae(
     return fitted, (*back, decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
 
 
-def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
-    """Whether to compute in fp32 where core would not, and why."""
+def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
+    """Decide on fp32 where core would not compute in it, with the reason."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
         return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
@@ -227,7 +231,7 @@ def _precision(machine: Machine, dtype: torch.dtype, choice: str) -> tuple[bool,
 
 
 def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
-    """What else was decided, for people."""
+    """Other decisions to show to the user."""
     yield from left_decisions(fitted.first_stage_model) if forms else ()
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})

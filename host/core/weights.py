@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
-from .leaves import ByNetwork
-from .machine import Machine
+from .layers import ByNetwork
+from .machine import ModelDevice
 from .ownership import left_class
 
 BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
@@ -27,8 +27,8 @@ Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a m
 _copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
 
 
-def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
-    """Why bf16 weights of ``network`` are not what they should be once this device has cast them; empty otherwise."""
+def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
+    """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
     if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
         return ""
     cast = machine.abilities.verdict("cast.bf16_to_fp32")
@@ -36,7 +36,7 @@ def damage_to_bf16(network: nn.Module, machine: Machine) -> str:
 
 
 def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    """What becomes of weights that this device would change; ``sound`` is the clone that has others, or None."""
+    """Decide on weights that this device would change; ``sound`` is the clone that has others, or None."""
     if damage and sound is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:

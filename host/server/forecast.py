@@ -52,7 +52,7 @@ TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """What is decided for each load node of a prompt, and what each node that samples or paints will need.
+    """Decisions for each load node of a prompt, and the forecast of each node that samples or paints.
 
     Args:
         prompt: node id to ``class_type`` and ``inputs``, as the frontend posts it; checked by the caller.
@@ -71,7 +71,7 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(kind: str, pipeline: Any) -> bool:
-    """Whether a node of this class runs this pipeline: a painting takes no video model, and only delight delights."""
+    """True if a node of this class runs this pipeline: painting takes no video model, and only delight delights."""
     if isinstance(pipeline, PaintPipeline):
         return RUNS[kind] is _painted and (pipeline.family == "delight") == (kind == DELIGHTS)
     return pipeline is not None and RUNS[kind] is not _painted
@@ -165,7 +165,7 @@ def _ended(prompt: Mapping[str, Any], node: str) -> dict[str, float]:
 
 
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
-    """What each stage will need beside what is free, for the size on a node and of the picture it starts from."""
+    """Memory of each stage against free memory, for the size on a node and of the picture it starts from."""
     entry = prompt[node]
     plain = _numbers(entry)
     try:

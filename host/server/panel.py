@@ -1,4 +1,4 @@
-"""What the side bar shows of this machine and of the last run, as plain values; forecast.py tells of a graph."""
+"""Contents of the side bar for this machine and the last run, as plain values; forecast.py describes a graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def facts() -> DeviceFacts:
 
 
 def limit_tooltip(name: str) -> str:
-    """What an input of the load node cannot do on this machine, to append to its tooltip; empty if there is nothing."""
+    """Limits of an input of the load node on this machine, to append to its tooltip; empty if there are none."""
     return _limit_tooltip(str(memory_manager.compute_device()), name)
 
 
 def first_run() -> str:
-    """What to do if no model is installed; empty otherwise."""
+    """Advice for a user without any installed model; empty if there is one."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
@@ -79,14 +79,14 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 
 def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
-    """What each stage cost that has ended since ``before`` was all that was kept."""
+    """Costs of the stages that ended after ``before``, the earlier list of all costs."""
     kept, marks = kept_stages(folders.state_folder()), before[-1:]
     first = next((place + 1 for place in reversed(range(len(kept))) if kept[place : place + 1] == marks), 0)
     return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in kept[first:]]
 
 
 def last_changes() -> dict[str, Any] | None:
-    """What the last sampling did otherwise than the one before it; None where no two receipts are kept."""
+    """Changes of the last sampling from the one before it; None unless two receipts are stored."""
     from ...pipelines.records import changes
 
     compared = changes.last_two(folders.kept_folder())

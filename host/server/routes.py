@@ -30,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def add_routes(table: web.RouteTableDef | None = None) -> bool:
-    """Whether the routes were added: not without a server, and not a second time.
+    """Add the routes; True if added: not without a server, and not a second time.
 
     Args:
         table: where; ComfyUI's own when it is None.
@@ -46,7 +46,7 @@ def add_routes(table: web.RouteTableDef | None = None) -> bool:
 
 
 async def english(request: web.Request) -> web.Response:
-    """Where the English help of a node is, for languages of ComfyUI in which it has not been written."""
+    """Redirect to the English help of a node, for languages of ComfyUI in which it has not been written."""
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
@@ -73,7 +73,7 @@ async def run(request: web.Request) -> Any:
 
 
 async def graph(request: web.Request) -> Any:
-    """What would be decided for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
+    """Decisions for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
     from . import forecast  # with all that loads and paints: at the first request, not at ComfyUI's start
 
     return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))

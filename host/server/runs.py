@@ -34,7 +34,7 @@ class NodeRun:
         self._count(stage)
 
     def at(self, where: str) -> None:
-        """How far the node is, such as ``sampling 3/20``."""
+        """Progress of the node, such as ``sampling 3/20``."""
         self.entry["status"] = where
 
     def finish(self, status: str) -> None:
@@ -54,7 +54,7 @@ class NodeRun:
 
 
 def was_queued_by(client: str) -> bool:
-    """Whether the last run is of a prompt of this client."""
+    """True if the last run is of a prompt of this client."""
     with _lock:
         return bool(_last["client"] == client)
 

@@ -39,7 +39,7 @@ TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are compared in whole num
 
 @dataclass(frozen=True, slots=True)
 class BakeSettings:
-    """How to bake.
+    """Settings of a bake.
 
     Args:
         texture_size: texels, 16..8192.
@@ -84,12 +84,12 @@ class Baked:
 
     @property
     def share(self) -> float:
-        """How much of the surface's texels is painted, 0..1."""
+        """Painted share of the surface's texels, 0..1."""
         return float((self.painted & self.texels.covered).sum() / self.texels.covered.sum().clamp(min=1))
 
 
 def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
-    """What lies at each texel of a texture of ``size`` (T): where faces share a texel, the lowest has it.
+    """Surface points at the texels of a texture of ``size`` (T): where faces share a texel, the lowest has it.
 
     Args:
         exact: texel centres at u (T - 1), as the reference has them, instead of u T - 1/2, as renderers have them.
@@ -185,7 +185,7 @@ def gathered(
 
 @dataclass(frozen=True, eq=False)
 class _Sight:
-    """Which points a view sees: its depth (H, W), the pixels to trust (H, W), those whose colour is that of one surface
+    """Points seen by a view: its depth (H, W), the pixels to trust (H, W), those whose colour is that of one surface
     (H, W), the cosine of each face (M,).
     """
 
@@ -268,7 +268,7 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
 def scattered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`gathered` returns, each pixel spread over the four texels round its place.
+    """Compute the result of :func:`gathered` with each pixel spread over the four texels round its place.
 
     The sums are made in no fixed order on a GPU: their last digits may differ from run to run.
     """

@@ -133,7 +133,7 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
 
 
 def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
-    """What the multiview UNet calls each camera, 0..43; the pipeline adds its offset of 5 reference ids.
+    """Camera ids of the multiview UNet, 0..43; the pipeline adds its offset of 5 reference ids.
 
     An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`.
 

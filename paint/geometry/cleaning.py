@@ -16,7 +16,7 @@ from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
 
 @dataclass(frozen=True, slots=True)
 class CleanSettings:
-    """What is taken out.
+    """Components to remove.
 
     Args:
         floaters: pieces with less than this share of all faces, 0..1; 0 keeps all. The largest piece always stays.

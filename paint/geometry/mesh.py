@@ -218,7 +218,7 @@ def size_notes(faces: int) -> list[str]:
 
 
 def shared_by_many(faces: Tensor) -> int:
-    """How many edges belong to more than two faces."""
+    """Number of edges that belong to more than two faces."""
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
     keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
     third = keys[2:][keys[2:] == keys[:-2]]

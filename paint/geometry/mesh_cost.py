@@ -141,7 +141,7 @@ def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes
 
 
 def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter[int]:
-    """How often the nodes of a glTF show each mesh: once for each edge of the graph, as trimesh walks it."""
+    """Number of times that the nodes of a glTF show each mesh: once per edge of the graph, as trimesh walks it."""
     nodes, scenes = header.get("nodes", []), header.get("scenes", [])
     _limited(path, len(nodes), MOST_PARTS, "nodes")
     roots = set(scenes[header.get("scene", 0)].get("nodes", ())) if scenes else set()

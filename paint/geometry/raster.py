@@ -1,4 +1,4 @@
-"""Which face each pixel shows: one z-buffer in plain torch, used for views and for UV space.
+"""Visible face of each pixel: one z-buffer in plain torch, used for views and for UV space.
 
 A screen is a tensor (N, 3): column and row in pixels, pixel centres at whole numbers, and a depth that is smaller
 where nearer. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole numbers: no cracks
@@ -223,7 +223,7 @@ def _tile(t: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int]) -
 
 
 def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:
-    """Where ``ids`` (H, W) of :func:`face_ids` shows a face, and the place inside it.
+    """Pixels where ``ids`` (H, W) of :func:`face_ids` show a face, and the position inside it.
 
     Weights are clamped to the face: snapping lets a pixel lie up to 1/2048 pixel outside.
     """
@@ -250,7 +250,7 @@ def _barycentric(screen: Tensor, corners: Tensor, pixel: Tensor, width: int) -> 
 
 
 def _reduces_int64(device: torch.device) -> bool:
-    """Whether the device takes the least of int64 keys, which Metal and DirectML may not."""
+    """True if the device takes the least of int64 keys, which Metal and DirectML may not."""
     if device.type == "cpu":
         return True
     try:

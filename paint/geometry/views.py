@@ -1,4 +1,4 @@
-"""What each camera sees: position and normal maps for the UNet, and the same raster for baking."""
+"""Camera views: position and normal maps for the UNet, and the same raster for baking."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def on_screen(points: Tensor, camera: Camera, size: int, ortho_scale: float = OR
 
 
 def rasterised(surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE) -> View:
-    """What ``camera`` sees of ``surface`` in a picture of ``size`` pixels."""
+    """Rasterise ``surface`` as ``camera`` sees it in a picture of ``size`` pixels."""
     screen = on_screen(surface.vertices, camera, size, ortho_scale)
     ids = face_ids(screen, surface.faces, size, size)
     shown = fragments(screen, surface.faces, ids)

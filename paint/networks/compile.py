@@ -28,7 +28,7 @@ class Blocks(Compilation):
 
 
 def blocks_for(settings: CompileSettings | None, parts: Iterable[str]) -> dict[str, Blocks]:
-    """What compiles each of ``parts`` that has blocks; nothing without settings."""
+    """Compiled blocks of each of ``parts`` that has any; empty without settings."""
     return {} if settings is None else {part: Blocks(settings) for part in parts if part in PARTS}
 
 

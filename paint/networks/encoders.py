@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
-from ...compat.device.execution import checked_leaves, execution_device, placed, to_host
+from ...compat.device.execution import checked_layers, execution_device, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute, empty_encoder, fill, names_in
@@ -66,9 +66,9 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[st
 def _states(
     pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
 ) -> Tensor:
-    """What an encoder makes of ``given``, fp32, on the CPU; afterwards it is off the device."""
+    """Run an encoder on ``given`` and return its fp32 states on the CPU; afterwards the encoder is off the device."""
     device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
-    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_leaves(module, progress.check):
+    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
     return states
@@ -121,7 +121,7 @@ def _words(source: Path, prompt: str) -> list[int]:
 
 
 def _padding(source: Path) -> int:
-    """What fills the prompt up: Stable Diffusion 2's tokenizer takes "!"."""
+    """Padding token of the prompt: Stable Diffusion 2's tokenizer takes "!"."""
     file = source / "tokenizer" / "special_tokens_map.json"
     if not file.is_file():
         return PADDING["!"]

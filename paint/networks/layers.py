@@ -144,15 +144,15 @@ class Layer(nn.Module):
         return h + self.fed(h)
 
     def normed(self, h: Tensor) -> Tensor:
-        """What the self-attention reads."""
+        """Input of the self-attention."""
         return self.dtypes.narrow(self.norm1(h))
 
     def asked(self, h: Tensor) -> Tensor:
-        """What the attention to the text reads."""
+        """Input of the attention to the text."""
         return self.dtypes.narrow(self.norm2(h))
 
     def fed(self, h: Tensor) -> Tensor:
-        """What the feed-forward adds."""
+        """Output of the feed-forward, to be added."""
         return self.ff(self.dtypes.narrow(self.norm3(h)))
 
 

@@ -22,7 +22,7 @@ LATENT_CHANNELS, MAIN_CHANNELS = 4, 12  # noisy latents, normals, positions
 
 @dataclass(frozen=True, slots=True)
 class StreamInputs:
-    """What the layers of the main stream share in one forward.
+    """Inputs shared by the layers of the main stream in one forward.
 
     Args:
         materials: 1, or 2 for albedo and metallic-roughness.

@@ -1,4 +1,4 @@
-"""Which networks a paint checkpoint holds, and which tensor of the file belongs where: one to one."""
+"""Networks of a published paint checkpoint, and the place of each of its tensors: one to one."""
 
 from __future__ import annotations
 

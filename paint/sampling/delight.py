@@ -35,7 +35,7 @@ LARGEST = 2048  # pixels of a side: the widget's
 
 @dataclass(frozen=True, slots=True)
 class DelightSettings:
-    """How a picture is delit; the defaults are the published ones.
+    """Settings of delighting a picture; the defaults are the published ones.
 
     Args:
         size: pixels, a multiple of 64.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.execution import checked_leaves, execution_device, generator_for, to_host
+from ...compat.device.execution import checked_layers, execution_device, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
@@ -41,7 +41,7 @@ LATENT_KEY = "anygpu"
 
 @dataclass(frozen=True, slots=True)
 class PaintInputs:
-    """What is painted.
+    """Inputs of a painting.
 
     Args:
         references: pictures of the object, RGB or RGBA, (R, H, W, C) or several of any size, 0..1.
@@ -59,7 +59,7 @@ class PaintInputs:
 
 @dataclass(frozen=True, slots=True)
 class PaintSettings:
-    """How it is painted. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
+    """Settings of a painting. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
 
     Args:
         size: of a view, pixels, a multiple of 64.
@@ -101,7 +101,7 @@ class Painted:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What stays the same through all steps, fp32 or narrower, on the device that computes.
+    """Conditions that stay the same through all steps, fp32 or narrower, on the device that computes.
 
     Args:
         maps: (1, V, 8, h, w).
@@ -127,7 +127,7 @@ def stage(
     """
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
     hold = pipeline.offloader.hold(part, asked(activations), progress)
-    with cost, hold as module, checked_leaves(module, progress.check):
+    with cost, hold as module, checked_layers(module, progress.check):
         yield module
 
 
@@ -291,7 +291,7 @@ def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: S
 
 
 def references_in(conditions: Conditions) -> int:
-    """How many reference pictures the kept tokens are of."""
+    """Number of reference pictures in the stored tokens."""
     most = max((kept.shape[1] for kept in conditions.reference.values()), default=0)
     return most // (conditions.maps.shape[-2] * conditions.maps.shape[-1])
 
@@ -302,7 +302,7 @@ def preview_of(latents: Tensor) -> Tensor:
 
 
 def _run(settings: PaintSettings, views: int, references: int) -> PaintRun:
-    """What is asked by completed settings."""
+    """Build the run that completed settings describe."""
     return PaintRun(
         steps=len(plan_of(settings)),
         rows=2 if settings.guidance != 1 else 1,

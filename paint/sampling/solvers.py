@@ -183,7 +183,7 @@ class EulerAncestral:
 
 
 class UnitVariance:
-    """What solvers share whose latents keep unit variance."""
+    """Base of the solvers whose latents keep unit variance."""
 
     def __init__(self, schedule: NoiseSchedule) -> None:
         self.schedule = schedule
@@ -198,7 +198,7 @@ class UnitVariance:
         return x
 
     def shares(self, index: int) -> tuple[float, float]:
-        """How much of the data and of the noise is in the latents before step ``index``."""
+        """Shares of the data and of the noise in the latents before step ``index``."""
         sigma = self.schedule.sigmas[index]
         scale = 1 / math.sqrt(sigma**2 + 1)
         return scale, sigma * scale

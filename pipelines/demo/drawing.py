@@ -1,4 +1,4 @@
-"""What `anygpu demo` shows: a clip that each demo model draws, read back by the checker, a contact sheet and a page."""
+"""Exhibits of `anygpu demo`: a clip by each demo model, read back by the checker, a contact sheet and a page."""
 
 from __future__ import annotations
 

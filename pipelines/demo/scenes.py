@@ -45,7 +45,7 @@ CORNERS = 0.15  # the least harmonic of a shape with corners: 0.34 for a triangl
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a clip shows, or an empty word where it shows nothing that can be named."""
+    """Contents of a clip, each an empty word where nothing can be named."""
 
     shape: str
     colour: str
@@ -131,7 +131,7 @@ def scene_in_picture(picture: torch.Tensor) -> Scene | None:
 
 
 def scene_of(frames: torch.Tensor) -> Scene:
-    """What a clip shows.
+    """Recognise the contents of a clip.
 
     Args:
         frames: (F, H, W, 3) in 0..1, at any size.

@@ -1,4 +1,4 @@
-"""What the inputs of a published model's workflow become where a demo model runs."""
+"""Inputs of a published model's workflow, converted for a demo model that runs in its place."""
 
 from __future__ import annotations
 

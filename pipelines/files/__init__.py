@@ -1,1 +1,1 @@
-"""What lies on disk: model folders, single files, tensor names, LoRA keys, downloads."""
+"""Files on disk: model folders, single files, tensor names, LoRA keys, downloads."""

@@ -32,7 +32,7 @@ SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class StoredModel:
     """One model in a file.
 
     Args:
@@ -68,7 +68,7 @@ class Configured:
     unused: tuple[str, ...] = ()
 
 
-def contents(path: Path) -> list[Content]:
+def contents(path: Path) -> list[StoredModel]:
     """The models in a file that are known here; none where it holds something else.
 
     Raises:
@@ -83,7 +83,7 @@ def contents(path: Path) -> list[Content]:
 
 
 @lru_cache(maxsize=16)  # headers only; one loading asks for the same few files again and again
-def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[Content, ...]:
+def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[StoredModel, ...]:
     entries = entries_in(path)
     models = _recognised(entries)
     return tuple(_content(entries, prefix, layout, models, path) for prefix, layout in models)
@@ -91,7 +91,7 @@ def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[Content, ...]:
 
 def _content(
     entries: Mapping[str, TensorEntry], prefix: str, layout: Layout, models: Iterable[tuple[str, Layout]], path: Path
-) -> Content:
+) -> StoredModel:
     unknown: list[str] = []
     try:
         named = renamed(_under(entries, prefix, models), layout, path, unknown)
@@ -99,7 +99,7 @@ def _content(
         if other := other_model(entries):
             raise refusal(other, path) from None
         raise
-    return Content(
+    return StoredModel(
         kind=layout.kind, layout=layout.name, prefix=prefix, entries=named, path=path, unknown=tuple(sorted(unknown))
     )
 
@@ -112,7 +112,7 @@ def kinds(path: Path) -> tuple[str, ...]:
         return ()
 
 
-def config_of(content: Content, task: str = "") -> Configured:
+def config_of(content: StoredModel, task: str = "") -> Configured:
     """The configuration of a model in a file.
 
     Args:
@@ -178,7 +178,7 @@ def layouts() -> tuple[Layout, ...]:
     return (*(layout for family in FAMILIES.values() for layout in family.files.layouts), *TEXT)
 
 
-def width_of(content: Content) -> int:
+def width_of(content: StoredModel) -> int:
     """The width of what an encoder returns; 0 for another kind of model."""
     name, axis = WIDTHS.get(content.kind, ("", 0))
     return content.entries[name].shape[axis] if name in content.entries else 0
@@ -237,7 +237,7 @@ def _under(
     }
 
 
-def _misfit(row: Mapping[str, Any], content: Content) -> tuple[list[str], tuple[str, ...]]:
+def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tuple[str, ...]]:
     """The differences of a file from a configuration, as phrases, and the tensors it has no place for."""
     entries = content.entries
     if "where" in row:

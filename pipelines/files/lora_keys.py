@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
-from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, Pair, Shapes, is_narrower, role_of, size_of
+from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, LoRAPair, Shapes, is_narrower, role_of, size_of
 
 PREFIXES = (
     "base_model.model.",
@@ -39,7 +39,7 @@ TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 class Match:
     """The keys of a file by the layer that they belong to, keys of no use here, and keys the filter left out."""
 
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, LoRAPair]
     unmatched: Sequence[str] = ()
     text_encoder: int = 0
     total: int = 0
@@ -66,7 +66,7 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Which tensors of a LoRA file belong to which layers.
+    """Match the tensors of a LoRA file to layers.
 
     Args:
         tensors: names and shapes in the file.
@@ -78,7 +78,7 @@ def matched(
         CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.
     """
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, LoRAPair] = {}
     unmatched, text = [], 0
     groups: dict[str, dict[str, str]] = {}  # from a layer's name in the file to its keys by role
     for name in tensors:
@@ -152,21 +152,23 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"{stem}\.(?:{'|'.join(map(str, range(low, high + 1)))})\..+")
 
 
-def _pairs_of(base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names) -> dict[str, Pair]:
+def _pairs_of(
+    base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names
+) -> dict[str, LoRAPair]:
     """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
     size, target = size_of(group, tensors), names.target(base)
     if size is None or target is None:
         return {}
     total, inside, rank = size
     own = {role: name for role, name in group.items() if role != DIFFERENCE or UP not in group}  # not beside a LoRA
-    first, pairs = 0, dict[str, Pair]()
+    first, pairs = 0, dict[str, LoRAPair]()
     for name, count in target.counts(total, inside or math.prod(layers[target.layers[0]][1:])):
         shape = layers[name]
         narrower = DOWN in group and is_narrower(tensors[group[DOWN]], shape)
         if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
             return {}
         rows = None if len(target.layers) == 1 else (first, count)
-        pairs[name] = Pair(names=own, shape=shape, rank=rank, rows=rows, swapped=target.row.swapped)
+        pairs[name] = LoRAPair(names=own, shape=shape, rank=rank, rows=rows, swapped=target.row.swapped)
         first += count
     return pairs
 

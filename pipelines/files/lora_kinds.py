@@ -44,7 +44,7 @@ class Delta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LoRAPair:
     """The tensors of a file for one layer.
 
     Args:
@@ -89,7 +89,7 @@ class Kind(NamedTuple):
     """
 
     size: Callable[[Shapes], Size | None]
-    delta: Callable[[Mapping[str, Tensor], Pair], tuple[Tensor, Tensor]]
+    delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]
 
 
 def _low_rank_size(shapes: Shapes) -> Size | None:
@@ -98,7 +98,7 @@ def _low_rank_size(shapes: Shapes) -> Size | None:
     return shapes[UP][0], math.prod(shapes[DOWN][1:]), shapes[DOWN][0]
 
 
-def _low_rank(own: Mapping[str, Tensor], pair: Pair) -> tuple[Tensor, Tensor]:
+def _low_rank(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     down = own[DOWN]
     if is_narrower(tuple(down.shape), pair.shape):  # zeros for the input channels it does not know, which come last
         rest = down.new_zeros(down.shape[0], pair.shape[1] - down.shape[1], *pair.shape[2:])
@@ -111,7 +111,7 @@ def _loha_size(shapes: Shapes) -> Size | None:
     return (shapes[HADA[0]][0], shapes[HADA[1]][1], shapes[HADA[1]][0]) if whole else None
 
 
-def _loha(own: Mapping[str, Tensor], pair: Pair) -> tuple[Tensor, Tensor]:
+def _loha(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     """(a1 @ b1) * (a2 @ b2): the factors are all products of a column of each."""
     a1, b1, a2, b2 = (own[role].float() for role in HADA)
     up = pair.cut((a1[:, :, None] * a2[:, None, :]).flatten(1))
@@ -131,7 +131,7 @@ def _lokr_size(shapes: Shapes) -> Size | None:
     return (first[0] * second[0], first[1] * second[1], second[2] or first[2]) if first and second else None
 
 
-def _lokr(own: Mapping[str, Tensor], pair: Pair) -> tuple[Tensor, Tensor]:
+def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     whole, a, b = KRON[:3]
     first = own[whole].float() if whole in own else own[a].float() @ own[b].float()
     if KRON[5] not in own:

@@ -23,7 +23,7 @@ from ..keys import TRANSFORMER, listed
 from ..registry import FAMILIES
 from ..requests import Files as Files
 from .evidence import CONFIGS, evidence_of, other_model, refusal
-from .formats import ENDINGS, Configured, Content, config_of, contents, entries_in, kinds, layouts, width_of
+from .formats import ENDINGS, Configured, StoredModel, config_of, contents, entries_in, kinds, layouts, width_of
 from .part import PartFiles, tool_configs, without_text
 
 CLASSES = {
@@ -113,7 +113,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     )
 
 
-def _transformer(path: Path) -> Content:
+def _transformer(path: Path) -> StoredModel:
     held_models = contents(path)
     main = next((content for content in held_models if content.kind.endswith(TRANSFORMER)), None)
     if main is None:
@@ -148,7 +148,7 @@ def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> st
 
 def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
-) -> Content | None:
+) -> StoredModel | None:
     """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
 
     None where a folder provides it, or where there is none.
@@ -190,7 +190,7 @@ def _halves(kind: str) -> list[str]:
     return [layout.kind for layout in layouts() if layout.half_of == kind]
 
 
-def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Content | None:
+def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> StoredModel | None:
     """The model of two files, of which ``path`` is one: the other lies beside it, or is offered; None for another file.
 
     Raises:
@@ -207,7 +207,7 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
             other_half = _of_kind(other, wanted, 0)
             assert other_half is not None
             entries = {**own.entries, **other_half.entries}
-            return Content(
+            return StoredModel(
                 kind=kind, layout=f"{own.layout}, with {other.name}", prefix=own.prefix, entries=entries, path=path
             )
     raise CheckpointError(
@@ -217,12 +217,12 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Con
     )
 
 
-def _of_kind(path: Path, kind: str, width: int) -> Content | None:
+def _of_kind(path: Path, kind: str, width: int) -> StoredModel | None:
     fitting = (content for content in contents(path) if content.kind == kind)
     return next((content for content in fitting if not width or width_of(content) == width), None)
 
 
-def _part(name: str, family: FamilySpec, content: Content, configured: Configured, progress: Progress) -> PartFiles:
+def _part(name: str, family: FamilySpec, content: StoredModel, configured: Configured, progress: Progress) -> PartFiles:
     library, *allowed = family.files.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -273,7 +273,7 @@ def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: 
 def _tools(
     family: FamilySpec,
     task: str,
-    chosen: Mapping[str, tuple[Content, Configured]],
+    chosen: Mapping[str, tuple[StoredModel, Configured]],
     request: Files,
     spared: tuple[str, ...],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:

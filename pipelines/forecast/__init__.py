@@ -1,1 +1,1 @@
-"""What a run will need: memory, seconds, the cards that compute it; what an error of memory advises."""
+"""Forecast of a run: memory, seconds, the cards that compute it, and advice when memory runs out."""

@@ -60,7 +60,7 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
-    """How many sections a video is sampled in."""
+    """Number of sections in which a video is sampled."""
     if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
     covered = (size.window - 1) * pipeline.spec.sizes.stride + 1

@@ -34,7 +34,7 @@ PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of it
 def offload_options(
     devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
 ) -> OffloadOptions:
-    """What the user asks of an offloader, checked: each device answers, and what is kept free is a size.
+    """Check the user's offloader settings: each device must answer, and the memory to keep free must be a size.
 
     Args:
         devices: part to device or its name; ``auto`` and None for the pipeline's own.
@@ -59,7 +59,7 @@ def offload_options(
 
 
 def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
-    """How the host weights are kept.
+    """Describe the storage of the host weights.
 
     Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
     """

@@ -1,4 +1,4 @@
-"""What a run needs under each offload mode, stage by stage, with the decode that the run will begin with."""
+"""Memory that each stage of a run needs under each offload mode, with the decode that the run begins with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rooms = Callable[[torch.device], int | None]
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run needs under one mode, stage by stage."""
+    """Memory that each stage of a run needs under one mode."""
 
     mode: str
     stages: tuple[StageNeed, ...]
@@ -38,14 +38,14 @@ class Forecast:
         return max((stage.total * SPARE - own for stage, own in rooms if own is not None), default=0.0)
 
     def fits(self, room: int) -> bool:
-        """Whether the run is taken to fit into ``room`` bytes, and its other stages on their own devices."""
+        """True if the run is expected to fit into ``room`` bytes, and its other stages on their own devices."""
         return self.lacks(room) <= 0
 
 
 def forecast(
     pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> Forecast:
-    """What a run of ``size`` needs under ``mode``, by default the pipeline's own.
+    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take, by which it chooses how it decodes; None for a decode of the

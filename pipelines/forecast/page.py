@@ -40,7 +40,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
 
 
 def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None = None) -> tuple[str, torch.Tensor]:
-    """What a run of ``size`` needs in each mode, in words and as bars; nothing is read and nothing runs.
+    """Memory of a run of ``size`` in each mode, in words and as bars; nothing is read and nothing runs.
 
     Args:
         settings: steps and guidance that are asked for; None for the model's own.
@@ -59,7 +59,7 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
 def shown(
     pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times | None = None
 ) -> tuple[str, torch.Tensor]:
-    """What each mode needs, in words and as bars.
+    """Memory needed in each mode, in words and as bars.
 
     Args:
         pipeline: a pipeline of any kind, with its offloader, facts and weights.
@@ -114,7 +114,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
 
 
 def _where(stage: StageNeed) -> str:
-    """Where a stage computes, and what is free there, if that is not the pipeline's own device."""
+    """Device of a stage and its free memory, if it is not the pipeline's own device."""
     if not stage.device:
         return ""
     return f"on {stage.device}" + ("" if stage.room is None else f" of {amount_of(stage.room)} free")

@@ -1,4 +1,4 @@
-"""Which of several accelerators computes each part of a pipeline that is left to ``auto``.
+"""Choice among several accelerators for each part of a pipeline that is left to ``auto``.
 
 Every way to share the parts out is forecast, memory and time, at the model's own size: the quickest that fits is taken.
 What a second card saves is mostly copies: weights that do not fit together on one card leave it and come back in each
@@ -61,7 +61,7 @@ class Card:
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
     def need(self, stage: str, mode: str) -> StageNeed:
-        """What a stage needs that has the card for itself."""
+        """Memory of a stage that has the card to itself."""
         mode = "model" if mode == "none" else mode
         if mode not in self._needs:
             size = default_size(of_checkpoint(self.pipeline))
@@ -70,7 +70,7 @@ class Card:
         return self._needs[mode][stage]
 
     def seconds(self, stage: str, mode: str, stays: bool) -> float | None:
-        """How long a stage takes whose weights are there from an earlier run or come first; None if unknown."""
+        """Time of a stage whose weights are there from an earlier run or come first; None if unknown."""
         key = stage, mode, stays
         if key not in self._seconds:
             run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))
@@ -178,8 +178,8 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """Whether a stage computes in the same way where it is placed as where the transformer is, by whose card the
-    precision and the workarounds of all parts are chosen."""
+    """True if a stage computes in the same way on its card as on the transformer's, by which the precision and
+    the workarounds of all parts are chosen."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.kind == main.kind:
         return True
@@ -207,7 +207,7 @@ def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
 
 
 def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
-    """Whether a stage fits on its card under an offload mode."""
+    """True if a stage fits on its card under an offload mode."""
     return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
 
 
@@ -224,7 +224,7 @@ def _quickest(ways: Sequence[Way], cards: Mapping[torch.device, Card], kind: tup
 
 
 def _in_words(places: Places) -> str:
-    """Where each stage computes, such as ``transformer on cuda:0, text encoders and VAE on cuda:1``."""
+    """Describe the placement, such as ``transformer on cuda:0, text encoders and VAE on cuda:1``."""
     names: dict[torch.device, list[str]] = {}
     for stage in (SAMPLING, TEXT, DECODING):
         if stage in places:

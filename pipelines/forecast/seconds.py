@@ -1,5 +1,5 @@
-"""How long each stage of a run takes: its work at the rates of the device, its copies over the link, and what earlier
-runs of the same kind showed."""
+"""Time of each stage of a run: its work at the rates of the device, its copies over the link, and earlier runs of
+the same kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is asked of a run: its size, its settings, complete, its texts and form of decoding where they are known."""
+    """Specification of a run: its size, completed settings, and its texts and decode method where known."""
 
     size: Size
     settings: SampleSettings
@@ -101,7 +101,7 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 def time_forecast(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> TimeForecast:
-    """How long a run takes under ``mode``, by default the pipeline's own.
+    """Forecast the time of a run under ``mode``, by default the pipeline's own.
 
     Args:
         room: bytes of the device that the run may take; None for all that it needs.
@@ -119,7 +119,7 @@ def time_forecast(
 def stage_time(
     pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
 ) -> StageTime:
-    """How long one stage takes.
+    """Forecast the time of one stage.
 
     Args:
         room: bytes of its device that it may take; None for all that it needs.
@@ -176,7 +176,7 @@ def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> time
 
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """How long a stage that begins now takes; None if unknown: a forecast that fails stops no run."""
+    """Forecast the time of a stage that begins now; None if unknown: a forecast that fails stops no run."""
     return known_or_why(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)))[0]
 
 
@@ -189,7 +189,7 @@ def _room(pipeline: Pipeline, stage: str) -> int | None:
 def times_of(
     pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
 ) -> Times:
-    """How long a run takes under each mode that can be; without those whose time is unknown, and why."""
+    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
     return times_by_mode(pipeline, modes, lambda mode: time_forecast(pipeline, run, mode, room, rooms))
 
 
@@ -206,7 +206,7 @@ def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
 
 
 def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
-    """What a run would take with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
+    """Time of a run with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
     nothing is gained."""
     if room is None:
         return ""

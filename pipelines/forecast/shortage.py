@@ -1,4 +1,4 @@
-"""What to lower, and by how much, when memory ran out although every other way was tried."""
+"""Settings to lower, and by how much, when memory ran out although all fallbacks were tried."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What one failed allocation reports.
+    """Numbers reported by one failed allocation.
 
     Args:
         asked_bytes, free_bytes: 0 and None where the message does not say.
@@ -47,7 +47,7 @@ class Shortage:
 
 
 def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
-    """What the message of an out-of-memory error tells; ``free`` stands in where it does not say what is free."""
+    """Parse the message of an out-of-memory error; ``free`` stands in where it does not state the free memory."""
     asked, told = ASKED.search(str(error)), FREE.search(str(error))
     wanted, left = _bytes(asked) if asked else 0, _bytes(told) if told else free
     if left is not None and wanted and left >= wanted:  # a limit of the process, or pieces: what is free says nothing
@@ -105,7 +105,7 @@ def lowered(
 
 
 def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
-    """What to lower of a size, each by itself enough."""
+    """Sizes to lower, each enough by itself."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.sizes.stride * family.sizes.stride)
     if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is

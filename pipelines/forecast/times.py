@@ -1,4 +1,4 @@
-"""How long a stage takes: its work at the rates of the device, its copies over the link, and what earlier runs took."""
+"""Time of a stage: its work at the rates of the device, its copies over the link, and earlier runs."""
 
 from __future__ import annotations
 
@@ -74,18 +74,18 @@ class TimeForecast:
 
 
 class Times(dict[str, TimeForecast]):
-    """How long a run takes by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
+    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
 
     why = ""
 
     @property
     def unknown(self) -> str:
-        """What people read in place of a time; empty where none is missing."""
+        """Text shown in place of a missing time; empty where none is missing."""
         return f"time unknown: {self.why}" if self.why else ""
 
 
 def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
-    """What ``ask`` forecasts for each mode that a pipeline of any kind can have."""
+    """Times that ``ask`` forecasts for each mode that a pipeline of any kind can have."""
     times, moved = Times(), pipeline.offloader.device.type != HOST.type
     for mode in modes:
         if moved or mode in ("none", HOSTED):
@@ -97,7 +97,7 @@ def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], Time
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
-    """What a forecast says, else None and why in one line: it stops neither a page nor a run, and is never silent."""
+    """Return a forecast, or None and the reason in one line: a failure stops no page or run, and is never silent."""
     try:
         return ask(), ""
     except PackError as error:

@@ -62,7 +62,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Latents that none of our stages sampled.
+    """Latents sampled by other nodes than ours.
 
     Args:
         samples: of any shape, on any device; more than one where they are nested, such as video and audio.
@@ -90,7 +90,7 @@ def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_by
 
 
 def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
-    """As :func:`keep`, for latents of core's samplers and of paint: they are loaded as a plain LATENT."""
+    """Save latents of core's samplers and of paint like :func:`keep`; they are loaded as a plain LATENT."""
     name = _new_id(sampled.family, sampled.seed)
     listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
     saved = _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, limit_bytes)

@@ -27,7 +27,7 @@ from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
 from ..files.lora_keys import Match, matched
-from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, Pair, Shapes
+from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, LoRAPair, Shapes
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
@@ -60,7 +60,7 @@ class LoRA:
     strength: float
     blocks: str
     mode: str
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, LoRAPair]
     stamp: tuple[int, int]
     scales: Mapping[str, float]
     lengths: frozenset[str]
@@ -250,7 +250,7 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
 
 
 def _scales(
-    pairs: Mapping[str, Pair], tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]
+    pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]
 ) -> dict[str, float]:
     """Alpha over rank of each layer. Without an alpha, what the file's metadata says; else 1."""
     trained = _metadata(notes)

@@ -1,4 +1,4 @@
-"""What a sampler of core's does to the blocks of a transformer and their attention, for the length of one call.
+"""Changes by one of core's samplers to a transformer's blocks and attention, for the length of one call.
 
 Everything is a hook or an attribute of an instance, taken back after the call, so it holds whatever rewrote the block.
 """
@@ -24,7 +24,7 @@ OutputPatch = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BlockPatches:
-    """What a sampler does to single blocks and to attention.
+    """Patches by a sampler to single blocks and to attention.
 
     Args:
         double, single: index to a function of (arguments, {"original_block": function}). Both dictionaries have

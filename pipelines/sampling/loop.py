@@ -36,7 +36,7 @@ TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer ag
 
 @dataclass(frozen=True, slots=True)
 class NoiseMask:
-    """Where to sample, and what the rest of the video is.
+    """Regions to sample, and the contents of the rest of the video.
 
     Args:
         clean, noise: shaped as the latents that are sampled.
@@ -145,13 +145,13 @@ class Watch:
             return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
-        """Say what is wrong with finite latents, or that nothing is, if a doctor was asked for."""
+        """Report the faults of finite latents, or that there are none, if a doctor watches."""
         if self.doctor is not None:
             self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
 
 class Safeguards(NamedTuple):
-    """What one run of the loop does about errors, values that are not finite, and interruption; each may be None.
+    """Reactions of one run of the loop to errors, non-finite values, and interruption; each may be None.
 
     Args:
         again: called with an error in a step; returns whether to try this step again, from the latents it began with.
@@ -317,7 +317,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 
 
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
-    """Whether ``error`` was about values that are not finite, and the transformer now runs in fp32 instead.
+    """Switch the transformer to fp32 if ``error`` was about non-finite values; True if switched.
 
     ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
     """

@@ -1,4 +1,4 @@
-"""What is kept of a sampling after its steps and sections, so that the next run of the same one goes on from there."""
+"""Saved states of a sampling after its steps and sections, from which the next run of the same one resumes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SectionStore(Protocol):
     """Saves finished sections, and returns them when the same video is sampled again."""
 
     def found(self, key: str) -> SectionState | None:
-        """How far a sampling of the same ``key`` was when it was cut short; None if there is none."""
+        """State of an interrupted sampling of the same ``key``; None if there is none."""
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
@@ -65,7 +65,7 @@ class InMemorySections:
         self.standing: SectionState | None = None
 
     def found(self, key: str) -> SectionState | None:
-        """How far this sampling is, else how far an earlier one is."""
+        """State of this sampling, else of an earlier one."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
@@ -83,11 +83,11 @@ class LeaderSteps:
     store: StepStore
 
     def found(self, key: str) -> StepState | None:
-        """How far this sampling is by the leader's file."""
+        """State of this sampling in the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
-        """Whether it is time, on the leader."""
+        """True if it is time to save, on the leader."""
         return self.group.leads and self.store.due()
 
     def keep(self, key: str, state: StepState) -> bool:
@@ -108,7 +108,7 @@ class LeaderSections:
     store: SectionStore
 
     def found(self, key: str) -> SectionState | None:
-        """How far this sampling is by the leader's file."""
+        """State of this sampling in the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:

@@ -29,7 +29,7 @@ FIRST_LEVEL_MARGIN = 1e-6  # multistep solvers take log(1 - level): upstream mov
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a family hands to its scheduler for a number of steps: sigmas or timesteps, and the dynamic shift."""
+    """Input of a family's scheduler for a number of steps: sigmas or timesteps, and the dynamic shift."""
 
     sigmas: Sequence[float] | None = None
     timesteps: Sequence[float] | None = None
@@ -69,7 +69,7 @@ class Schedule:
         return self.solver.step(velocity, time, latents, return_dict=False)[0].float()
 
     def put_back(self) -> Callable[[], None]:
-        """What puts the solver back where it is now, for a step that is tried again."""
+        """Return a function that resets the solver to its present state, for a step that is tried again."""
 
         def copied(value: Any) -> Any:
             return list(value) if isinstance(value, list) else value
@@ -184,13 +184,13 @@ def _checked(sigmas: Sequence[float]) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """What ``cfg``, ``cfg_start``, ``cfg_end`` and ``guidance_rescale`` of ``settings`` ask of ``steps`` steps."""
+    """Guidance of ``steps`` steps by ``cfg``, ``cfg_start``, ``cfg_end`` and ``guidance_rescale`` of ``settings``."""
 
     settings: SampleSettings
     steps: int
 
     def acts(self, index: int) -> bool:
-        """Whether step ``index`` needs a prediction without the prompt beside the one with it."""
+        """True if step ``index`` needs a prediction without the prompt besides the one with it."""
         settings = self.settings
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
 

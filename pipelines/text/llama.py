@@ -23,7 +23,7 @@ PICTURE_TOKENS = 576  # what one <image> of a template becomes
 
 @dataclass(frozen=True, slots=True)
 class LlavaInput:
-    """What an encoder that also looks (Llava) is shown.
+    """Input of an encoder that also sees (Llava).
 
     Args:
         positive, negative: PIL pictures beside the prompt and beside the negative prompt.

@@ -104,7 +104,7 @@ class Chat:
             self.crop = int(own["crop_start"].default)
 
     def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
-        """What the tokenizer makes of the chats, each of which ends with the text."""
+        """Apply the tokenizer's template to the chats, each of which ends with the text."""
         # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
         self.tokenizer.padding_side = "right"
         if not self.template:

@@ -1,4 +1,4 @@
-"""What the text encoders of several families share: limits, T5, trimming and batching of embeddings."""
+"""Shared code of several families' text encoders: limits, T5, trimming and batching of embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
-from ...compat.device.execution import checked_leaves, to_host
+from ...compat.device.execution import checked_layers, to_host
 from ...compat.errors import InputError
 from ..base import EMBEDS, ENCODING, MASK, Forwards, Latents, Progress, Prompt, PromptRequest
 from ..pipeline import Pipeline
@@ -26,7 +26,7 @@ ZEROED = "force_zeros_for_empty_prompt"
 def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
     """A text encoder on its device, with room for a forward of so many texts; a cancel is obeyed inside of it."""
     hold = pipeline.offloader.hold(part, beside_text(pipeline, part, texts), progress)
-    with hold as encoder, checked_leaves(encoder, progress.check):
+    with hold as encoder, checked_layers(encoder, progress.check):
         yield encoder
 
 
@@ -106,7 +106,7 @@ def t5_forwards(request: PromptRequest | None, tokens: int, zeroed: bool = False
 
 
 def _alone(texts: Sequence[str], zeroed: bool) -> bool:
-    """Whether each text is encoded by itself: upstream zeroes a whole batch if its last text is empty."""
+    """True if each text is encoded by itself: upstream zeroes a whole batch if its last text is empty."""
     return zeroed and not all(texts)
 
 
@@ -152,7 +152,7 @@ def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, to
 
 
 def texts_of(request: PromptRequest) -> dict[str, Any]:
-    """What a prompt remembers of how it was encoded, for receipts and for people."""
+    """Record of a prompt's encoding, for receipts and for people."""
     seen = {} if request.image is None else {"looks_at": picture_content(request.image)}
     texts = {"text": request.text, "negative_text": request.negative}
     return {**texts, **seen, "request": replace(request, image=None)}

@@ -64,7 +64,7 @@ class TilePosition:
 
 @dataclass(slots=True)
 class CausalCache:
-    """What a causal decoder remembers of the frames before, in host memory: whole planes, by layer.
+    """Earlier frames remembered by a causal decoder, in host memory: whole planes, by layer.
 
     Args:
         way: to the device and back.
@@ -81,7 +81,7 @@ class CausalCache:
     place: TilePosition | None = None
 
     def before(self, layer: nn.Module) -> Tensor | None:
-        """What ``layer`` saw last, on the device, for the piece that runs; None for the first frames."""
+        """Last input of ``layer``, on the device, for the current piece; None for the first frames."""
         kept = self.kept.get(layer)
         if kept is None:
             return None
@@ -111,7 +111,7 @@ class CausalCache:
         self.coming, self.place = {}, None
 
     def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> CausalCache:
-        """What is remembered of a part of the plane, in latent cells of a plane of ``height``."""
+        """Remembered frames of a part of the plane, in latent cells of a plane of ``height``."""
         kept = {}
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import HOST, checked_leaves, generator_for, to_host
+from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
@@ -146,7 +146,7 @@ class VaeRunner:
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
     def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
-        """What the VAE says of ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
+        """Encode ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
 
         Args:
             frames: pictures in order.
@@ -170,7 +170,7 @@ class VaeRunner:
     def _through(
         self, run: Run, judge: Judge, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> torch.Tensor:
-        """What ``run`` returns, once ``judge`` finds no fault in it."""
+        """Return the result of ``run`` once ``judge`` finds no fault in it."""
         plan = self.plan
         while True:
             try:
@@ -214,7 +214,7 @@ class VaeRunner:
         return result
 
     def _judged(self, judge: Judge) -> Judge:
-        """What ``judge`` says of a part, where something may be changed."""
+        """Apply ``judge`` to a part, where something may be changed."""
 
         def judged(part: torch.Tensor) -> str:
             fault = judge(part)
@@ -275,7 +275,7 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _told(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """What the user is told when nothing is left to try, in torch's own class where memory was the cause.
+        """Error for the user when nothing is left to try, in torch's own class if memory was the cause.
 
         None where the error says it best: it is not a matter of the device.
         """
@@ -304,8 +304,8 @@ class VaeRunner:
 
 @contextmanager
 def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]:
-    """Report each eighth leaf module that runs, and obey a cancel before any of them."""
-    total = sum(1 for leaf in module.modules() if next(leaf.children(), None) is None)
+    """Report each eighth layer that runs, and obey a cancel before any of them."""
+    total = sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
     def called() -> None:
@@ -315,7 +315,7 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
         if count % LEAVES_PER_REPORT == 0:
             progress.step(min(count, total), total, stage)
 
-    with checked_leaves(module, called):
+    with checked_layers(module, called):
         yield
     progress.step(total, total, stage)
 
@@ -371,7 +371,7 @@ def decoded(
 def encoded_moments(
     pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
 ) -> torch.Tensor:
-    """What the VAE says of ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
+    """Encode ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
     with encoding(pipeline, frames, progress, tile) as passes:
         return passes.encode(frames, stage)
 
@@ -419,7 +419,7 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
 
 
 def make_contiguous(module: nn.Module) -> int:
-    """How many weights of ``module`` were laid out anew, so that each has one of torch's plain layouts; values stay."""
+    """Lay out the weights of ``module`` in torch's plain layouts and return how many changed; values stay."""
     count = 0
     with torch.inference_mode(False), torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

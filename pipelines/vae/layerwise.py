@@ -77,7 +77,7 @@ class Stream:
         self.groups, self.per_frame = 0, False
 
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
-        """What ``run`` makes of the planes of ``sources``, tile by tile.
+        """Apply ``run`` to the planes of ``sources``, tile by tile.
 
         Args:
             run: from tiles (1, C, T, h, w) on the device to (1, C', T', h * grow, w * grow) there.
@@ -256,7 +256,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
 
 
 def unstreamable(vae: Any) -> str:
-    """Why the decoder of ``vae`` cannot be streamed; empty where it can."""
+    """The reason why the decoder of ``vae`` cannot be streamed; empty if it can."""
     if full_name(vae) not in STREAMED:
         return "has unknown layers"
     if any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
@@ -461,7 +461,7 @@ def _embedded(owner: Any, time: Tensor | None, stream: Stream) -> Tensor | None:
 
 
 def _only(result: Any) -> Tensor:
-    """What a convolution returns without the cache that Mochi's returns beside it."""
+    """Drop the cache that Mochi's convolutions return besides their result."""
     output: Tensor = result[0] if isinstance(result, tuple) else result
     return output
 

@@ -34,7 +34,7 @@ SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the user asks of a decode.
+    """User's choices for a decode.
 
     Args:
         method: one of :data:`METHODS`.

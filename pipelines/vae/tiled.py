@@ -267,7 +267,7 @@ class ResumableDecode:
         return (latent_frames - 1) * self.ratios[1] + 1
 
     def _part(self, cells: int) -> tuple[int, int]:
-        """Which part the next call is, and about how many there are."""
+        """Index of the part that the next call is, and about how many there are."""
         left = sum(region.cells * (w.latents.shape[2] - region.frames) for w in self.windows for region in w.pending)
         return self.done, self.done + max(1, -(-left // max(1, cells)))
 
@@ -309,7 +309,7 @@ def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
 
 
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
-    """What the decoder of ``vae`` makes of latents on the device, without upstream's tiles and windows around it."""
+    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows."""
     if getattr(vae, "post_quant_conv", None) is not None:
         latents = vae.post_quant_conv(latents)
     output = vae.decoder(latents) if time is None else vae.decoder(latents, time)
@@ -318,7 +318,7 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
 
 
 def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:
-    """How often the decoder is called with latents of which frames, rows and columns; chunks of frames as one call.
+    """Number of decoder calls by frames, rows and columns of their latents; chunks of frames count as one call.
 
     Args:
         latents: (1, C, T, h, w) on any device, also meta.

@@ -20,7 +20,7 @@ from anygpu.farm import cluster, render, worker
 from anygpu.farm.driver import Driver
 from anygpu.farm.render import Renderer
 from anygpu.farm.schedule import Task
-from anygpu.farm.worker import MACHINE, MODEL, Cancelled, during
+from anygpu.farm.worker import MACHINE, MODEL, RenderCancelled, during
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job import Content, Result
@@ -322,7 +322,7 @@ def test_a_turn_that_fails_is_waited_for_longer_each_time_and_only_the_owner_end
     assert pauses == sorted(pauses) and pauses[0] == 1.0 and pauses[-1] == 60.0 and "a bug" in said[0]
 
 
-@pytest.mark.parametrize("failure", [Cancelled(), CheckpointError("damaged", **FIX)], ids=["cancel", "damaged"])
+@pytest.mark.parametrize("failure", [RenderCancelled(), CheckpointError("damaged", **FIX)], ids=["cancel", "damaged"])
 def test_a_pair_of_models_is_kept_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:

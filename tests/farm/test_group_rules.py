@@ -14,7 +14,7 @@ from anygpu.compat.ranks import Ranks
 from anygpu.farm import cli
 from anygpu.farm.group import AgreedWatch, GroupRenderer, _require_alike
 from anygpu.farm.render import Renderer, task_of
-from anygpu.farm.worker import REFUSED, Cancelled, Worker
+from anygpu.farm.worker import REFUSED, RenderCancelled, Worker
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import Content
 
@@ -40,7 +40,7 @@ def test_a_rank_ends_at_a_step_of_the_sampling_and_nowhere_else() -> None:
     watch.end()
     watch.check()
     watch.step(1, 2, StageText("encoding", "prompt"))
-    with pytest.raises(Cancelled):
+    with pytest.raises(RenderCancelled):
         watch.step(1, 2, StageText("sampling", "section 1 of 2", True))
     assert (watch.done, watch.total) == (1, 2)
 

@@ -142,7 +142,7 @@ def test_a_video_that_would_be_black_is_explained_repaired_and_stays_repaired(
         graph, doctor = watched(loud, "fp16", "keep", core)
         kept = client.run(graph.prompt)
         assert kept.ending == "execution_success", kept.message
-        assert "kept: " in kept.texts_of(doctor)[0] and "no fault in 2 steps" in kept.texts_of(doctor)[-1]
+        assert "saved repair: " in kept.texts_of(doctor)[0] and "no fault in 2 steps" in kept.texts_of(doctor)[-1]
         assert len(kept.files()) == 9
     client.run(watched(loud, "fp16", "forget", core)[0].prompt)
     again = client.run(watched(loud, "fp16", "offer", core)[0].prompt)

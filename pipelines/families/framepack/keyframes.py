@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....compat.device.execution import HOST, checked_leaves, inputs_placed, to_host
+from ....compat.device.execution import HOST, checked_layers, inputs_placed, to_host
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Progress, StageText
 from ...pictures import checked_vision, signed
@@ -59,7 +59,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
-    """How much the end image counts; 0 without one.
+    """Weight of the end image; 0 without one.
 
     Raises:
         InputError: no start image.
@@ -96,7 +96,7 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
     from diffusers import HunyuanVideoFramepackPipeline
 
     hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
-    with hold as encoder, checked_leaves(encoder, progress.check), inputs_placed(encoder, device):
+    with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
         tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
         pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed, state_of, to_host
+from ....compat.device.execution import checked_layers, generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
 from ...base import (
     EMBEDS,
@@ -156,7 +156,7 @@ def sample(
     _resume(history, generator, None if keeper is None else keeper.found(key), progress)
     shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings, plan.sampled), progress)
-    with hold as transformer, checked_leaves(transformer, progress.check):
+    with hold as transformer, checked_layers(transformer, progress.check):
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
@@ -317,7 +317,7 @@ def _forward(
 
 
 def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
-    """What has been sampled, in core's space; of an unfinished video that began at its end all frames count."""
+    """Frames sampled so far, in core's space; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:

@@ -23,7 +23,7 @@ LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a video is cut into sections.
+    """Division of a video into sections.
 
     Args:
         order: ``inverted_anti_drifting`` samples the last section first, ``vanilla`` the first one.
@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def inverted(self) -> bool:
-        """Whether sampling goes from the end to the start."""
+        """True if sampling goes from the end to the start."""
         return self.order == INVERTED
 
     @property

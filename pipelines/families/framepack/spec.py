@@ -13,10 +13,10 @@ from ...family import (
     GUIDED,
     Defaults,
     Download,
+    FamilyFiles,
     FamilySpec,
     FileKind,
-    Files,
-    Fit,
+    FitFactors,
     MemoryTerms,
     MusubiCache,
     Offer,
@@ -34,7 +34,7 @@ from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
+FIT = FitFactors(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
 
 BESIDE = (  # what a lone transformer takes from other folders
     replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
@@ -67,7 +67,7 @@ SPEC = FamilySpec(
         section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales
         decode_window=17,
     ),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"HunyuanVideoFramepackPipeline": "image"},
         transformer_classes=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
         parts={

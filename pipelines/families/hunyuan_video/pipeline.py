@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, picture_of, placed, to_host
+from ....compat.device.execution import checked_layers, generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     EMBEDS,
@@ -87,7 +87,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """Whether it is SkyReels, and what says so."""
+    """Guess if the model is SkyReels, with the evidence."""
     if image_condition(evidence.config) == PICTURE_CONCAT:
         return SKYREELS, "its transformer takes the picture beside the noise, without a mask"
     name = evidence.name_with(r"skyreels?.?v1|skyreels.?hunyuan|hunyuan.*skyreels")
@@ -182,7 +182,7 @@ def sample(
         start = _later(start)
         mask = None if mask is None else NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_leaves(transformer, progress.check):
+    with hold as transformer, checked_layers(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
         latents = denoise(
             start,

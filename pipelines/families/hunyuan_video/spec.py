@@ -13,10 +13,10 @@ from ...family import (
     HUB_FILES,
     Defaults,
     Download,
+    FamilyFiles,
     FamilySpec,
     FileKind,
-    Files,
-    Fit,
+    FitFactors,
     GuidanceStep,
     MemoryTerms,
     MusubiCache,
@@ -51,11 +51,11 @@ FILES = {
     "vae": FileKind("hunyuan_video/vae"),
 }
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
+FIT = FitFactors(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
 
 
 def image_condition(config: Mapping[str, Any]) -> str | None:
-    """How a transformer takes a picture, from its ``config.json``; None for text to video."""
+    """Kind of picture input of a transformer, from its ``config.json``; None for text to video."""
     named = config.get("image_condition_type")
     out = config.get("out_channels", CHANNELS)
     beside = config.get("in_channels", CHANNELS) - out
@@ -68,7 +68,7 @@ SPEC = FamilySpec(
     package=str(__package__),
     order=2,
     memory=MemoryTerms(FIT, reference_tokens=351, text_tokens=64, decode_window=65),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
         transformer_classes=("HunyuanVideoTransformer3DModel",),
         parts={

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, inputs_placed, picture_of, placed, to_host
+from ....compat.device.execution import HOST, checked_layers, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     EMBEDS,
@@ -132,7 +132,7 @@ def sample(
     guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline=pipeline, prompt=prompt, image=image, shape=shape, scale=scale, schedule=schedule)
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_leaves(transformer, progress.check):
+    with hold as transformer, checked_layers(transformer, progress.check):
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)

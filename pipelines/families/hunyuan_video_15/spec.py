@@ -9,10 +9,10 @@ from ...family import (
     HUB_FILES,
     Defaults,
     Download,
+    FamilyFiles,
     FamilySpec,
     FileKind,
-    Files,
-    Fit,
+    FitFactors,
     MemoryTerms,
     MusubiCache,
     Offer,
@@ -28,7 +28,7 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
+FIT = FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 FEW_STEPS = "few steps"
 # Transformer, VAE and ByT5 in fp32.
 STORED = {
@@ -58,7 +58,7 @@ SPEC = FamilySpec(
     package=str(__package__),
     order=3,
     memory=MemoryTerms(FIT, reference_tokens=160, text_tokens=64),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
         transformer_classes=("HunyuanVideo15Transformer3DModel",),
         parts={

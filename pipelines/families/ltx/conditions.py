@@ -60,7 +60,7 @@ class VideoInput:
 
     @property
     def size(self) -> dict[str, int]:
-        """What upstream's ``prepare_latents`` calls the size."""
+        """Size under the names that upstream's ``prepare_latents`` takes."""
         size = self.settings
         return {
             "batch_size": 1,
@@ -73,7 +73,7 @@ class VideoInput:
 
 @dataclass(frozen=True, slots=True)
 class InitialTokens:
-    """What sampling starts from, as tokens: first the pictures that stand outside the latent grid, then the video.
+    """Start of sampling, as tokens: first the pictures that stand outside the latent grid, then the video.
 
     Args:
         tokens: (1, N, 128), fp32, on the device.
@@ -222,14 +222,14 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
 
 
 def is_first_frame(anchors: tuple[Keyframe, ...]) -> bool:
-    """Whether this is plain image to video: one picture, whole, as the first frame."""
+    """True for plain image to video: one picture, whole, as the first frame."""
     return [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors] == [(0, 1.0, 1)]
 
 
 def plain_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """Where ``LTXPipeline`` starts, and with one anchor ``LTXImageToVideoPipeline``."""
+    """Start of ``LTXPipeline``, and with one anchor of ``LTXImageToVideoPipeline``."""
     from diffusers import LTXImageToVideoPipeline, LTXPipeline
 
     held = None
@@ -252,7 +252,7 @@ def plain_start(
 def conditioned_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """Where ``LTXConditionPipeline`` starts."""
+    """Start of ``LTXConditionPipeline``."""
     from diffusers import LTXConditionPipeline
 
     pipeline = _pipeline(LTXConditionPipeline, image, video.device)
@@ -278,7 +278,7 @@ def conditioned_start(
 
 
 def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
-    """What the noise mask keeps, as tokens; never where a picture is."""
+    """Tokens preserved by the noise mask; never those of a picture."""
     from diffusers import LTXPipeline
 
     if video.clean is None:
@@ -303,7 +303,7 @@ class _Encoded:
         self.latents_mean, self.latents_std, self.device = tensors.get(MEAN), tensors.get(STD), device
 
     def encode(self, moments: torch.Tensor) -> Any:
-        """What a VAE returns, on the device."""
+        """Return the given moments on the device, as a VAE would."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 

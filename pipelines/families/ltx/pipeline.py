@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....compat.device.execution import HOST, checked_leaves, generator_for, placed, to_host
+from ....compat.device.execution import HOST, checked_layers, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo
@@ -94,7 +94,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """Which of the trainings it is, and what says so."""
+    """Guess the training variant, with the evidence."""
     name, older = evidence.name_with(DISTILLED), evidence.name_with(r"0\.9\.6.*distil|distil.*0\.9\.6")
     trained = evidence.note("config", "allowed_inference_steps")
     if older:
@@ -111,7 +111,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """What a file's own scheduler says of the pipeline that it was made for; empty where it has none."""
+    """Settings in a file's own scheduler for the pipeline that it was made for; empty if it has none."""
     sampler = evidence.note("config", "scheduler", "sampler")
     if sampler is None:
         return {}
@@ -121,7 +121,7 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
 
 
 def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
-    """How the VAE at ``place`` pads rows and columns; empty where its file says nothing, which means zeros.
+    """Padding of rows and columns by the VAE at ``place``; empty if its file names none, which means zeros.
 
     Raises:
         CheckpointError: a padding that the decode forms have no equal of.
@@ -210,7 +210,7 @@ def sample(
 
     with (
         pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
-        checked_leaves(transformer, progress.check),
+        checked_layers(transformer, progress.check),
     ):
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
@@ -299,7 +299,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form 
 
 @dataclass(frozen=True, slots=True)
 class LtxGuidance:
-    """What ``settings`` ask of each step of a schedule with these noise ``levels``.
+    """Guidance that ``settings`` ask of each step of a schedule with these noise ``levels``.
 
     By the prompt, and away from a prediction in which some blocks do not attend (STG).
 
@@ -374,7 +374,7 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
 
 
 def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """What attention gives where each token sees itself alone."""
+    """Attention output of tokens that each see themselves alone."""
     values: torch.Tensor = attention.to_v(hidden_states)
     for layer in attention.to_out:
         values = layer(values)
@@ -429,7 +429,7 @@ def _predictor(
 
 
 def _is_condition(pipeline: Pipeline) -> bool:
-    """Whether the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
+    """True if the checkpoint is of ``LTXConditionPipeline``; without an index, its schedule decides."""
     name = pipeline.tools["index"].get("_class_name")
     if name in SPEC.files.pipelines:
         return bool(name == CONDITION)

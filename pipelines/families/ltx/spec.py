@@ -12,10 +12,10 @@ from ...family import (
     Caution,
     Defaults,
     Download,
+    FamilyFiles,
     FamilySpec,
     FileKind,
-    Files,
-    Fit,
+    FitFactors,
     GuidanceStep,
     MemoryTerms,
     Offer,
@@ -34,7 +34,7 @@ DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
 LARGE = "13B"  # in the names of recipes: 48 blocks; else 28
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.19, streamed=9.25)
+FIT = FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.19, streamed=9.25)
 
 LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template anygpu_ltx2_on_an_older_gpu"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
@@ -127,7 +127,7 @@ SPEC = FamilySpec(
     package=str(__package__),
     order=1,
     memory=MemoryTerms(FIT, reference_tokens=128),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
         transformer_classes=("LTXVideoTransformer3DModel",),
         parts={

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_leaves, generator_for, placed, to_host
+from ....compat.device.execution import checked_layers, generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import (
     EMBEDS,
@@ -83,7 +83,7 @@ def sample(
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
     guidance = Guidance(settings, len(schedule))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_leaves(transformer, progress.check), warnings.catch_warnings():
+    with hold as transformer, checked_layers(transformer, progress.check), warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
 

@@ -10,10 +10,10 @@ from ...family import (
     T5_XXL,
     Defaults,
     Download,
+    FamilyFiles,
     FamilySpec,
     FileKind,
-    Files,
-    Fit,
+    FitFactors,
     MemoryTerms,
     Offer,
     Published,
@@ -30,7 +30,7 @@ STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
-FIT = Fit(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
+FIT = FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
 SPEC = FamilySpec(
     id="mochi",
@@ -38,7 +38,7 @@ SPEC = FamilySpec(
     package=str(__package__),
     order=5,
     memory=MemoryTerms(FIT, reference_tokens=256),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"MochiPipeline": "text"},
         transformer_classes=("MochiTransformer3DModel",),
         parts={

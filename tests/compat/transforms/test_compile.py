@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.device.execution import checked_leaves
+from anygpu.compat.device.execution import checked_layers
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.offloader import CHOICES
 from anygpu.compat.transforms import compile as compiling
@@ -207,7 +207,7 @@ def test_a_cancel_is_obeyed_around_a_compiled_block_and_makes_no_graph():
     compilation.attach(module)
     for _ in range(2):  # each run brings a progress of its own
         calls: list[int] = []
-        with checked_leaves(module, partial(calls.append, 1)):
+        with checked_layers(module, partial(calls.append, 1)):
             call(module, 9)
         assert len(calls) >= len(module.transformer_blocks)
     assert compilation.graphs == 1

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from anygpu.compat.device.execution import checked_leaves, execution_device, generator_for, placed, state_of
+from anygpu.compat.device.execution import checked_layers, execution_device, generator_for, placed, state_of
 from anygpu.pipelines.base import (
     EMBEDS,
     MASK,
@@ -70,7 +70,7 @@ def sample(
                 held[part] = stack.enter_context(
                     pipeline.offloader.hold(part, beside_transformer(pipeline, settings), progress)
                 )
-                stack.enter_context(checked_leaves(held[part], progress.check))
+                stack.enter_context(checked_layers(held[part], progress.check))
             return held[part]
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:

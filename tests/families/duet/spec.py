@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
-from anygpu.pipelines.family import Defaults, FamilySpec, Files, Fit, MemoryTerms, Recipes, Rewrites, Sizes
+from anygpu.pipelines.family import Defaults, FamilyFiles, FamilySpec, FitFactors, MemoryTerms, Recipes, Rewrites, Sizes
 from anygpu.pipelines.keys import TRANSFORMER, Layout, Row
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, VOICES = 12, 8, 6, 3
@@ -15,10 +15,10 @@ SPEC = FamilySpec(
     package=str(__package__),
     order=99,
     memory=MemoryTerms(
-        Fit(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
+        FitFactors(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
         reference_tokens=256,
     ),
-    files=Files(
+    files=FamilyFiles(
         pipelines={"DuetPipeline": "text"},
         transformer_classes=("DuetTransformer",),
         parts={

@@ -27,8 +27,8 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.leaves import is_conv2d
-from anygpu.host.core.machine import PRECISIONS, Fit, Machine
+from anygpu.host.core.layers import is_conv2d
+from anygpu.host.core.machine import PRECISIONS, Fit, ModelDevice
 from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
@@ -40,21 +40,21 @@ PEAK = 3e5  # of the residual: five times what fp16 can hold
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
-def turing(device: torch.device = HOST, **changed: Any) -> Machine:
+def turing(device: torch.device = HOST, **changed: Any) -> ModelDevice:
     """A machine without fast bf16 whose arithmetic is that of ``device``."""
     named = {"backend": "cuda", "arch": "sm75", "arch_class": "cuda-old", "name": "RTX 2060"}
     facts = replace(facts_for(HOST), **{**named, "device": device, **changed})
-    return Machine(facts, ProbeStore(facts))
+    return ModelDevice(facts, ProbeStore(facts))
 
 
 @contextmanager
-def machine_named(name: str) -> Iterator[Machine]:
+def machine_named(name: str) -> Iterator[ModelDevice]:
     """One of the simulated machines; the plain CPU for an empty name."""
     if not name:
         yield turing()
         return
     with profiles.on(name, without=("_no_float64",)) as profile:  # core asks for the device's type, which is another
-        yield Machine(profile.facts, ProbeStore(profile.facts))
+        yield ModelDevice(profile.facts, ProbeStore(profile.facts))
 
 
 def traces(network: torch.nn.Module) -> int:

@@ -12,7 +12,7 @@ import comfy.supported_models as supported
 import comfy_kitchen.backends.eager as eager
 import torch
 from anygpu.host.core import model as core_model
-from anygpu.host.core.leaves import is_native
+from anygpu.host.core.layers import is_native
 from anygpu.host.core.ownership import is_linear
 from torch import Tensor
 from torch.nn import functional

@@ -21,7 +21,7 @@ from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory.offloader import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
-from anygpu.host.casting import CastLeaf
+from anygpu.host.casting import CastLayer
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.load import lora as lora_nodes
@@ -69,7 +69,7 @@ def zeroed(name: str) -> dict[str, Any]:
 
 def native(pipeline: Any) -> int:
     """How many layers of the parts in memory have another class than they were read with."""
-    return sum(isinstance(leaf, CastLeaf) for part in pipeline.parts.values() for leaf in part.modules())
+    return sum(isinstance(leaf, CastLayer) for part in pipeline.parts.values() for leaf in part.modules())
 
 
 DEPTH = {"num_layers": 24, "num_single_layers": 12}  # weights far above activations

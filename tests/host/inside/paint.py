@@ -8,7 +8,7 @@ from typing import Any
 import comfy.model_management as management
 import torch
 from anygpu.host import memory_manager
-from anygpu.host.casting import CastLeaf
+from anygpu.host.casting import CastLayer
 from anygpu.paint import texturing
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings
@@ -59,7 +59,7 @@ def streamed(paint: str, delight: str) -> dict[str, Any]:
     management.unload_all_models()
     found["left"] = bytes_on_device()
     parts = [module for one in pipelines for module in one.parts.values()]
-    found["classes"] = sum(isinstance(leaf, CastLeaf) for module in parts for leaf in module.modules())
+    found["classes"] = sum(isinstance(leaf, CastLayer) for module in parts for leaf in module.modules())
     with accelerator.limit(int(0.6 * found["full peak"])):
         run("tight")
     management.unload_all_models()

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.pipelines.files.formats import Content, config_of, contents, kinds
+from anygpu.pipelines.files.formats import StoredModel, config_of, contents, kinds
 from anygpu.pipelines.files.formats import layouts as known_layouts
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.keys import SAME
@@ -47,7 +47,7 @@ CASES = [
 ]
 
 
-def only(path: Path) -> Content:
+def only(path: Path) -> StoredModel:
     (found,) = contents(path)
     return found
 
@@ -105,7 +105,7 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
         }
         assert release.fits(entries)
         assert next(layout for layout in known_layouts() if layout.fits(entries)) is release
-        content = Content(kind, release.name, "", renamed(entries, release, Path("x")), Path(f"{stem}.safetensors"))
+        content = StoredModel(kind, release.name, "", renamed(entries, release, Path("x")), Path(f"{stem}.safetensors"))
         assert config_of(content).name == row["name"]
 
 

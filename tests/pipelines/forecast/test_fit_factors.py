@@ -41,7 +41,7 @@ def test_the_factors_are_those_of_the_last_rows(script):
     assert factors.keys() == FAMILIES.keys()
     for name, family in FAMILIES.items():
         spec = (family.folder / "spec.py").read_text(encoding="utf-8")
-        assert "FIT = Fit(" in spec and spec == script.written(spec, factors[name]), name
+        assert "FIT = FitFactors(" in spec and spec == script.written(spec, factors[name]), name
 
 
 def test_rows_that_follow_a_formula_give_its_factors(script):

@@ -1,6 +1,6 @@
 """Core's Linear and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
 
-Only leaves are touched, and only while the network runs: what patched blocks or signatures broke at every release of
+Only layers are touched, and only while the network runs: what patched blocks or signatures broke at every release of
 ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
 """
 
@@ -32,24 +32,24 @@ FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: t
 
 
 def is_conv2d(module: nn.Module) -> bool:
-    """Whether ``module`` is one of core's 2-D convolutions."""
+    """True if ``module`` is one of core's 2-D convolutions."""
     cast = isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
     return cast and is_own_convolution(module)
 
 
-def is_native(leaf: Any) -> bool:
-    """Whether core computes ``leaf`` in a packed format, by int8 sums or on fp8 tensor cores."""
+def is_native(layer: Any) -> bool:
+    """True if core computes ``layer`` in a packed format, by int8 sums or on fp8 tensor cores."""
     return (
-        getattr(leaf, "layout_type", None) is not None
-        and not leaf._full_precision_mm
-        and not getattr(leaf, "comfy_force_cast_weights", False)
-        and not leaf.weight_function
-        and not leaf.bias_function
+        getattr(layer, "layout_type", None) is not None
+        and not layer._full_precision_mm
+        and not getattr(layer, "comfy_force_cast_weights", False)
+        and not layer.weight_function
+        and not layer.bias_function
     )
 
 
 def unfit_for_safe(network: nn.Module) -> str:
-    """Why ``auto`` does not put ``network`` in safe fp16; empty where it does: most of its weights are in Linears."""
+    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most of its weights are in Linears."""
     linear = other = 0
     for module in network.modules():
         if is_linear(module):
@@ -61,57 +61,57 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def reached_by_safe(network: nn.Module) -> bool:
-    """Whether ``network`` has any layer that safe fp16 can compute."""
+    """True if ``network`` has any layer that safe fp16 can compute."""
     return any(is_linear(module) or is_conv2d(module) for module in network.modules())
 
 
 @contextmanager
-def cast_weights(leaf: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight of ``leaf`` in fp16 and its bias in fp32 on the device of ``like``, as core or the leaf itself casts."""
-    if offers_cast(type(leaf)):  # GGUF's layers, whose bytes core's function would take for values
-        weight, bias = leaf.cast_bias_weight(None, dtype=HALF, device=like.device, bias_dtype=FULL)[:2]
+def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight of ``layer`` in fp16 and its bias in fp32 on the device of ``like``, as core or the layer itself casts."""
+    if offers_cast(type(layer)):  # GGUF's layers, whose bytes core's function would take for values
+        weight, bias = layer.cast_bias_weight(None, dtype=HALF, device=like.device, bias_dtype=FULL)[:2]
         yield weight.as_subclass(Tensor).to(HALF), bias
         return
-    if not isinstance(leaf, comfy.ops.CastWeightBiasOp):  # torch's own, which core only moves
-        yield leaf.weight.to(like.device, HALF), None if leaf.bias is None else leaf.bias.to(like.device, FULL)
+    if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # torch's own, which core only moves
+        yield layer.weight.to(like.device, HALF), None if layer.bias is None else layer.bias.to(like.device, FULL)
         return
     weight, bias, offloaded = comfy.ops.cast_bias_weight(
-        leaf, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
+        layer, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
     )
     try:
         yield weight.dequantize().to(HALF) if isinstance(weight, QuantizedTensor) else weight, bias
     finally:
-        comfy.ops.uncast_bias_weight(leaf, weight, bias, offloaded)
+        comfy.ops.uncast_bias_weight(layer, weight, bias, offloaded)
 
 
-def safe_linear(leaf: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of ``leaf`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
+def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of ``layer`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
-    safe = plain and not is_native(leaf) and math.isfinite(getattr(leaf, SETTINGS).reach)
-    note_call(leaf, safe)
+    safe = plain and not is_native(layer) and math.isfinite(getattr(layer, SETTINGS).reach)
+    note_call(layer, safe)
     if not safe:
-        x = x if isinstance(leaf, comfy.ops.CastWeightBiasOp) else x.to(leaf.weight.dtype)  # torch's does not cast
-        return type(leaf).forward(leaf, x, *args, **kwargs)
+        x = x if isinstance(layer, comfy.ops.CastWeightBiasOp) else x.to(layer.weight.dtype)  # torch's does not cast
+        return type(layer).forward(layer, x, *args, **kwargs)
     comfy.ops.run_every_op()
-    smoothing = getattr(leaf, "pre_quant_scale", None)
+    smoothing = getattr(layer, "pre_quant_scale", None)
     if smoothing is not None:
         x = x * comfy.model_management.cast_to_device(smoothing, x.device, x.dtype)
-    return wide_linear(leaf, x)
+    return wide_linear(layer, x)
 
 
-def settings_of(leaf: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
-    """What ``leaf`` needs for safe products: its weight is cast to the device of ``like`` once, and measured."""
-    with cast_weights(leaf, like) as (weight, _):
+def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
+    """Settings of ``layer`` for safe matmuls: casts its weight to the device of ``like`` once and measures it."""
+    with cast_weights(layer, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
-def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def safe_conv2d(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """In the place of a 2-D convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
-    forward = functools.partial(type(leaf)._conv_forward, leaf)
-    reach: float = getattr(leaf, SETTINGS).reach
+    forward = functools.partial(type(layer)._conv_forward, layer)
+    reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
-    note_call(leaf, safe)
+    note_call(layer, safe)
     if not safe:
         return forward(x, weight, bias)  # type: ignore[no-any-return]
     scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=(-3, -2, -1), keepdim=True), reach)
@@ -119,15 +119,15 @@ def safe_conv2d(leaf: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return y if bias is None else y + bias.view(-1, 1, 1)
 
 
-def _conv_settings(leaf: Any, like: Tensor) -> LayerSettings:
-    """What a 2-D convolution needs: the largest sum of absolute weights, by which its results are bounded."""
-    with cast_weights(leaf, like) as (weight, _):
+def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
+    """Settings of a 2-D convolution: the largest sum of absolute weights, which bounds its results."""
+    with cast_weights(layer, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
     return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 @dataclass
-class SafeLeaves:
+class SafeLayers:
     """The Linears and 2-D convolutions of one network, ready to be patched for the length of a call.
 
     Args:
@@ -145,44 +145,44 @@ class SafeLeaves:
         if version is not None and version == self.version:
             return
         self.patches, self.version = {}, version
-        for leaf in filter(is_linear, network.modules()):
-            if is_native(leaf):
+        for layer in filter(is_linear, network.modules()):
+            if is_native(layer):
                 continue
             comfy.ops.run_every_op()
-            self.patches[leaf] = {
-                "forward": types.MethodType(safe_linear, leaf),
-                PROVIDER: types.MethodType(cast_weights, leaf),
-                SETTINGS: settings_of(leaf, like, self.fp32_output),
+            self.patches[layer] = {
+                "forward": types.MethodType(safe_linear, layer),
+                PROVIDER: types.MethodType(cast_weights, layer),
+                SETTINGS: settings_of(layer, like, self.fp32_output),
             }
-        for leaf in filter(is_conv2d, network.modules()) if self.convolutions else ():
+        for layer in filter(is_conv2d, network.modules()) if self.convolutions else ():
             comfy.ops.run_every_op()
-            self.patches[leaf] = {HOOK: functools.partial(safe_conv2d, leaf), SETTINGS: _conv_settings(leaf, like)}
+            self.patches[layer] = {HOOK: functools.partial(safe_conv2d, layer), SETTINGS: _conv_settings(layer, like)}
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The leaves in safe fp16 inside the block; one whose forward another node has replaced is left.
+        """The layers in safe fp16 inside the block; one whose forward another node has replaced is left.
 
         Args:
-            counts: counts the calls of the leaves, where that is wanted.
+            counts: counts the calls of the layers, where that is wanted.
         """
-        patched = [leaf for leaf in self.patches if not leaf.__dict__.keys() & {"forward", HOOK}]
+        patched = [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
         counted = {} if counts is None else {COUNTS: counts}
         try:
-            for leaf in patched:
-                leaf.__dict__.update(self.patches[leaf] | counted)
+            for layer in patched:
+                layer.__dict__.update(self.patches[layer] | counted)
             yield
         finally:
-            for leaf in patched:
-                for name in (*self.patches[leaf], COUNTS):
-                    leaf.__dict__.pop(name, None)
+            for layer in patched:
+                for name in (*self.patches[layer], COUNTS):
+                    layer.__dict__.pop(name, None)
 
 
 class ByNetwork(weakref.WeakKeyDictionary[nn.Module, Any]):
-    """What belongs to one network, and goes with it; clones of a MODEL share theirs, those on other devices do not."""
+    """Values of one network, which go with it; clones of a MODEL share them, those on other devices do not."""
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:
-    """What safe fp16 does not reach in ``network``, by kind, for one line of the status."""
+    """Layers of ``network`` outside safe fp16, counted by kind, for one line of the status."""
     count: Counter[str] = Counter()
     for module in network.modules():
         if hasattr(module, "expert_linear"):
