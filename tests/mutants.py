@@ -173,23 +173,37 @@ def copied() -> None:
         (COPY / ".build").symlink_to(ROOT / ".build", target_is_directory=True)
 
 
-def judged(fault: Fault) -> tuple[str, str]:
-    """(killed, survived, time or no tests; the test that saw it) of a fault, planted and taken out again."""
-    tests, target = nearest(fault.file), COPY / fault.file
-    if not tests:
-        return "no tests", ""
-    raw = (ROOT / fault.file).read_bytes()
-    target.write_bytes(raw[: fault.start] + fault.after.encode() + raw[fault.end :])
+def run(*tests: str) -> str | None:
+    """The first test that fails in the copy; empty for none, None where time ran out."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:xdist", "-m", MARKS, *tests]
     variables = {**os.environ, "PYTHONPATH": str(COPY.parent), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=COPY, env=variables, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return "time", ""
+        return None
+    failed = (line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+    return next(failed, tests[0]) if done.returncode else ""
+
+
+@cache
+def passes(test: str) -> bool:
+    return run(test) == ""
+
+
+def judged(fault: Fault) -> tuple[str, str]:
+    """(killed, survived, time, no tests or unjudged; the test that saw it) of a fault that is planted meanwhile."""
+    tests, target = nearest(fault.file), COPY / fault.file
+    if not tests:
+        return "no tests", ""
+    raw = (ROOT / fault.file).read_bytes()
+    target.write_bytes(raw[: fault.start] + fault.after.encode() + raw[fault.end :])
+    try:
+        seen = run(*tests)
     finally:
         target.write_bytes(raw)
-    seen = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), done.stderr[-80:])
-    return ("survived" if done.returncode == 0 else "killed"), seen.partition(" - ")[0] if done.returncode else ""
+    if not seen:
+        return ("time" if seen is None else "survived"), ""
+    return ("killed" if passes(seen) else "unjudged"), seen  # else that test fails without the fault too
 
 
 def known() -> dict[tuple[str, ...], dict[str, str]]:

@@ -36,7 +36,7 @@ MODELS = (
 class Module(ModuleType):
     """A module of core's, in which every class can be found; those that were not given are empty."""
 
-    __path__: list[str] = []  # so that it may have modules below it
+    __path__ = ()  # so that it may have modules below it
 
     def __getattr__(self, name: str) -> Any:
         if not name[0].isupper():
@@ -318,7 +318,7 @@ def modules(base: Path) -> dict[str, ModuleType]:
         },
         "comfy.quant_ops": {},
         "comfy.samplers": {},
-        "comfy.sd": {"VAE": type("VAE", (), {"vae_encode_crop_pixels": lambda self, pixels: pixels}), "CLIP": type("CLIP", (), {})},
+        "comfy.sd": {"VAE": type("VAE", (), {"vae_encode_crop_pixels": lambda self, pixels: pixels})},
         "comfy.supported_models": {
             name: lambda config: SimpleNamespace(sampling_settings={}, unet_config=config) for name in model_base
         },
@@ -380,3 +380,10 @@ def comfyui(base: Path, package: str = "anygpu") -> Iterator[Callable[[str], Any
         forget()
         for name in core:
             del sys.modules[name]
+
+
+def run(nodes: Any, name: str, **inputs: Any) -> NodeOutput:
+    """What the node ``AnyGPU<name>`` returns; an input that is not given has its default."""
+    kind = next(kind for kind in nodes.NODES if kind.GET_SCHEMA().node_id == f"AnyGPU{name}")
+    defaults = {item.id: item.given["default"] for item in kind.GET_SCHEMA().inputs if "default" in item.given}
+    return kind.execute(**{**defaults, **inputs})

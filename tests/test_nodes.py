@@ -1,4 +1,4 @@
-"""The nodes on a small ComfyUI: their schemas are those that were written down, and a run gives what the stages give."""
+"""The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import schemas
+import small_comfyui
 import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
@@ -34,10 +35,7 @@ class ComfyUI:
         self.messages = module("host.progress").PromptServer.instance
 
     def run(self, node: str, **inputs: Any) -> Any:
-        """What a node returns; an input that is not given has its default."""
-        kind = next(kind for kind in self.nodes.NODES if kind.GET_SCHEMA().node_id == f"AnyGPU{node}")
-        defaults = {item.id: item.given["default"] for item in kind.GET_SCHEMA().inputs if "default" in item.given}
-        return kind.execute(**{**defaults, **inputs})
+        return small_comfyui.run(self.nodes, node, **inputs)
 
     @property
     def said(self) -> str:
