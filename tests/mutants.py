@@ -181,7 +181,8 @@ def run(*tests: str) -> str | None:
         done = subprocess.run(command, cwd=COPY, env=variables, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
         return None
-    failed = (line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR")))
+    told = (line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+    failed = (line.partition(" ")[2].partition(" - ")[0] for line in told)
     return next(failed, tests[0]) if done.returncode else ""
 
 

@@ -119,6 +119,7 @@ class Server:
         gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
         older: whether that counts as an RTX 2060, with core's large classes in small sizes.
         arguments: further arguments of ComfyUI. bytecode: where compiled modules are kept; else each start compiles.
+        pack: the folder of the pack.
     """
 
     host: Host
@@ -130,6 +131,7 @@ class Server:
     older: bool = False
     arguments: tuple[str, ...] = ()
     bytecode: Path | None = None
+    pack: Path = ROOT
     port: int = 0
     start_seconds: float = 0.0
     ended_with: int | None = None
@@ -241,7 +243,7 @@ class Server:
         beside = [
             name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu), (OLDER, self.older)) if wanted
         ]
-        return {PACK: ROOT, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
+        return {PACK: self.pack, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
     def _install(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
