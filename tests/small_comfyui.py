@@ -370,6 +370,8 @@ def comfyui(base: Path, package: str = "anygpu") -> Iterator[Callable[[str], Any
     def forget() -> None:
         for name in [name for name in sys.modules if name.startswith(own)]:
             del sys.modules[name]
+        for room in ("host", "nodes"):  # `from . import` asks the package before sys.modules
+            vars(sys.modules.get(package, sys)).pop(room, None)
 
     forget()
     core = modules(base)
