@@ -36,6 +36,7 @@ SWAPS: dict[type, type] = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
+INTERPRETED = "test_interpreted.py"  # runs scripts that import the Triton kernels
 QUIET = ("log.", "logging.", "warnings.", "gc.")  # what is called for a person or for speed alone
 
 
@@ -154,8 +155,9 @@ def nearest(file: str) -> list[str]:
         imported, parts = modules_of(path), path.relative_to(ROOT / "tests").parts
         mirrored = path.stem == f"test_{Path(file).stem}" and parts[:-1] == Path(file).parts[: len(parts) - 1]
         through = inside and "small_comfyui" in imported
-        beside = parts[0] == Path(file).parts[0]
-        score = 8 * mirrored + 4 * (module in imported or through) + 2 * bool(users & imported) + beside
+        runs = 8 * (path.name == INTERPRETED and "_triton" in file)
+        score = runs + 8 * mirrored + 4 * (module in imported or through) + 2 * bool(users & imported)
+        score += parts[0] == Path(file).parts[0]
         if score:
             ranked.append((-score, len(imported), str(path.relative_to(ROOT))))
     return [name for _, _, name in sorted(ranked)[:NEAREST]]

@@ -32,6 +32,12 @@ MODELS = (
     "loras",
 )
 
+EMPTY = """
+comfy.conds comfy.latent_formats comfy.ldm comfy.ldm.lightricks comfy.ldm.lightricks.symmetric_patchifier
+comfy.ldm.modules comfy.nested_tensor comfy.quant_ops comfy.samplers comfy.weight_adapter comfy_api
+comfy_execution comfy_execution.graph_utils
+"""
+
 
 class Module(ModuleType):
     """A module of core's, in which every class can be found; those that were not given are empty."""
@@ -241,6 +247,17 @@ class CastWeightBiasOp:
     bias_function: Any = ()
 
 
+@contextmanager
+def cast_weights(leaf: Any, dtype: Any, bias_dtype: Any, device: Any, offloadable: bool) -> Iterator[tuple[Any, Any]]:
+    """Core's context over weight and bias of a layer, with their patches."""
+    weight, bias = leaf.weight.to(device, dtype), None if leaf.bias is None else leaf.bias.to(device, bias_dtype)
+    for change in leaf.weight_function:
+        weight = change(weight)
+    for change in leaf.bias_function:
+        bias = change(bias)
+    yield weight, bias
+
+
 def of_core(function: Any) -> Any:
     """A function as if ``comfy.ops`` had it: the pack looks where what computes a layer was defined."""
     return FunctionType(function.__code__, {**globals(), "__name__": "comfy.ops"})
@@ -297,27 +314,24 @@ def modules(base: Path) -> dict[str, ModuleType]:
     kinds = {name: name.lower() for name in ("OUTER_SAMPLE", "APPLY_MODEL", "DIFFUSION_MODEL", "ON_PRE_RUN")}
     model_base = {name: BaseModel for name in ("HunyuanVideo", "HunyuanVideo15", "LTXV", "GenmoMochi")}
     given: dict[str, dict[str, Any]] = {
+        **{name: {} for name in EMPTY.split()},
         "comfy": {"__path__": [str(base)]},
         "comfy.cli_args": {"args": SimpleNamespace(disable_metadata=False, fast=(), cpu=True)},
-        "comfy.conds": {},
-        "comfy.latent_formats": {},
-        "comfy.ldm": {},
-        "comfy.ldm.lightricks": {},
-        "comfy.ldm.lightricks.symmetric_patchifier": {},
-        "comfy.ldm.modules": {},
         "comfy.ldm.modules.attention": attention,
         "comfy.model_base": model_base,
         "comfy.model_patcher": {"ModelPatcher": ModelPatcher},
-        "comfy.nested_tensor": {},
-        "comfy.ops": {"CastWeightBiasOp": CastWeightBiasOp, "Linear": Linear, "run_every_op": lambda: None},
+        "comfy.ops": {
+            "CastWeightBiasOp": CastWeightBiasOp,
+            "CastBiasWeightContext": cast_weights,
+            "Linear": Linear,
+            "run_every_op": lambda: None,
+        },
         "comfy.patcher_extension": {
             "WrappersMP": SimpleNamespace(**kinds),
             "CallbacksMP": SimpleNamespace(**kinds),
             "WrapperExecutor": WrapperExecutor,
             "get_all_wrappers": lambda kind, options: list(options.get("wrappers", {}).get(kind, ())),
         },
-        "comfy.quant_ops": {},
-        "comfy.samplers": {},
         "comfy.sd": {"VAE": type("VAE", (), {"vae_encode_crop_pixels": lambda self, pixels: pixels})},
         "comfy.supported_models": {
             name: lambda config: SimpleNamespace(sampling_settings={}, unet_config=config) for name in model_base
@@ -326,11 +340,7 @@ def modules(base: Path) -> dict[str, ModuleType]:
             "ProgressBar": lambda total, node_id=None: SimpleNamespace(update_absolute=lambda *given: None),
             "get_attr": lambda model, key: model.get_parameter(key),
         },
-        "comfy.weight_adapter": {},
-        "comfy_api": {},
         "comfy_api.latest": {"io": NodeTypes(), "ui": ui, "InputImpl": Module("InputImpl"), "Types": Module("Types")},
-        "comfy_execution": {},
-        "comfy_execution.graph_utils": {},
         "comfy_execution.progress": {"get_progress_state": lambda: SimpleNamespace(dynprompt=graph)},
         "comfy_execution.utils": {"get_executing_context": lambda: context},
         "folder_paths": {

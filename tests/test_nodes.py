@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import small_comfyui
 import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.repairs import Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
@@ -79,8 +81,18 @@ def test_every_schema_is_as_written_down(core: ComfyUI) -> None:
         )
 
 
+def test_an_input_that_is_left_out_has_the_default_of_its_widget(core: ComfyUI) -> None:
+    for node in core.nodes.NODES:
+        widgets = {item.id: item.given["default"] for item in node.GET_SCHEMA().inputs if "default" in item.given}
+        for name, given in inspect.signature(node.execute).parameters.items():
+            if name in widgets and given.default is not given.empty:
+                assert given.default == widgets[name], f"{node.__name__}: {name}"
+
+
 def test_the_chain_of_nodes_gives_what_the_stages_give(core: ComfyUI, loaded, latent, tiny_folder: Path) -> None:
     shown = core.run("Decode", pipeline=loaded[0], latent=latent)
+    run = core.module("host.server.runs").last_run()["nodes"][small_comfyui.ComfyNode.hidden.unique_id]
+    assert run["done"] and 0 < sum(run["stages"].values()) <= run["seconds"] + 1e-6 and min(run["stages"].values()) >= 0
     assert "64x64, 9 frames" in core.said and all(window == "window" for _, window in core.messages.texts)
     ours = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
     prompt = stages.encode_prompt(ours, PromptRequest("a fox", "blurry"), Silent())
@@ -105,6 +117,20 @@ def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> No
     frames = vae.decode(torch.zeros(1, x.shape[1], 2, 2, 2))
     assert frames.shape == (1, 9, 64, 64, 3)
     assert vae.encode(frames[0]).shape == (1, x.shape[1], 2, 2, 2)
+
+
+def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: ComfyUI) -> None:
+    casting, stats = core.module("host.casting"), MemoryStats()
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    expected = layer(x)
+    assert casting.install_cast_leaves(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
+    assert not casting.install_cast_leaves(layer, torch.device("cpu"), stats), "nothing had to change"
+    layer.comfy_cast_weights = True
+    assert torch.equal(layer(x), expected) and stats.moved_bytes == 0, "they were here"
+    layer.weight_function, layer.bias_function = [torch.zeros_like], [lambda bias: bias + 1]
+    assert torch.equal(layer(x), (layer.bias + 1).expand(2, 3))
+    casting.restore_leaves(layer)
+    assert type(layer) is nn.Linear and torch.equal(layer(x), expected)
 
 
 def test_latents_are_saved_loaded_and_rendered_again(core: ComfyUI, loaded, latent) -> None:
