@@ -17,12 +17,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
+import pytest
 import tiny
 from anygpu.compat.checkpoints.latents import metadata_of, record_in
 from anygpu.pipelines.demo.scenes import COLOURS
@@ -271,6 +274,25 @@ class Server:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
+
+
+@contextmanager
+def served(base: Path, tiny_folder: Path, before: Callable[[Server], object] = bool, **chosen: Any) -> Iterator[Server]:
+    """A running ComfyUI, stopped at the end; skips, and says what to do, where there is none.
+
+    Args:
+        before: what is done with it before it starts. chosen: as :class:`Server` takes it.
+    """
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    running = Server(host, base, tiny_folder, **chosen)
+    before(running)
+    try:
+        yield running.start()
+    finally:
+        running.stop()
 
 
 def write_clip(path: Path, pictures: Sequence[np.ndarray] | None = None, fps: int = 8) -> None:

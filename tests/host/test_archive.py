@@ -16,7 +16,7 @@ from anygpu.pipelines.demo.scenes import scene_of
 from host import paint_models
 from host.client import Client
 from host.prompts import WORKFLOWS, pictured, replay, shrunk
-from host.server import NoHost, Server, find_host
+from host.server import Server, served
 from host.videos import pictures
 
 pytestmark = pytest.mark.host
@@ -32,16 +32,9 @@ TEMPLATES = (
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
     """A server of this file alone, without models, that loads the unpacked archive."""
-    try:
-        host = find_host()
-    except NoHost as reason:
-        pytest.skip(str(reason))
     pack = archive.unpacked(tmp_path_factory.mktemp("archive"))
-    running = Server(host, tmp_path_factory.mktemp("alone"), tiny_folder, pack=pack)
-    try:
-        yield running.start()
-    finally:
-        running.stop()
+    with served(tmp_path_factory.mktemp("alone"), tiny_folder, pack=pack) as running:
+        yield running
 
 
 def widget(known: list[Any]) -> dict[str, Any]:
