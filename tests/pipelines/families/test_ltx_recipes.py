@@ -145,16 +145,12 @@ def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], mo
     assert [(step.stg, step.rescale, step.blocks) for step in both] == [(2.0, 0.3, (1,))] * 2
 
 
-def distilled(pipeline: Pipeline) -> Pipeline:
-    return replace(pipeline, model=replace(pipeline.model, variant="distilled"))
-
-
 def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
-    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"])
+    pipeline, low = replace(models["linear-quadratic"], variant="distilled"), start(models["shifted"])
     torch.manual_seed(5)
     network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1).eval()
     file = tmp_path / "spatial.safetensors"
@@ -184,7 +180,7 @@ def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, 
 
 
 def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(models: dict[str, Pipeline]) -> None:
-    pipeline = distilled(models["shifted"])
+    pipeline = replace(models["shifted"], variant="distilled")
     upscaled, own = start(pipeline, **{SECOND_PASS: True}), start(pipeline)
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled)).steps == 3
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled, denoise=0.5)).steps == 7
@@ -193,7 +189,7 @@ def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(model
 
 def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline], recorded: Any) -> None:
     """As Lightricks' own ends: bilinear, whatever twice the first pass's size is; that size itself asks for nothing."""
-    pipeline, watched = distilled(models["shifted"]), recorded()
+    pipeline, watched = replace(models["shifted"], variant="distilled"), recorded()
     upscaled, side = start(pipeline, **{SECOND_PASS: True}), ltx_runs.SIDE
     own, asked, first, usual = (
         stages.sample(pipeline, prompt(), None, replace(SETTINGS, latents=upscaled, **size), watched)
