@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +46,7 @@ TRIMMED = 1e-5  # upstream attends over masked padding, which moves the last bit
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
     """From a tiny checkpoint's name to what all its tests share: pipeline, prompt, images, and the bare pipeline."""
-    made: dict[str, SimpleNamespace] = {}
-
-    def of(name: str) -> SimpleNamespace:
-        if name not in made:
-            made[name] = _run(name, tiny_folder)
-        return made[name]
-
-    return of
+    return cache(partial(_run, folder=tiny_folder))
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:

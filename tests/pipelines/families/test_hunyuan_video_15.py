@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +36,7 @@ TRIMMED = 1e-5  # of the largest value; upstream attends over 1985 masked tokens
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
     """From a tiny checkpoint's name to what all its tests share: the one-shot pipeline, and the same by stages."""
-    made: dict[str, SimpleNamespace] = {}
-
-    def of(name: str) -> SimpleNamespace:
-        if name not in made:
-            made[name] = _run(name, tiny_folder)
-        return made[name]
-
-    return of
+    return cache(partial(_run, folder=tiny_folder))
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
