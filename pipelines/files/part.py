@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.headers import STORED, TensorEntry
-from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, stays_packed
+from ...compat.checkpoints.packed import dense_bytes, memory_bytes, stays_packed, stays_plain
 from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import is_view, read_json, weight_files
 from ...compat.errors import CheckpointError
@@ -112,7 +112,7 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
     """Tell whether a layer's weight stays in memory as the file has it."""
     if files.keeps_packed and stays_packed(name, entry):
         return True
-    return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
+    return files.dtype_of is None and stays_plain(name, entry, files.storage, files.dtype)
 
 
 def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from ..family import FITS
 from ..load import lora
 from ..load.folder import AUTO
 from ..requests import LOAD_INPUTS
-from ..vae.plan import Form
+from ..vae.plan import DecodeRequest
 
 VERSION, HEAD = 1, "anygpu_job"
 MOST_BYTES = 16 * 1024**2  # of a job file; the prompts are in it
@@ -153,7 +153,7 @@ class VideoJob(Job):
     fit: str = FITS[0]
     video: Content | None = None
     framepack: FramePackSettings | None = None
-    decode: Form = field(default_factory=Form)
+    decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0
     decode_noise_scale: float = -1.0
 

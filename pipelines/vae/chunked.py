@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.compile import uncompiled
-from ...compat.transforms.conv3d_forms import padded
+from ...compat.transforms.conv3d_methods import padded
 from ...compat.transforms.structure import full_name
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
