@@ -51,7 +51,7 @@ from .plan import (
 )
 from .tiled import RegionTask, ResumableDecode, decoded_together, serve
 
-LEAVES_PER_REPORT = 8
+LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
     "use_tiling",
@@ -323,7 +323,7 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
         nonlocal count
         progress.check()
         count += 1
-        if count % LEAVES_PER_REPORT == 0:
+        if count % LAYERS_PER_REPORT == 0:
             progress.step(min(count, total), total, stage)
 
     with checked_layers(module, called):
