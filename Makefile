@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser pictures cards workflows matrix memory words lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser test-mutants pictures cards workflows schemas matrix memory words lint bench clean
 
 install: $(READY)
 
@@ -106,6 +106,15 @@ test-browser: $(READY)
 	$(PY) tests/browser/drive.py paint.mjs
 	$(PY) tests/browser/drive.py searches.mjs
 	$(PY) tests/browser/drive.py windows.mjs
+
+# Small faults, 60 in each room, and whether the nearest tests see them; it goes on where it was interrupted. Hours.
+MUTANTS ?= 60
+test-mutants: $(READY) accelerator
+	$(PY) tests/mutants.py --count $(MUTANTS)
+
+# Each node's schema as users' workflows hold it, where a change is meant.
+schemas: $(READY)
+	$(PY) tests/schemas.py
 
 pictures: $(READY)
 	$(PY) tests/browser/drive.py run.mjs --classic --pictures

@@ -32,7 +32,8 @@ def clips(model: Path, arguments: argparse.Namespace):
     from anygpu.compat.transforms.compile import CompileSettings
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
     from anygpu.pipelines.speed import SpeedRequest
 
     settings = SampleSettings(arguments.width, arguments.height, arguments.frames, arguments.steps, SEED)

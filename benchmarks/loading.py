@@ -29,7 +29,7 @@ import torch
 from anygpu.compat.checkpoints.headers import declared
 from anygpu.compat.checkpoints.weights import VIEW_BYTES, read_tensors
 from anygpu.compat.device.execution import bf16_bits_to_fp32
-from anygpu.compat.memory.host_weights import Views, mark_views
+from anygpu.compat.memory.offloader import Views, mark_views
 from anygpu.compat.memory.transfer import move
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

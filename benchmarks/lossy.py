@@ -125,7 +125,8 @@ def rows(name: str, pipeline, size: tuple[int, int, int]):
 
 def main() -> int:
     import tiny
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a diffusers folder")

@@ -23,7 +23,8 @@ from anygpu.compat.memory.offloader import MODES  # noqa: E402
 from anygpu.pipelines import stages  # noqa: E402
 from anygpu.pipelines.base import Latents, Silent  # noqa: E402
 from anygpu.pipelines.forecast.memory import forecast  # noqa: E402
-from anygpu.pipelines.load.folder import LoadRequest, load  # noqa: E402
+from anygpu.pipelines.load.folder import load  # noqa: E402
+from anygpu.pipelines.requests import LoadRequest  # noqa: E402
 from anygpu.pipelines.vae.plan import DecodeRequest  # noqa: E402
 from simulated import accelerator, fitting, peers  # noqa: E402
 

@@ -31,8 +31,9 @@ from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.vae.tiled import decoder_call
 from table import append, machine

@@ -50,7 +50,8 @@ def ours(folder: Path):
     """A function that samples through our stages; prompt encoded and weights read before."""
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))
     prompt = stages.encode_prompt(pipeline, PromptRequest(PROMPT), Silent())

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from table import RESULTS, append
@@ -34,15 +35,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from anygpu.compat.device.rates import RATES, Rates  # noqa: E402
-from anygpu.compat.memory.hooks import GroupHooks, WeightGroup  # noqa: E402
-from anygpu.compat.memory.prefetch import copy_stream  # noqa: E402
-from anygpu.compat.memory.statistics import MemoryStats  # noqa: E402
+from anygpu.compat.memory import standalone  # noqa: E402
+from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on, remove_hooks  # noqa: E402
+from anygpu.compat.memory.host_weights import PINNED, HostWeights  # noqa: E402
+from anygpu.compat.memory.offloader import OffloadOptions  # noqa: E402
+from anygpu.compat.memory.parts import Parts  # noqa: E402
+from anygpu.compat.memory.standalone import StandaloneOffloader  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from simulated import accelerator  # noqa: E402
 from simulated.clock import Clock, Times, clocked  # noqa: E402
 
 TABLE, PAGE = "overlap", ROOT / "docs" / "performance.md"
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
+PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
 TABLE_ON_PAGE = re.compile(r"(<!-- overlap -->).*?(<!-- /overlap -->)", re.DOTALL)
 DTYPE = torch.bfloat16
@@ -335,15 +340,16 @@ def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, roo
 
 
 @contextmanager
-def held(module: nn.Module, device: torch.device, by_block: bool, unified: bool) -> Iterator[NotedHooks]:
-    """The part under our hooks, with one of its largest groups ahead; shared host weights stay unlocked."""
-    copies = None if unified else copy_stream(device)
-    hooks = NotedHooks(module, device, by_block, MemoryStats(), pinned=not unified, copies=copies)
-    hooks.ahead_bytes = hooks.largest_bytes
+def held(stage: Stage, module: nn.Module, device: torch.device, unified: bool) -> Iterator[NotedHooks]:
+    """The part under our own offload ``group``; shared host weights stay unlocked."""
+    part = PARTS[stage.name]
+    options = OffloadOptions(host_weights=HostWeights({} if unified else {part: PINNED}, shared=unified))
+    offloader = StandaloneOffloader(Parts({part: lambda _: module}), device, "group", options)
     try:
-        yield hooks
+        with mock.patch.object(standalone, "GroupHooks", NotedHooks), offloader.hold(part):
+            yield hooks_on(module)
     finally:
-        hooks.remove()
+        remove_hooks(module)
 
 
 def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int, float]:
@@ -358,7 +364,7 @@ def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int,
         def some(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device=device)
 
-        with held(module, device, stage.name != "decoding", rates.unified) as hooks:
+        with held(stage, module, device, rates.unified) as hooks:
             before = clock.times()
             for _ in range(FORWARDS[stage.name]):
                 stage.call(module, some)

@@ -49,7 +49,8 @@ def recorded(family: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     import tiny
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
     from heavy import build_heavy
 
     first, *beside = CHECKPOINTS[family]

@@ -99,7 +99,8 @@ def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Pa
 
 def ours(family: str, folder: Path, precision: str) -> Any:
     """Our pipeline."""
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     beside = {"base": folder / "hunyuan_video", "image_encoder": folder / "siglip"} if family == "framepack" else {}
     return load(LoadRequest(folder / family, **beside, precision=precision, device="cpu"))

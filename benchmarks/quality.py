@@ -31,7 +31,8 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
 from anygpu.pipelines.demo import demo_models, drawing
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from lossy import int8_attention, products
 from scene_scores import chosen_scenes, scores

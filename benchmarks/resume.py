@@ -57,7 +57,8 @@ def samplings(folder: Path) -> list[dict[str, object]]:
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.demo import demo_models
     from anygpu.pipelines.latents.steps import SavedSteps
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     class Counted(SavedSteps):
         count = 0

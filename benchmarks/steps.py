@@ -118,7 +118,8 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     import tiny
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     if arguments.model:
         pipeline = load(LoadRequest(Path(arguments.model)))

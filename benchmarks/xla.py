@@ -24,7 +24,8 @@ def clip(model: Path, device: str, offload: str, frames: int) -> tuple[torch.Ten
     """Latents, frames and seconds of two steps."""
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
 
     started = time.perf_counter()
     pipeline = load(LoadRequest(model, precision="fp32", offload=offload, device=device))

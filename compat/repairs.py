@@ -210,7 +210,8 @@ def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
                 own = dict(owner._parameters)
                 stack.callback(owner._parameters.update, own)
                 for name, weight in own.items():
-                    if type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
+                    plain = type(weight) in PLAIN
+                    if weight is not None and plain and weight.is_floating_point() and not weight.is_meta:
                         owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
             return forward(*args, **kwargs)
 

@@ -26,8 +26,7 @@ from ..compat.device.execution import HOST, current
 from ..compat.device.facts import accelerators, default_device, free_bytes, value_or
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
-from ..compat.memory.host_weights import DISK
-from ..compat.memory.offloader import HOSTED, OffloadOptions, placement
+from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches

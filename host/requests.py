@@ -14,8 +14,7 @@ from ..paint.choices import CACHE_LIMIT
 from ..pipelines.base import Silent
 from ..pipelines.files.models import part_folders
 from ..pipelines.files.single_file import Files
-from ..pipelines.load.folder import LoadRequest
-from ..pipelines.requests import LOAD_INPUTS, load_request
+from ..pipelines.requests import LOAD_INPUTS, LoadRequest, load_request
 from . import folders, memory_manager, model_files
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start

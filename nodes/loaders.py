@@ -17,10 +17,10 @@ from ..host.server import panel
 from ..pipelines.decisions import status_of
 from ..pipelines.files.evidence import variant_choices
 from ..pipelines.load import lora as adapters
-from ..pipelines.load.folder import LoadRequest, load
+from ..pipelines.load.folder import load
 from ..pipelines.load.placed import load_placed
 from ..pipelines.registry import FAMILIES
-from ..pipelines.requests import PRECISIONS
+from ..pipelines.requests import LORA_MODES, PRECISIONS, LoadRequest
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs
 
 
@@ -258,7 +258,7 @@ class ApplyLoRA(io.ComfyNode):
                             "Example: double 0-9, single",
                 ),
                 io.Combo.Input(
-                    "mode", options=list(adapters.MODES), default="separate", optional=True, advanced=True,
+                    "mode", options=list(LORA_MODES), default="separate", optional=True, advanced=True,
                     tooltip="separate: computed beside each layer at each step; works with all kinds of weights. "
                             "merged: added to the weights, so as fast as without a LoRA; keeps a copy of the "
                             "original weights in host memory and does not work with packed weights.",

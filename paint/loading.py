@@ -19,8 +19,7 @@ from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.precision import PAINT, Precision, copies_decision, precision_for
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, InputError
-from ..compat.memory.host_weights import HostWeights
-from ..compat.memory.offloader import Offloader, OffloadOptions
+from ..compat.memory.offloader import HostWeights, Offloader, OffloadOptions
 from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
 from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount

@@ -20,7 +20,6 @@ from .latents import recovery
 from .latents.steps import FOLDER, SavedSteps
 from .latents.store import load_latent
 from .load import lora
-from .load.folder import LoadRequest
 from .load.placed import load_placed
 from .movie import write_mp4
 from .pipeline import DEMOS, Pipeline
@@ -36,7 +35,7 @@ from .records.receipts import (
     tags_for,
     with_receipt,
 )
-from .requests import load_request
+from .requests import LoadRequest, load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint, with_step_cache
 from .sizes import Size

@@ -33,9 +33,8 @@ from .forecast.shortage import EXPLAINED, explain_shortage
 from .pictures import checked_frames, fitted, resized
 from .pictures import picture_size as picture_size
 from .pictures import video_size as video_size
-from .pipeline import Pipeline
+from .pipeline import Pipeline, make_room_and_retry
 from .records.receipts import sources_of
-from .retry import make_room_and_retry
 from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (

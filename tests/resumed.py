@@ -15,8 +15,9 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents.recovery import SavedSections
 from anygpu.pipelines.latents.steps import SavedSteps
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 
 SIZE, STEPS = 64, 4
 START = torch.rand(1, SIZE, SIZE, 3, generator=torch.Generator().manual_seed(0))

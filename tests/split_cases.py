@@ -21,9 +21,10 @@ from anygpu.compat.transforms.order import Order, Step
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.jobs import decoded
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
 from anygpu.pipelines.vae.plan import DecodeRequest

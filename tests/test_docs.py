@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -13,7 +14,8 @@ import pytest
 from anygpu.compat.device.rates import RATES
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae.plan import METHODS
-from help_pages import pages, schemas
+from help_pages import pages
+from schemas import SNAPSHOT
 from words import MOST, counted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +34,8 @@ def page(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-NODES = {name: (title, [entry.name for entry in inputs]) for name, (title, inputs) in schemas().items()}
+WRITTEN = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+NODES = {name: (node["title"], [item["name"] for item in node["inputs"]]) for name, node in WRITTEN.items()}
 
 
 def below(text: str, heading: str) -> str:

@@ -6,58 +6,20 @@ No name from a file or a folder becomes HTML or Markdown in the page.
 from __future__ import annotations
 
 import html
-import importlib
-import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-class Sockets:
-    """ComfyUI's server as far as a message knows it: who queued the prompt that runs, and what was sent to whom.
-
-    ``None`` is everybody, as for ComfyUI.
-    """
-
-    def __init__(self) -> None:
-        self.client_id: str | None = "window"
-        self.last_prompt_id = "prompt"
-        self.texts: list[tuple[str, str | None]] = []
-        self.events: list[tuple[dict[str, Any], str | None]] = []
-
-    def send_progress_text(self, text: str, node_id: str, sid: str | None = None) -> None:
-        """As the server's own."""
-        self.texts.append((text, sid))
-
-    def send_sync(self, event: str, data: dict[str, Any], sid: str | None = None) -> None:
-        """As the server's own."""
-        self.events.append((data, sid))
+from small_comfyui import comfyui
 
 
 @pytest.fixture
-def progress(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Sockets]:
-    """The progress of a node, on stand-ins for ComfyUI and the side bar."""
-    server = Sockets()
-    run = SimpleNamespace(finish=lambda *_ended: None, snapshot=dict, entry={"said": []})
-    stand_ins: dict[str, dict[str, Any]] = {
-        "comfy": {},
-        "comfy.model_management": {},
-        "comfy.utils": {},
-        "latent_preview": {},
-        "server": {"PromptServer": SimpleNamespace(instance=server)},
-        "anygpu.host.families": {"latent_format_of": None},
-        "anygpu.host.server.panel": {"memory_now": dict},
-        "anygpu.host.server.runs": {"NodeRun": lambda _node: run, "stop": None},
-    }
-    for name, attributes in stand_ins.items():
-        module = ModuleType(name)
-        module.__dict__.update(attributes)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "anygpu.host.progress", raising=False)
-    module = importlib.import_module("anygpu.host.progress")
-    monkeypatch.setitem(sys.modules, "anygpu.host.progress", module)
-    return module.NodeProgress("1"), server
+def progress(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """The progress of a node, and the server that its texts are sent by."""
+    with comfyui(tmp_path) as module:
+        room = module("host.progress")
+        yield room.NodeProgress("1"), room.PromptServer.instance
 
 
 @pytest.mark.parametrize(

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import SimpleNamespace
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_comfyui import comfyui
 
 
 @pytest.fixture
-def preview(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``host/preview.py`` on a stand-in for ComfyUI's node API that returns what it is given."""
-    helper = SimpleNamespace(save_animated_webp=lambda *given: given)
-    ui = SimpleNamespace(
-        ImageSaveHelper=helper,
-        SavedImages=lambda saved, is_animated: (saved[0], is_animated),
-        PreviewImage=lambda pictures, cls: pictures,
-    )
-    monkeypatch.setitem(
-        sys.modules,
-        "anygpu.host.api",
-        SimpleNamespace(io=SimpleNamespace(FolderType=SimpleNamespace(temp="temp")), ui=ui),
-    )
-    monkeypatch.delitem(sys.modules, "anygpu.host.preview", raising=False)
-    yield importlib.import_module("anygpu.host.preview")
-    sys.modules.pop("anygpu.host.preview", None)
+def preview(tmp_path: Path) -> Iterator[Any]:
+    """``host/preview.py`` on a ComfyUI whose node API returns what it is given."""
+    with comfyui(tmp_path) as module:
+        yield module("host.preview")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 9])

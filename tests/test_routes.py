@@ -33,7 +33,8 @@ from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.load import folder as loading
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.stages import picture_size
 from PIL import Image

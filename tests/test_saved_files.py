@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from anygpu.compat.checkpoints.latents import write_record
 from anygpu.compat.errors import CheckpointError, InputError
+from small_comfyui import comfyui
 
 RECORDS = {"latent": {"kind": "latent"}, "prompt": {"kind": "prompt"}}
 
 
 @pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``host/saved.py`` on a stand-in for ComfyUI's folders and command line."""
-    for name in ("input", "output"):
-        (tmp_path / name).mkdir()
-    paths = SimpleNamespace(
-        get_input_directory=lambda: str(tmp_path / "input"), get_output_directory=lambda: str(tmp_path / "output")
-    )
-    comfy, arguments = ModuleType("comfy"), ModuleType("comfy.cli_args")
-    arguments.args = SimpleNamespace(disable_metadata=False)
-    api: Any = SimpleNamespace(InputImpl=SimpleNamespace(VideoFromComponents=object), Types=None)
-    stand_ins = {"folder_paths": paths, "comfy": comfy, "comfy.cli_args": arguments, "anygpu.host.api": api}
-    for name, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "anygpu.host.saved", raising=False)
-    yield importlib.import_module("anygpu.host.saved")
-    sys.modules.pop("anygpu.host.saved", None)
+def saved(tmp_path: Path) -> Iterator[Any]:
+    """``host/saved.py`` on a ComfyUI whose folders are below ``tmp_path``."""
+    with comfyui(tmp_path) as module:
+        yield module("host.saved")
 
 
 def put(path: Path, kind: str) -> Path:

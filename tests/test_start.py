@@ -8,6 +8,10 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from host.launch import AFTER_IMPORT
 
 CODE = re.compile(r"pipelines\.families\..*\.pipeline")
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,3 +97,12 @@ def test_a_start_imports_nothing_that_only_a_run_needs():
 def test_a_start_imports_no_package_that_comfyui_has_not_imported():
     packages = set().union(*map(packages_of, started()))
     assert packages == {*COMFYUI, "einops", "torch"}, "diffusers and transformers take seconds: import them late"
+
+
+@pytest.mark.parametrize(
+    ("version", "answers", "kept"), [("12.8", False, None), ("12.8", True, "12.8"), (None, False, None)]
+)
+def test_a_cuda_build_without_a_driver_starts_the_tests_comfyui_as_one_for_the_cpu(version, answers, kept):
+    torch = SimpleNamespace(version=SimpleNamespace(cuda=version), cuda=SimpleNamespace(is_available=lambda: answers))
+    AFTER_IMPORT["torch"](torch)
+    assert torch.version.cuda == kept

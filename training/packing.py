@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from anygpu.compat.checkpoints.scaled import MASK, SPARSE
+from anygpu.compat.checkpoints.headers import MASK, SPARSE
 from anygpu.paint.choices import MODELS as PAINT
 from anygpu.pipelines.demo import MODELS
 from paint_narrowing import narrowed

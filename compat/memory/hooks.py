@@ -21,7 +21,7 @@ from torch import nn
 from ..device.execution import placed
 from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
-from .host_weights import pin, views_of
+from .offloader import pin, views_of
 from .parts import Silent, StageText
 from .prefetch import CopyStream, GroupLayout, is_dense
 from .statistics import MemoryStats, amount

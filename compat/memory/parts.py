@@ -317,3 +317,25 @@ def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffe
         outer=max((layers[layer] for layer in outside), default=0),
         single=max((size for name, size in blocks.items() if name.startswith("single_")), default=0),
     )
+
+
+BLOCK_LISTS = ("transformer_blocks", "single_transformer_blocks")
+
+
+def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks of a transformer, in the order in which they run."""
+    for name in BLOCK_LISTS:
+        yield from getattr(transformer, name, ())
+
+
+def submodule_at(block: nn.Module, path: str) -> Any:
+    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
+    module: Any = block
+    for name in path.split("."):
+        module = getattr(module, name, None)  # a list has its modules by number as attributes too
+    return module
+
+
+def full_name(thing: Any) -> str:
+    """Module and name of the class of ``thing``, by which exact stock classes are known."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ..device.facts import locks_host_memory, value_or
-from .host_weights import ALIGNED_BYTES
-from .transfer import SLICE_BYTES
+from .offloader import ALIGNED_BYTES, SLICE_BYTES
 
 BUFFER_BYTES = 64 * 1024**2  # of each staging buffer; torch rounds locked memory up to a power of two
 QUEUED_GROUPS = 2  # that the host may be ahead of the device, which computes them to the end after a cancel

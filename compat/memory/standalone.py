@@ -17,8 +17,7 @@ from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, inde
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError
 from .hooks import GroupHooks, hooks_on, remove_hooks
-from .host_weights import PINNED
-from .offloader import CHOICES, COSTS, HOSTED, MODES, Offloader, OffloadOptions, placement, reason_against
+from .offloader import CHOICES, COSTS, HOSTED, MODES, PINNED, Offloader, OffloadOptions, placement, reason_against
 from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
 from .prefetch import copy_stream
 from .statistics import MemoryStats

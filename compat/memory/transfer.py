@@ -31,11 +31,10 @@ from ..device.failures import DEVICE_ERRORS
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import UnsupportedError
-from .host_weights import ALIGNED_BYTES, views_of
+from .offloader import ALIGNED_BYTES, SLICE_BYTES, views_of
 from .parts import StageText
 from .statistics import MemoryStats, amount
 
-SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5

@@ -203,12 +203,12 @@ def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor
     return result.transpose(1, 2)
 
 
-def _by_torch(backend: str, *operands: torch.Tensor) -> torch.Tensor:
+def _by_torch(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Torch limited to one of its kernels for the call; what was allowed before is allowed again afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel([getattr(SDPBackend, backend)]):
-        return functional.scaled_dot_product_attention(*operands)
+        return functional.scaled_dot_product_attention(q, k, v)
 
 
 EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each

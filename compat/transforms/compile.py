@@ -22,9 +22,8 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..errors import InputError, UnsupportedError
-from ..memory.parts import Undo
+from ..memory.parts import Undo, transformer_blocks
 from .fp16_layers import SETTINGS
-from .structure import transformer_blocks
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,10 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import UnsupportedError
-from ..memory.parts import Undo, denoises
+from ..memory.parts import Undo, denoises, transformer_blocks
 from ..ranks import Group, SplitPlan
 from .attention_processors import Attend
 from .order import Back, Order, Step
-from .structure import transformer_blocks
 
 STATES = "hidden_states"  # of the video, in every block
 

@@ -99,7 +99,8 @@ def swap_conv3d(root: nn.Module, choose: Conv3dMethod | Mapping[str, Any] | Choo
             if module in plans:
                 module.conv3d_choice = plans[module]  # type: ignore[assignment]
             done._swapped.append((module, type(module)))
-            _set_class(module, swapped_class(type(module)))
+            kind: Any = type(module)
+            _set_class(module, swapped_class(kind))
     return done
 
 
@@ -240,7 +241,8 @@ def _clone_on(
     module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
 ) -> Any:
     """``module`` without its hooks, swapped if there are ``plans``; tensors are shared where nothing has to change."""
-    cls, wrapper = type(module), swap_of(module) not in (None, SwappedConv3d)
+    cls: Any = type(module)
+    wrapper = swap_of(module) not in (None, SwappedConv3d)
     clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
     nn.Module.__init__(clone)
     own = {*clone.__dict__, "forward", "_diffusers_hook"}

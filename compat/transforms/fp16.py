@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..device.execution import to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
-from ..memory.parts import Undo
+from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
 from .blocks import FORWARDS, OPS, BlockOps
 from .fp16_layers import (
     FORWARD_OF,
@@ -36,7 +36,6 @@ from .fp16_layers import (
     fp32_swiglu,
     rms_norm,
 )
-from .structure import BLOCK_LISTS, full_name, submodule_at, transformer_blocks
 
 UPSTREAM = "diffusers.models.transformers."
 SAFE_OPS = BlockOps(operand_dtype=HALF)

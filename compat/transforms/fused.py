@@ -20,12 +20,11 @@ from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST, placed, to_host
-from ..memory.parts import Undo
+from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
 from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
-from .structure import full_name, submodule_at, transformer_blocks
 
 OFF = "off"
 CHOICES = (AUTO, OFF, TRITON, REFERENCE)

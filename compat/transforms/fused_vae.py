@@ -31,11 +31,11 @@ from ...kernels.terms import (
     Pad,
 )
 from ..memory.hooks import own_tensors, weights_on
+from ..memory.parts import full_name
 from .blocks import norm_of
 from .conv3d_methods import Conv3dMethod
 from .fused import FusionPoints, is_rms_norm, other_forward
 from .fused_attention import FORM
-from .structure import full_name
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."

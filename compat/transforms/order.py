@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory.parts import Undo, role_of
+from ..memory.parts import Undo, full_name, role_of
 from .attention import Attention
 from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, Padding, cropping
 from .conv3d import history_tables, swap_conv3d
 from .conv3d_choice import Timings, choose_by, runs_natively
-from .structure import full_name
 
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]

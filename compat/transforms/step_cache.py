@@ -18,8 +18,7 @@ from torch import nn
 
 from ..device.execution import COMPILED, HOST, placed, to_host
 from ..errors import InputError, UnsupportedError
-from ..memory.parts import Undo
-from .structure import transformer_blocks
+from ..memory.parts import Undo, transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {

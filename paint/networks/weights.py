@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import TensorEntry, plain_status
-from ...compat.checkpoints.scaled import described
+from ...compat.checkpoints.headers import TensorEntry, described, plain_status
 from ...compat.checkpoints.weights import read_tensors, weight_files
 from ...compat.errors import CheckpointError, InputError, PackError
 from ..choices import STORED_AS as CHOICES

@@ -14,9 +14,10 @@ from ...compat.device.execution import picture_of
 from ...compat.device.facts import facts_for
 from .. import stages
 from ..base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-from ..load.folder import LoadRequest, load
+from ..load.folder import load
 from ..movie import read_frames, write_mp4
 from ..pipeline import Pipeline
+from ..requests import LoadRequest
 from ..settings import of_checkpoint
 from ..vae.plan import DecodeRequest
 from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of

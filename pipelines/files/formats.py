@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.checkpoints.gguf_file import gguf_header
-from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable
-from ...compat.checkpoints.scaled import with_scales
+from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable, with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ..keys import SAME, Layout, Row, is_another_model, renamed
 from ..registry import FAMILIES
-from .configs import MOST_TENSORS, construction, empty_weights
 from .evidence import names_around, other_model, published, refusal
+from .part import MOST_TENSORS, construction, empty_weights
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
 NAMED = 3

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules import module as modules
 
-from ...compat.checkpoints.headers import STORED, TensorEntry
+from ...compat.checkpoints.headers import STORED, TensorEntry, described
 from ...compat.checkpoints.packed import dense_bytes, memory_bytes, stays_packed, stays_plain
-from ...compat.checkpoints.scaled import described
 from ...compat.checkpoints.weights import is_view, read_json, weight_files
-from ...compat.errors import CheckpointError
+from ...compat.device.failures import is_shortage
+from ...compat.errors import CheckpointError, PackError
 from ..base import Progress
 from ..family import FamilySpec
 
@@ -131,3 +136,179 @@ def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
     if not (family.folder / "tools.json").is_file():
         return {}
     return read_json(family.folder / "tools.json", "the pipelines' settings")
+
+
+LARGEST = 1000  # times the largest published number, which no checkpoint comes near
+MOST_TOKENS = 10_000_000
+MOST_TENSORS = 20_000  # where no file says how many: ten times those of the largest published transformer
+LONGEST = 256  # items of a list
+SLACK = 64  # parameters beyond twice those of the file: tied ones and those that a class makes and drops
+MODULES = 64  # per tensor: containers, activations, dropouts
+CHECK_SECONDS = 0.05
+
+
+def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size.
+
+    A null is left to the class, which may have a default for it.
+
+    Args:
+        subject: whose it is, for the error, such as ``transformer``.
+        rows: published configurations; names that none of them has are left alone.
+
+    Raises:
+        CheckpointError: names the value.
+    """
+    for name, value in config.items():
+        known = [row[name] for row in rows if row.get(name) is not None]
+        if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
+            raise CheckpointError(
+                f"{name} {_short(value)} of the {subject} in {str(path)!r}",
+                expected=f"a value such as {_short(known[0])}",
+                fix="Download this file again, or undo what was changed in it.",
+            )
+
+
+def require_counts(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens.
+
+    Raises:
+        CheckpointError: names the value.
+    """
+    for name, value in config.items():
+        if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
+            raise CheckpointError(
+                f"{name} {_short(value)} in {str(path)!r}",
+                expected=f"{MOST_TOKENS} at most",
+                fix="Download this file again, or undo what was changed in it.",
+            )
+
+
+class _Building(threading.local):
+    """The treatment of the parameters and modules that this thread registers."""
+
+    count: Callable[[str], None] | None = None
+    empty = False
+
+
+_building = _Building()
+_hooks: list[Any] = []  # of torch, once they are needed
+_hooking = threading.Lock()
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Modules that this thread builds in the block have parameters without memory, on ``meta``; buffers are real.
+
+    accelerate's ``init_empty_weights`` changes ``nn.Module`` itself: a module that another thread builds meanwhile has
+    no weights either, and two such blocks that overlap leave that so for good.
+    """
+    _watch_registrations()
+    before, _building.empty = _building.empty, True
+    try:
+        yield
+    finally:
+        _building.empty = before
+
+
+@contextmanager
+def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
+    """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
+
+    Args:
+        subject: the part, for the error.
+        tensors: how many its file has.
+        check: raises when the user has cancelled; called now and then.
+
+    Raises:
+        CheckpointError: the configuration asks for more parameters than the file has, or building it failed.
+    """
+    counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
+    most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
+
+    def counted(kind: str) -> None:
+        nonlocal checked
+        if time.monotonic() - checked > CHECK_SECONDS:
+            check()
+            checked = time.monotonic()
+        counts[kind] += 1
+        if counts[kind] > most[kind]:
+            raise CheckpointError(
+                f"config.json of the {subject} in {str(folder)!r} describes more {kind} than its weights have",
+                expected=f"a configuration of {tensors} tensors",
+                fix="Download config.json and weights from the same place.",
+            )
+
+    _watch_registrations()
+    before, _building.count = _building.count, counted
+    try:
+        check()
+        yield
+    except (PackError, ImportError):
+        raise
+    except Exception as error:  # each class has its own ways to fail on a configuration it was not made for
+        if is_shortage(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = lines[:2][-1]  # the second where the first is torch's heading
+        raise CheckpointError(
+            f"the {subject} in {str(folder)!r} cannot be built from its config.json ({reason[:160]})",
+            expected="a configuration as published",
+            fix="Download config.json and weights from the same place.",
+        ) from error
+    finally:
+        _building.count = before
+
+
+def _watch_registrations() -> None:
+    """Have torch tell of every registration, for good: hooks that come and go break what other threads build."""
+    with _hooking:
+        if not _hooks:
+            told: Any = _parameter_of  # torch's annotation leaves out that a hook may return another parameter
+            _hooks.append(modules.register_module_parameter_registration_hook(told))
+            _hooks.append(modules.register_module_module_registration_hook(_counted_module))
+
+
+def _parameter_of(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if _building.count is not None:
+        _building.count("parameters")
+    if not _building.empty or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:
+    if _building.count is not None:
+        _building.count("modules")
+
+
+def _alike(value: Any, known: Any) -> bool:
+    """Tell whether ``value`` could stand where a published configuration has ``known``."""
+    if isinstance(known, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
+    if isinstance(known, (bool, str)):
+        return type(value) is type(known)
+    if isinstance(known, (int, float)):
+        return _number_alike(value, known)
+    return isinstance(value, type(known))
+
+
+def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Tell whether each item could stand there; a list of counts may have a 0, such as a level without layers."""
+    counts = bool(known) and all(type(one) is int for one in known)
+    return not known or all(
+        (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values
+    )
+
+
+def _number_alike(value: Any, known: float) -> bool:
+    if type(value) not in (int, float) or (isinstance(value, float) and not math.isfinite(value)):
+        return False
+    if isinstance(known, int) and isinstance(value, float) and not value.is_integer():
+        return False
+    return abs(value) <= LARGEST * max(abs(known), 1) and (value >= 0 or isinstance(known, float) or known < 0)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -25,9 +25,8 @@ from ..base import Call, Forwards, PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..sampling.schedules import Guidance
 from ..sizes import TRANSFORMER, VAE, Size, latent_shape
-from ..vae.chunked import decode_as_published
 from ..vae.plan import DecodeMethod
-from ..vae.tiled import decoder_call, pieces_of
+from ..vae.tiled import decode_as_published, decoder_call, pieces_of
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others

@@ -16,8 +16,7 @@ from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, facts_for, free_bytes
 from ...compat.errors import InputError, UnsupportedError
-from ...compat.memory.host_weights import DISK, HostWeights
-from ...compat.memory.offloader import HOSTED, MODES, Offloader, OffloadOptions
+from ...compat.memory.offloader import DISK, HOSTED, MODES, HostWeights, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling

@@ -104,16 +104,12 @@ def share_out(
     fixed = {stage for stage in home if COMPUTES[stage] in placed}
     found, failed = known_or_why(lambda: _chosen(first, home, known, fixed, load_on))
     places, why = found or (home, failed)
-    if places == home:
-        stay = Decision(CARDS, f"all on {first.facts.device}", why, AUTO)
-        return replace(first, plan=replace(first.plan, decisions=(*first.decisions, stay)))
-    pipeline = load_on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
-    return replace(
-        pipeline,
-        plan=replace(
-            pipeline.plan, decisions=(*pipeline.plan.decisions, Decision(CARDS, _in_words(places), why, AUTO))
-        ),
-    )
+    pipeline, where = first, f"all on {first.facts.device}"
+    if places != home:
+        pipeline = load_on(places[SAMPLING], {COMPUTES[stage]: device for stage, device in places.items()})
+        where = _in_words(places)
+    decisions = (*pipeline.plan.decisions, Decision(CARDS, where, why, AUTO))
+    return replace(pipeline, plan=replace(pipeline.plan, decisions=decisions))
 
 
 def _stage_of(part: str) -> str:

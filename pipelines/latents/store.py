@@ -194,7 +194,11 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
     wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
     rate = record.get("fps")
-    wrong += [] if type(rate) in (int, float) and math.isfinite(rate) and rate >= 0 else ["fps"]
+    wrong += (
+        []
+        if isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate >= 0
+        else ["fps"]
+    )
     wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
     if wrong:
         raise CheckpointError(

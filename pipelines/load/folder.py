@@ -42,10 +42,9 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
-from ..files.configs import require_plausible
 from ..files.evidence import evidence_of, published, variant_of
 from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
-from ..files.part import PartFiles, part_files
+from ..files.part import PartFiles, part_files, require_plausible
 from ..files.single_file import Composed, composed, family_in
 from ..forecast.fit import host_weight_decisions, offload_options, require_room
 from ..keys import TRANSFORMER
@@ -54,10 +53,8 @@ from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
-from . import storage
-from .host_memory import fit_host_memory, sizes_of
-from .reading import reader_of, tool_reader
-from .storage import SafeFp16
+from . import reading as storage
+from .reading import SafeFp16, fit_host_memory, reader_of, sizes_of, tool_reader
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 

@@ -26,13 +26,13 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.configs import MOST_TENSORS, construction, empty_weights
 from ..files.lora_keys import Match, matched
 from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, LoRAPair, Shapes
+from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
+from ..requests import LORA_MODES
 
-MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
@@ -47,7 +47,7 @@ class LoRA:
         path: its file.
         strength: times what it was trained for.
         blocks: filter as :func:`lora_keys.chosen` takes it.
-        mode: one of :data:`MODES`.
+        mode: one of :data:`LORA_MODES`.
         pairs: the tensors of each layer, by the layer's name.
         tensors: those tensors on the CPU, by their names in the file, which is not read again.
         stamp: the file's size and time.
@@ -95,8 +95,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     """
     if not (math.isfinite(strength) and abs(strength) <= MOST):
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
-    if mode not in MODES:
-        raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(MODES)}", fix="Choose separate.")
+    if mode not in LORA_MODES:
+        raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(LORA_MODES)}", fix="Choose separate.")
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         layers = _layers_of(pipeline)

@@ -11,8 +11,9 @@ from ...compat.memory.offloader import Offloader
 from ..base import Progress
 from ..forecast.placement import share_out
 from ..pipeline import Pipeline
+from ..requests import LoadRequest
 from ..sizes import TRANSFORMER
-from .folder import LoadRequest, load
+from .folder import load
 
 
 def load_placed(

@@ -15,15 +15,14 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from ...compat.decision import AUTO
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError
 from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
 from ..base import FramePackSettings, PromptRequest, SampleSettings
 from ..family import FITS
-from ..load import lora
-from ..load.folder import AUTO
-from ..requests import LOAD_INPUTS
+from ..requests import LOAD_INPUTS, LORA_MODES
 from ..vae.plan import DecodeRequest
 
 VERSION, HEAD = 1, "anygpu_job"
@@ -97,7 +96,7 @@ class Adapter:
     file: Content
     strength: float = 1.0
     blocks: str = ""
-    mode: str = lora.MODES[0]
+    mode: str = LORA_MODES[0]
 
 
 @dataclass(frozen=True, slots=True)

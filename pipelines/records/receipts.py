@@ -34,10 +34,9 @@ from ..base import (
 )
 from ..family import FITS
 from ..load import lora
-from ..load.folder import LoadRequest
 from ..movie import tags_of
 from ..pipeline import Pipeline
-from ..requests import inputs_of
+from ..requests import LoadRequest, inputs_of
 from ..vae.plan import DecodeRequest
 from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
 

@@ -22,8 +22,7 @@ from ...compat.transforms.fp16 import fp16_sums
 from ...compat.transforms.step_cache import cached, require_usable
 from ..base import Latents, Progress, SampleSettings
 from ..family import FamilySpec
-from ..pipeline import Pipeline
-from ..retry import make_room_and_retry
+from ..pipeline import Pipeline, make_room_and_retry
 from ..settings import STEP_CACHE
 from ..sizes import TRANSFORMER
 from .resume import Steps

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.compile import uncompiled
 from ...compat.transforms.conv3d_methods import padded
-from ...compat.transforms.structure import full_name
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"
@@ -185,21 +185,6 @@ def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
         return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
 
     return forward
-
-
-def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
-    """
-    if full_name(vae) == MOCHI:
-        vae.drop_last_temporal_frames = False
-        for block in vae.decoder.up_blocks:
-            block.forward = types.MethodType(mochi_up_from_the_start, block)
-    if SPATIAL_PADDING in vars(vae):
-        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
-            conv.padding_mode = vae.spatial_padding_mode
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:

@@ -27,8 +27,8 @@ from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError
 from ...compat.memory.hooks import own_tensors, weights_on
+from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
-from ...compat.transforms.structure import full_name
 from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
 Region = tuple[int, int, int, int]

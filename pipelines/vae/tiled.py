@@ -6,6 +6,7 @@ ones that overlap and blend, a chunk of latent frames into shorter ones, a decod
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +15,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat.device.execution import to_host
 from ...compat.device.failures import DEVICE_ERRORS
+from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Validator
 from ...compat.ranks import Group
-from ...compat.transforms.structure import full_name
-from .chunked import AUTOENCODERS, CausalCache, remembering
+from .chunked import AUTOENCODERS, MOCHI, SPATIAL_PADDING, CausalCache, mochi_up_from_the_start, remembering
 from .plan import STRIDE, DecodeMethod
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
@@ -426,3 +427,18 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
                 Region(rows=rows, columns=columns, weights=(by_row, by_column), frames=region.frames, past=past)
             )
     return tiles[::-1]
+
+
+def decode_as_published(vae: Any) -> None:
+    """Make ``vae`` what its publisher runs where diffusers builds another one.
+
+    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
+    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
+    """
+    if full_name(vae) == MOCHI:
+        vae.drop_last_temporal_frames = False
+        for block in vae.decoder.up_blocks:
+            block.forward = types.MethodType(mochi_up_from_the_start, block)
+    if SPATIAL_PADDING in vars(vae):
+        for conv in (module for module in vae.modules() if isinstance(module, nn.Conv3d)):
+            conv.padding_mode = vae.spatial_padding_mode

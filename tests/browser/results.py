@@ -24,8 +24,9 @@ from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, S
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.demo.drawing import drawn
 from anygpu.pipelines.demo.scenes import EXAMPLE, first_frame, scene_in
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from paint.synthetic import photographs, torus
 from PIL import Image, ImageDraw, ImageFont
 

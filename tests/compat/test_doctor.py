@@ -13,7 +13,8 @@ from anygpu.compat import doctor
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore, repaired
 from anygpu.pipelines.base import Call
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.core_sampler import velocity
 from torch import nn
 from torch.nn import functional

@@ -25,11 +25,12 @@ from anygpu.pipelines.forecast.memory import forecasts
 from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.convert import from_core
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES, family_named, register
 from anygpu.pipelines.report import precisions
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.sizes import Size

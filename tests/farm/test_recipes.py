@@ -96,8 +96,10 @@ def test_two_boxes_start_ray_with_a_token_and_fixed_ports(name: str) -> None:
             assert {"--min-worker-port=6400", "--max-worker-port=6499", "--node-manager-port=6380"} <= set(words)
 
 
-def test_the_image_asks_for_a_token_and_no_recipe_has_one() -> None:
-    assert "RAY_AUTH_MODE=token" in (RECIPES / "Dockerfile").read_text(encoding="utf-8")
+def test_the_image_has_the_installed_pack_and_asks_for_a_token_which_no_recipe_has() -> None:
+    image = (RECIPES / "Dockerfile").read_text(encoding="utf-8")
+    assert 'pip install --no-cache-dir "/src[farm]" && rm -rf /src' in image, "as tests/test_wheel.py installs it"
+    assert "-e " not in image and "PYTHONPATH" not in image and "RAY_AUTH_MODE=token" in image
     for path in RECIPES.iterdir():
         assert "RAY_AUTH_TOKEN:" not in path.read_text(encoding="utf-8"), "a token belongs into a secret"
 

@@ -18,7 +18,7 @@ with atheris.instrument_imports(
     include=[
         "anygpu.compat.checkpoints.headers",
         "anygpu.compat.checkpoints.gguf_file",
-        "anygpu.compat.checkpoints.scaled",
+        "anygpu.compat.checkpoints.headers",
     ]
 ):
     sys.path.insert(0, str(HERE))

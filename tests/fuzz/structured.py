@@ -26,8 +26,7 @@ from typing import Any
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import entries_and_notes
-from anygpu.compat.checkpoints.scaled import with_scales
+from anygpu.compat.checkpoints.headers import entries_and_notes, with_scales
 from anygpu.compat.checkpoints.weights import read_tensors, weight_files, write_tensors
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
@@ -45,13 +44,14 @@ from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import receipts
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from anygpu.pipelines.sampling.resume import SectionState
 from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
@@ -251,7 +251,7 @@ class Readers:
             tensors.pop(rng.choice(list(tensors)))
         path = write_tensors(self.folder / "a.safetensors", tensors, {})
         rewritten(path, rng)
-        adapted = lora.with_lora(self.pipeline, path, 0.5, "", rng.choice(lora.MODES), Silent())
+        adapted = lora.with_lora(self.pipeline, path, 0.5, "", rng.choice(LORA_MODES), Silent())
         with torch.no_grad(), adapted.offloader.hold("transformer"):
             pass
 

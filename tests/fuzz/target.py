@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from anygpu.compat.checkpoints import gguf_file, headers, scaled
+from anygpu.compat.checkpoints import gguf_file, headers
+from anygpu.compat.checkpoints import headers as scaled
 from anygpu.compat.checkpoints.latents import metadata_of, read_record, record_in
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import PackError

@@ -35,9 +35,10 @@ from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.latents.convert import conditionings, from_core, to_core
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.store import load_latent, save_latent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest

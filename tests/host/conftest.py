@@ -9,21 +9,14 @@ import pytest
 
 from host.client import Client
 from host.inside.asking import Inside
-from host.server import NoHost, Server, environment, find_host
+from host.server import NoHost, Server, environment, find_host, served
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
     """A running ComfyUI with this pack and no models yet; skips, and says what to do, where there is none."""
-    try:
-        host = find_host()
-    except NoHost as reason:
-        pytest.skip(str(reason))
-    running = Server(host, tmp_path_factory.mktemp("host"), tiny_folder, stand_ins=True)
-    try:
-        yield running.start()
-    finally:
-        running.stop()
+    with served(tmp_path_factory.mktemp("host"), tiny_folder, stand_ins=True) as running:
+        yield running
 
 
 @pytest.fixture

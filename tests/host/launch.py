@@ -1,8 +1,9 @@
 """Start a ComfyUI checkout under its own interpreter: ``python launch.py COMFYUI [ComfyUI arguments ...]``.
 
 torchvision and torchaudio are often installed as CUDA builds whose compiled parts do not load beside a CPU build of
-torch; ComfyUI then dies at import although neither part is needed. Both are met inside this process, at the moment
-they are imported, and nothing of the installation is changed. Standard library only: it runs in the host's interpreter.
+torch; ComfyUI then dies at import although neither part is needed. A CUDA build of torch on a machine without a GPU
+has core ask a driver that is not there. All three are met inside this process, at the moment they are imported, and
+nothing of the installation is changed. Standard library only: it runs in the host's interpreter.
 """
 
 from __future__ import annotations
@@ -55,7 +56,18 @@ def tolerate_libraries(loading: ModuleType) -> None:
     loading._load_lib = load_lib
 
 
+def hide_cuda_without_driver(torch: ModuleType) -> None:
+    """Make a CUDA build of torch count as one for the CPU where no device answers: core would ask its driver.
+
+    Args:
+        torch: just imported.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch.version.cuda = None
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "torch": hide_cuda_without_driver,
     "torchvision.extension": declare_operators,
     "torchaudio._extension.utils": tolerate_libraries,
 }

@@ -17,12 +17,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
+import pytest
 import tiny
 from anygpu.compat.checkpoints.latents import metadata_of, record_in
 from anygpu.pipelines.demo.scenes import COLOURS
@@ -119,6 +122,7 @@ class Server:
         gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
         older: whether that counts as an RTX 2060, with core's large classes in small sizes.
         arguments: further arguments of ComfyUI. bytecode: where compiled modules are kept; else each start compiles.
+        pack: the folder of the pack.
     """
 
     host: Host
@@ -130,6 +134,7 @@ class Server:
     older: bool = False
     arguments: tuple[str, ...] = ()
     bytecode: Path | None = None
+    pack: Path = ROOT
     port: int = 0
     start_seconds: float = 0.0
     ended_with: int | None = None
@@ -241,7 +246,7 @@ class Server:
         beside = [
             name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu), (OLDER, self.older)) if wanted
         ]
-        return {PACK: ROOT, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
+        return {PACK: self.pack, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
     def _install(self) -> None:
         """The folders of the base directory, the pack in one of its own, and a picture and a clip to load."""
@@ -269,6 +274,25 @@ class Server:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
+
+
+@contextmanager
+def served(base: Path, tiny_folder: Path, before: Callable[[Server], object] = bool, **chosen: Any) -> Iterator[Server]:
+    """A running ComfyUI, stopped at the end; skips, and says what to do, where there is none.
+
+    Args:
+        before: what is done with it before it starts. chosen: as :class:`Server` takes it.
+    """
+    try:
+        host = find_host()
+    except NoHost as reason:
+        pytest.skip(str(reason))
+    running = Server(host, base, tiny_folder, **chosen)
+    before(running)
+    try:
+        yield running.start()
+    finally:
+        running.stop()
 
 
 def write_clip(path: Path, pictures: Sequence[np.ndarray] | None = None, fps: int = 8) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from host.client import Client
 from host.prompts import PICTURES, Graph, core_sampled, pictured, replay, shrunk_core, text_to_video
-from host.server import NoHost, Server, find_host
+from host.server import Server, served
 from host.videos import pictures
 
 pytestmark = pytest.mark.host
@@ -23,15 +23,8 @@ SOON = 60.0  # seconds at most until the server's worker has done what a button 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[Server]:
     """A server of this file alone; skips where there is no ComfyUI."""
-    try:
-        host = find_host()
-    except NoHost as reason:
-        pytest.skip(str(reason))
-    running = Server(host, tmp_path_factory.mktemp("gpu"), tiny_folder, gpu=True)
-    try:
-        yield running.start()
-    finally:
-        running.stop()
+    with served(tmp_path_factory.mktemp("gpu"), tiny_folder, gpu=True) as running:
+        yield running
 
 
 @pytest.fixture

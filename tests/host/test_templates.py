@@ -18,7 +18,7 @@ from host import videos
 from host.client import Client
 from host.inside.asking import Inside
 from host.prompts import SAVE, WORKFLOWS, Prompt, pictured, replay, shrunk_core
-from host.server import NoHost, Server, find_host
+from host.server import Server, served
 
 pytestmark = pytest.mark.host
 
@@ -32,16 +32,12 @@ FIT_MODEL, FIT_VAE = "AnyGPUFitModel", "AnyGPUFitVAE"
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, inside: Inside) -> Iterator[Server]:
     """A server of this file alone, with the files; skips where there is no ComfyUI."""
-    try:
-        host = find_host()
-    except NoHost as reason:
-        pytest.skip(str(reason))
-    running = Server(host, tmp_path_factory.mktemp("older"), tiny_folder, gpu=True, older=True)
-    inside.play("template_files", "write", models=str(running.base / "models"))
-    try:
-        yield running.start()
-    finally:
-        running.stop()
+
+    def write(server: Server) -> None:
+        inside.play("template_files", "write", models=str(server.base / "models"))
+
+    with served(tmp_path_factory.mktemp("older"), tiny_folder, write, gpu=True, older=True) as running:
+        yield running
 
 
 @pytest.fixture

@@ -51,7 +51,8 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     from anygpu.pipelines.forecast.page import memory_plan
     from anygpu.pipelines.latents import recovery
     from anygpu.pipelines.latents.steps import SavedSteps
-    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.load.folder import load
+    from anygpu.pipelines.requests import LoadRequest
     from anygpu.pipelines.sizes import Size
 
     pipeline = load(LoadRequest(tiny.build("ltx", folder), precision="fp32", device=device, state=state))

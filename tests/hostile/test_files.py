@@ -13,9 +13,8 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import header_of
+from anygpu.compat.checkpoints.headers import header_of, with_scales
 from anygpu.compat.checkpoints.latents import read_record, write_record
-from anygpu.compat.checkpoints.scaled import with_scales
 from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
 from anygpu.compat.errors import CheckpointError, PackError
 from anygpu.compat.repairs import FP32, Repair, RepairStore
@@ -26,9 +25,10 @@ from anygpu.pipelines.files.evidence import Evidence
 from anygpu.pipelines.latents import musubi
 from anygpu.pipelines.latents.prompt_files import load_prompt
 from anygpu.pipelines.latents.store import load_latent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from test_layers import SHIPPED, tree_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123456789\n"

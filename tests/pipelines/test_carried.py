@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from dataclasses import fields
 from typing import Any
@@ -11,10 +12,11 @@ from anygpu.compat.records import WITHOUT
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import PLACES, VideoJob
 from anygpu.pipelines.requests import LOAD_INPUTS
-from help_pages import schemas
+from schemas import SNAPSHOT
 from test_web import translated
 
-INPUTS = {name: {entry.name for entry in inputs} for name, (_, inputs) in schemas().items()}
+NODES = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+INPUTS = {name: {item["name"] for item in node["inputs"]} for name, node in NODES.items()}
 LOADED = {"model", "base", "image_encoder", "task"} | (LOAD_INPUTS.keys() - set(PLACES))
 CARRIED: dict[str, tuple[Any, ...]] = {  # node -> names, or the kind of job and its fields that hold inputs of the node
     "AnyGPULoadPipeline": (LOADED,),

@@ -27,8 +27,9 @@ from anygpu.pipelines.files.download import (
     stored_for,
     variants_of,
 )
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 
 CPU = facts_for("cpu")
 TURING = DeviceFacts(

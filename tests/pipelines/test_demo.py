@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.scaled import described
+from anygpu.compat.checkpoints.headers import described
 from anygpu.compat.checkpoints.weights import read_tensors, write_tensors
 from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
@@ -18,10 +18,11 @@ from anygpu.pipelines.decisions import card_of, status_of
 from anygpu.pipelines.demo import MODELS, demo_loras, demo_models, drawing, scenes
 from anygpu.pipelines.demo.stand_in import own_inputs, own_latents
 from anygpu.pipelines.latents.convert import start_of
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
 from scene_scores import chosen_scenes, scores

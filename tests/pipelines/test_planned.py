@@ -15,10 +15,11 @@ from anygpu.pipelines.base import FramePackSettings, ImageCondition, Prompt, Pro
 from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from PIL import Image
 

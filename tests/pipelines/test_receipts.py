@@ -17,7 +17,7 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, recovery, store
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import tags_of, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import receipts
@@ -31,6 +31,7 @@ from anygpu.pipelines.records.receipts import (
     tags_for,
     with_receipt,
 )
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import DecodeRequest

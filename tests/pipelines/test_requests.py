@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines.load.folder import LoadRequest
-from anygpu.pipelines.requests import LOAD_INPUTS, STORED, load_request
+from anygpu.pipelines.requests import LOAD_INPUTS, STORED, LoadRequest, load_request
 
 MODEL = Path("model")
 OTHER = {"compile_mode": "max-autotune-no-cudagraphs", "compile_dynamic": "all", "compile_cache_size": 3}

@@ -20,8 +20,9 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import FramePackSettings, Prompt, SampleSettings
 from anygpu.pipelines.decisions import card_of, in_short, limits
 from anygpu.pipelines.families.framepack.pipeline import resume_key
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.report import precisions
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
 from simulated import profiles

@@ -15,7 +15,8 @@ from anygpu.compat.transforms.fused import CHOICES as KERNELS
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, settings_for
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest, form_for
 

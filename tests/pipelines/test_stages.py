@@ -12,9 +12,10 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import fitted, fitted_size
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text.t5 import shortened
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)

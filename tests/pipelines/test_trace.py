@@ -12,7 +12,8 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 ROOT = Path(anygpu.__path__[0]).resolve()
 MOST_FRAMES = 7  # of ours between stages.sample and the transformer's forward
@@ -74,4 +75,4 @@ def test_few_frames_lie_between_the_stage_and_the_transformer(trace):
 
 
 def test_few_files_take_part(trace):
-    assert 20 < len(trace.files) <= MOST_FILES, sorted(trace.files)
+    assert 20 < len(trace.files) <= MOST_FILES, "\n".join(sorted(trace.files))

@@ -14,8 +14,9 @@ import torch
 from anygpu.compat.memory.hooks import own_tensors
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines.forecast.memory import forecast
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from heavy import build_heavy
 

@@ -10,7 +10,8 @@ import torch
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simulated import accelerator

@@ -26,10 +26,11 @@ from anygpu.pipelines.base import EMBEDS, MASK, POOLED, Latents, Prompt, PromptR
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import SavedSteps
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.receipts import latents_hash
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.text.llama import llama_from_core
 from anygpu.pipelines.text.qwen import qwen_from_core

@@ -13,8 +13,9 @@ from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.latents import convert, recovery
 from anygpu.pipelines.latents.steps import SavedSteps
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
 
 from simulated import accelerator

@@ -14,7 +14,8 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.fit import plan_line
 from anygpu.pipelines.forecast.memory import forecast
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
 
 from simulated import accelerator, fitting

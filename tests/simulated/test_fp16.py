@@ -15,9 +15,10 @@ from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator

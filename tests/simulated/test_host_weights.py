@@ -15,13 +15,14 @@ from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.device import facts as device
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory import hooks, host_weights, transfer
+from anygpu.compat.memory import hooks, transfer
+from anygpu.compat.memory import offloader as host_weights
 from anygpu.compat.memory.hooks import hooks_on
-from anygpu.compat.memory.host_weights import DISK, PINNED, PLAIN, choose_host_weights, views_of
+from anygpu.compat.memory.offloader import DISK, PINNED, PLAIN, choose_host_weights, views_of
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.forecast.fit import plan_line
-from anygpu.pipelines.load.host_memory import fit_host_memory
+from anygpu.pipelines.load.reading import fit_host_memory
 
 from simulated import accelerator
 from simulated.fitting import forget, heavy, run

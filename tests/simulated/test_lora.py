@@ -11,8 +11,9 @@ import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from safetensors.torch import save_file
 
 from simulated import accelerator, profiles
@@ -66,7 +67,7 @@ def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tens
             offload,
             marks=[] if (mode, offload) in (("separate", "group"), ("merged", "none")) else pytest.mark.full,
         )
-        for mode in lora.MODES
+        for mode in LORA_MODES
         for offload in MODES
     ],
 )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, rendered

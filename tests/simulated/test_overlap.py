@@ -9,7 +9,11 @@ import torch
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.hooks import GroupHooks
+from anygpu.compat.memory.host_weights import PINNED, PLAIN, HostWeights
+from anygpu.compat.memory.offloader import OffloadOptions
+from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.prefetch import CopyStream, copy_stream
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.statistics import MemoryStats
 from torch import nn
 
@@ -39,34 +43,36 @@ class Blocks(nn.Module):
         return x
 
 
-def run(acc: torch.device, pinned: bool = True, ahead: int = 1, by_block: bool = True) -> tuple[Times, MemoryStats]:
-    """A few forwards by the clock; they give what the resident model gives, bit for bit."""
+def run(acc: torch.device, pinned: bool = True, ahead: bool = True, mode: str = "group") -> tuple[Times, MemoryStats]:
+    """A few forwards by the clock under our offload; they give what the resident model gives, bit for bit.
+
+    Args:
+        ahead: False leaves no room for weights that come ahead.
+    """
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(TOKENS, WIDTH).to(acc)
-    stats = MemoryStats()
+    host_weights = HostWeights({"transformer": PINNED if pinned else PLAIN})
+    options = OffloadOptions(keep_free_bytes=0 if ahead else 2**50, host_weights=host_weights)
     with torch.no_grad():
         resident = model.to(acc)(x).cpu()
-        hooks = GroupHooks(model.to("cpu"), acc, by_block, stats, pinned=pinned, copies=copy_stream(acc))
-        hooks.ahead_bytes = ahead * hooks.largest_bytes
-        try:
-            with clocked(EVEN, index=acc.index) as clock:
-                for _ in range(FORWARDS):
-                    result = model(x)
-                times = clock.times()
-            assert torch.equal(result.cpu(), resident)
-        finally:
-            hooks.remove()
-    return times, stats
+        offloader = StandaloneOffloader(Parts({"transformer": lambda _: model.to("cpu")}), acc, mode, options)
+        with offloader.hold("transformer") as part, clocked(EVEN, index=acc.index) as clock:
+            for _ in range(FORWARDS):
+                result = part(x)
+            times = clock.times()
+        assert torch.equal(result.cpu(), resident)
+        offloader.release("transformer")
+    return times, offloader.memory_stats
 
 
-@pytest.mark.parametrize("by_block", [True, False], ids=["group", "sequential"])
+@pytest.mark.parametrize("mode", ["group", "sequential"])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("pinned", [True, False], ids=["locked", "staged"])
-def test_streaming_takes_what_the_slower_of_link_and_device_must_take(acc, pinned, index, by_block):
+def test_streaming_takes_what_the_slower_of_link_and_device_must_take(acc, pinned, index, mode):
     device = torch.device(acc.type, index)
     with torch.acc.device(index):
-        times, stats = run(device, pinned, by_block=by_block)
-        alone, _ = run(device, pinned, ahead=0, by_block=by_block)
+        times, stats = run(device, pinned, mode=mode)
+        alone, _ = run(device, pinned, ahead=False, mode=mode)
     assert times.elapsed <= TIED * times.bound < 0.6 * alone.elapsed
     weights = sum(tensor.nbytes for tensor in Blocks().parameters())
     assert stats.moved_bytes <= weights * (FORWARDS + 2 / BLOCKS), "each forward once, and one block for nothing"

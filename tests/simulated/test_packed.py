@@ -11,7 +11,8 @@ import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines.files.single_file import Files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import default_size, sampling_bytes
 
 from simulated import accelerator, profiles

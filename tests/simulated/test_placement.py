@@ -15,9 +15,9 @@ from anygpu.pipelines.decisions import card_of
 from anygpu.pipelines.forecast import placement
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.forecast.page import memory_plan, planned_size
-from anygpu.pipelines.load.folder import LoadRequest
 from anygpu.pipelines.load.placed import load_placed
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 
 from simulated import accelerator
 from simulated.test_families import CASES, rendered

@@ -12,7 +12,8 @@ import torch
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.loop import Safeguards, denoise
 from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from anygpu.pipelines.speed import SpeedRequest

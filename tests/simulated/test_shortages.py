@@ -11,8 +11,7 @@ from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.errors import PackError, parts_of
 from anygpu.compat.memory import hooks
 from anygpu.compat.memory.hooks import GroupHooks
-from anygpu.compat.memory.host_weights import PINNED, HostWeights
-from anygpu.compat.memory.offloader import OffloadOptions
+from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.pipelines import stages

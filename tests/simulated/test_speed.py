@@ -13,7 +13,8 @@ from anygpu.compat.transforms import compile as compiling
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.kernels.norm import normalized
 from anygpu.kernels.terms import RMS, Norm
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 
 from simulated.test_families import CASES, MODES, ROUNDING, rendered

@@ -22,7 +22,8 @@ from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.transfer import set_data
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from hostile.test_failures import MESSAGES
 from torch import nn
 

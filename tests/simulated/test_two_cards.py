@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 from simulated.test_families import CASES, rendered
 

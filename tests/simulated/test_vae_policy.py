@@ -15,8 +15,9 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae import fallback as vae
 from anygpu.pipelines.vae import plan as vae_plan
 from anygpu.pipelines.vae.plan import DecodeRequest

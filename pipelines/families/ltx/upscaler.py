@@ -20,8 +20,8 @@ from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
 from ....compat.memory.transfer import Transfer, transfer_for
 from ...base import Latents, Progress, StageText
-from ...files.configs import construction, empty_weights
 from ...files.formats import entries_in
+from ...files.part import construction, empty_weights
 from ...keys import listed
 from ...pipeline import Pipeline
 from ...settings import SECOND_PASS

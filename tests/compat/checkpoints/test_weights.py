@@ -11,7 +11,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints import headers
 from anygpu.compat.checkpoints import weights as checkpoints
-from anygpu.compat.checkpoints.scaled import SPARSE, described
+from anygpu.compat.checkpoints.headers import SPARSE, described
 from anygpu.compat.errors import CheckpointError
 from safetensors.torch import save_file
 

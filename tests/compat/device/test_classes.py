@@ -17,8 +17,9 @@ from anygpu.compat.transforms import attention, attention_kernels, fp16
 from anygpu.pipelines.decisions import limits
 from anygpu.pipelines.forecast.fit import plan_line
 from anygpu.pipelines.forecast.page import memory_plan
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from simulated.profiles import MACHINES
 from tiny import build

@@ -41,6 +41,15 @@ def test_all_probes_together_are_little_work(warm):
     assert 1e7 < counter.get_total_flops() < 2e8, "milliseconds of a core"
 
 
+@pytest.mark.parametrize("name", ["attention.fp32", "masked_attention.fp32"])
+def test_only_the_masked_probe_gives_a_mask(name, monkeypatch):
+    given = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(probes.F, "scaled_dot_product_attention", lambda *all: given.append(all[3]) or attend(*all))
+    assert not probes.standard()[name](torch.device("cpu"))
+    assert given and all((mask is not None) == name.startswith("masked") for mask in given)
+
+
 # ---- faults found, one by one, on the simulated accelerator ---------------------------------------
 
 

@@ -32,7 +32,8 @@ from anygpu.compat.transforms.conv3d_choice import choose_by
 from anygpu.kernels import library
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest, speed_for
 from simulated import accelerator, profiles
 from torch import nn

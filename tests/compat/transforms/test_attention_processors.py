@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.memory.parts import full_name
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_processors import Padding, Processor, by_rows, valid_counts
 from anygpu.compat.transforms.order import replace_attention
-from anygpu.compat.transforms.structure import full_name
 from tiny.recipes import TINY
 from tiny.weights import randomise
 from torch import nn

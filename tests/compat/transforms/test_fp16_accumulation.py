@@ -12,7 +12,8 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import fp16 as sums
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 
 CPU = facts_for("cpu")

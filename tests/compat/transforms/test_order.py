@@ -10,8 +10,9 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms.attention_processors import JointProcessor
 from anygpu.compat.transforms.order import Order, Preparation, Step
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Parts
+from anygpu.pipelines.requests import LoadRequest
 from torch import nn
 
 

@@ -13,7 +13,8 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_stored_matmuls
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import Speed, SpeedRequest
 from torch import nn
 

@@ -18,8 +18,7 @@ from anygpu.pipelines.base import (
     PromptRequest,
     SampleSettings,
 )
-from anygpu.pipelines.pipeline import Pipeline
-from anygpu.pipelines.retry import make_room_and_retry
+from anygpu.pipelines.pipeline import Pipeline, make_room_and_retry
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Guidance, Levels, schedule_for
 from anygpu.pipelines.sizes import beside_transformer

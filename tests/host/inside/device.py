@@ -14,8 +14,9 @@ import torch
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from heavy import GREATER, build_heavy
 from simulated import accelerator
 from tiny import parts

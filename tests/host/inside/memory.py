@@ -19,13 +19,14 @@ import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable
 from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.device.rates import RATES
-from anygpu.compat.memory.host_weights import DISK, PLAIN, HostWeights
+from anygpu.compat.memory.offloader import DISK, PLAIN, HostWeights
 from anygpu.host import core_models, memory_manager
 from anygpu.host.casting import CastLayer
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.load import lora as lora_nodes
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 from comfy.cli_args import args
 from safetensors.torch import save_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,14 +46,7 @@ TRIMMED = 1e-5  # upstream attends over masked padding, which moves the last bit
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
     """From a tiny checkpoint's name to what all its tests share: pipeline, prompt, images, and the bare pipeline."""
-    made: dict[str, SimpleNamespace] = {}
-
-    def of(name: str) -> SimpleNamespace:
-        if name not in made:
-            made[name] = _run(name, tiny_folder)
-        return made[name]
-
-    return of
+    return cache(partial(_run, folder=tiny_folder))
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
@@ -327,12 +321,15 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
     for changes in variants:
         _sampled(made, 1, keep=keeper, **changes)
     _sampled(run(F1), 1, keep=keeper)
-    others = [{"storage": {"transformer": "int8"}}, {"step_cache": "half the steps"}]
+    pipeline = made.pipeline
+    others = [
+        {"model": replace(pipeline.model, storage={"transformer": "int8"})},
+        {"plan": replace(pipeline.plan, step_cache="half the steps")},
+    ]
     keeper.keys += [key_of(made, **changes) for changes in others]
     assert len(set(keeper.keys)) == len(variants) + 1 + len(others)
-    assert key_of(made) == key_of(made, decisions=(Decision("offload", "another"),)), (
-        "how parts are moved is not another video"
-    )
+    moved = replace(pipeline.plan, decisions=(Decision("offload", "another"),))
+    assert key_of(made) == key_of(made, plan=moved), "how parts are moved is not another video"
 
 
 def key_of(made: SimpleNamespace, **changes: Any) -> str:

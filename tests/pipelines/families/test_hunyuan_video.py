@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,14 +37,7 @@ TRIMMED = 1e-5  # upstream attends over masked padding, which moves the last bit
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
     """From a tiny checkpoint's name to what all its tests share: the one-shot result, and the same by stages."""
-    made: dict[str, SimpleNamespace] = {}
-
-    def of(name: str) -> SimpleNamespace:
-        if name not in made:
-            made[name] = _run(name, tiny_folder)
-        return made[name]
-
-    return of
+    return cache(partial(_run, folder=tiny_folder))
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:

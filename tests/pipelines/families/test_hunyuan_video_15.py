@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +36,7 @@ TRIMMED = 1e-5  # of the largest value; upstream attends over 1985 masked tokens
 @pytest.fixture(scope="module")
 def run(tiny_folder: Path) -> Callable[[str], SimpleNamespace]:
     """From a tiny checkpoint's name to what all its tests share: the one-shot pipeline, and the same by stages."""
-    made: dict[str, SimpleNamespace] = {}
-
-    def of(name: str) -> SimpleNamespace:
-        if name not in made:
-            made[name] = _run(name, tiny_folder)
-        return made[name]
-
-    return of
+    return cache(partial(_run, folder=tiny_folder))
 
 
 def _run(name: str, folder: Path) -> SimpleNamespace:
@@ -415,7 +409,9 @@ def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any) -> No
     latents, progress = replace(made.latents, samples=samples, frames=1), recorded()
     whole = stages.decode(made.pipeline, latents, progress)
     assert not progress.said
-    tiling = replace(made.pipeline, spec=replace(made.pipeline.spec, most_whole_cells=64))
+    sizes = made.pipeline.spec.sizes
+    spec = replace(made.pipeline.spec, sizes=replace(sizes, most_whole_cells=64))
+    tiling = replace(made.pipeline, spec=spec)
     tiled = stages.decode(tiling, latents, progress)
     assert "tiles" in progress.said[0]
     made.pipe.vae.enable_tiling()

@@ -29,8 +29,9 @@ from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline, Tools
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text.t5 import batched
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
@@ -100,7 +101,7 @@ def encoded(pipeline: Pipeline, anchors: Anchors) -> ImageCondition | None:
 
 
 def ours(model: Model, settings: SampleSettings = SETTINGS, anchors: Anchors = (), **changes: Any) -> Latents:
-    pipeline = replace(model.pipeline, **changes)
+    pipeline = replace(model.pipeline, model=replace(model.pipeline.model, **changes))
     return stages.sample(pipeline, model.prompt, encoded(pipeline, anchors), settings, Silent())
 
 
@@ -148,7 +149,7 @@ def conditions(anchors: Anchors) -> list[Any]:
 
 def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, torch.Tensor], **changes: Any) -> None:
     assert torch.equal(latents.samples, expected[0])
-    pipeline = replace(model.pipeline, **changes)
+    pipeline = replace(model.pipeline, model=replace(model.pipeline.model, **changes))
     frames = stages.decode(pipeline, without_noise(pipeline, latents), Silent())
     assert torch.equal(frames, expected[1]) and frames.shape == (FRAMES, SIZE, SIZE, 3)
 
@@ -385,7 +386,10 @@ def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, te
 
 def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder: Path) -> None:
     fresh = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
-    moved = replace(fresh, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential"))
+    moved = replace(
+        fresh,
+        plan=replace(fresh.plan, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential")),
+    )
     expected = ours(plain, anchors=PLACES["first frame"])
     frames = stages.decode(plain.pipeline, expected, Silent())
     for _ in range(2):

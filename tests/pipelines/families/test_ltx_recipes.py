@@ -19,8 +19,9 @@ from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.forecast.counts import batches_of
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents.convert import from_core, to_core
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
 from anygpu.pipelines.sizes import Size
 from published import ltx_runs
@@ -98,6 +99,10 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
     assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
 
 
+def distilled(pipeline: Pipeline) -> Pipeline:
+    return replace(pipeline, model=replace(pipeline.model, variant="distilled"))
+
+
 def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], recorded: Any) -> None:
     pipeline = models["linear-quadratic"]
     (said,) = [decision for decision in pipeline.plan.decisions if decision.subject == "recipe"]
@@ -150,7 +155,7 @@ def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[
     from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
-    pipeline, low = replace(models["linear-quadratic"], variant="distilled"), start(models["shifted"])
+    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"])
     torch.manual_seed(5)
     network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1).eval()
     file = tmp_path / "spatial.safetensors"
@@ -180,7 +185,7 @@ def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, 
 
 
 def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(models: dict[str, Pipeline]) -> None:
-    pipeline = replace(models["shifted"], variant="distilled")
+    pipeline = distilled(models["shifted"])
     upscaled, own = start(pipeline, **{SECOND_PASS: True}), start(pipeline)
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled)).steps == 3
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled, denoise=0.5)).steps == 7
@@ -189,7 +194,7 @@ def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(model
 
 def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline], recorded: Any) -> None:
     """As Lightricks' own ends: bilinear, whatever twice the first pass's size is; that size itself asks for nothing."""
-    pipeline, watched = replace(models["shifted"], variant="distilled"), recorded()
+    pipeline, watched = distilled(models["shifted"]), recorded()
     upscaled, side = start(pipeline, **{SECOND_PASS: True}), ltx_runs.SIDE
     own, asked, first, usual = (
         stages.sample(pipeline, prompt(), None, replace(SETTINGS, latents=upscaled, **size), watched)

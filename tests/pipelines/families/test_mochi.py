@@ -10,9 +10,10 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
-from anygpu.pipelines.vae.chunked import decode_as_published
+from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.vae.tiled import decode_as_published
 
 PADDING = 1e-5  # text padding is trimmed, so attention sums run over fewer zeros
 ASKED = SampleSettings(64, 48, 7, steps=3, seed=7, cfg=4.5, fps=30.0)

@@ -12,7 +12,8 @@ import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import of_checkpoint
 from PIL import Image
 from tiny import parts

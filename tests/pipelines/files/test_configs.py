@@ -15,9 +15,10 @@ import torch
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
-from anygpu.pipelines.files.configs import construction, empty_weights, require_plausible
+from anygpu.pipelines.files.part import construction, empty_weights, require_plausible
 from anygpu.pipelines.load import reading
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 
 @pytest.fixture

@@ -360,6 +360,12 @@ def test_a_part_of_what_was_fetched_is_there_too(hub: Hub, tmp_path: Path) -> No
     assert not is_checked(folder, replace(DOWNLOAD, only=("transformer", "image_encoder")))
     assert not is_checked(folder, replace(DOWNLOAD, only=()))
     assert not is_checked(folder, replace(DOWNLOAD, revision="f" * 40))
+    part = replace(DOWNLOAD, only=("image_encoder",))
+    download._note(folder, part, {})
+    assert is_checked(folder, part) and is_checked(folder, DOWNLOAD), "another part of the same commit is one more"
+    newer = replace(DOWNLOAD, revision="f" * 40)
+    download._note(folder, newer, {})
+    assert is_checked(folder, newer) and not is_checked(folder, DOWNLOAD), "another commit takes the place of the first"
 
 
 # Folder of what is offered to the published shapes of each part, and the dtype in which they are stored there.

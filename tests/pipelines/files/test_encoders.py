@@ -20,8 +20,9 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
 from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 from simulated.test_families import CASES, loaded_for
 from torch import nn

@@ -17,8 +17,9 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.pipelines.files.evidence import variant_choices
 from anygpu.pipelines.files.models import family_of_folder, find_models
 from anygpu.pipelines.load import folder as loading
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
 

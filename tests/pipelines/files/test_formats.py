@@ -14,8 +14,9 @@ from anygpu.pipelines.files.formats import StoredModel, config_of, contents, kin
 from anygpu.pipelines.files.formats import layouts as known_layouts
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.keys import SAME
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import save_file
 
 # Layout, tiny checkpoint, part, which way of writing a name, prefix.

@@ -16,8 +16,9 @@ from anygpu.compat.errors import CheckpointError, InputError, PackError, Unsuppo
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.files.single_file import Files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 

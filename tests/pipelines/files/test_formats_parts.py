@@ -15,8 +15,9 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.files.formats import kinds
 from anygpu.pipelines.files.single_file import Files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -175,7 +176,7 @@ def test_llava_in_two_files_is_that_of_its_folder(tiny_folder, tmp_path, recorde
     progress = recorded()
     single = composed({**files, **({"image_encoder": picture} if given else {})}, folder, (picture,), progress)
     assert ("image_encoder from llava_llama3_vision.safetensors (auto)" in progress.said) is not given
-    assert single.task == whole.model.task == "image"
+    assert single.model.task == whole.model.task == "image"
     theirs = whole.parts["text_encoder"].state_dict()
     inner = {name.removeprefix("model."): tensor for name, tensor in theirs.items() if name != "lm_head.weight"}
     assert same(single.parts["text_encoder"].state_dict(), inner)

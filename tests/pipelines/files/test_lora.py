@@ -20,9 +20,10 @@ from anygpu.compat.memory import parts as part_module
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from safetensors.torch import save_file
 
 RANK = 4
@@ -108,7 +109,7 @@ def put(
     return with_lora(on, made.paths[index], strength, blocks, mode, Silent())
 
 
-@pytest.mark.parametrize("mode", lora.MODES)
+@pytest.mark.parametrize("mode", LORA_MODES)
 def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, expected = made.pipeline, made.by_hand((0, 0.7))
     weights = {name: (t.data_ptr(), t.clone()) for name, t in pipeline.parts["transformer"].named_parameters()}

@@ -13,9 +13,10 @@ import torch
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.lora_keys import matched
 from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -116,7 +117,7 @@ def weight_and_bias(made: Any) -> tuple[Tensor, Tensor]:
         return layer.weight.detach().clone(), layer.bias.detach().clone()
 
 
-@pytest.mark.parametrize("mode", lora.MODES)
+@pytest.mark.parametrize("mode", LORA_MODES)
 def test_differences_of_weight_and_bias_are_added(made: Any, mode: str) -> None:
     weight, bias = weight_and_bias(made)
     tensors = {f"{LAYER}.diff": torch.randn(weight.shape) * 0.1, f"{LAYER}.diff_b": torch.randn(bias.shape)}
@@ -126,7 +127,7 @@ def test_differences_of_weight_and_bias_are_added(made: Any, mode: str) -> None:
     assert torch.equal(weight_and_bias(made)[0], weight) and torch.equal(weight_and_bias(made)[1], bias)
 
 
-@pytest.mark.parametrize("mode", lora.MODES)
+@pytest.mark.parametrize("mode", LORA_MODES)
 def test_a_bias_beside_a_lora_is_not_scaled_by_its_alpha(made: Any, mode: str) -> None:
     weight, bias = weight_and_bias(made)
     down, up, more = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1, torch.randn(bias.shape)
@@ -135,7 +136,7 @@ def test_a_bias_beside_a_lora_is_not_scaled_by_its_alpha(made: Any, mode: str) -
     torch.testing.assert_close(found, (weight + 0.5 * 2 * up @ down).T + bias + 0.5 * more, **NEAR)
 
 
-@pytest.mark.parametrize("mode", lora.MODES)
+@pytest.mark.parametrize("mode", LORA_MODES)
 def test_dora_sets_the_lengths_of_rows_as_core_does(made: Any, mode: str) -> None:
     weight, bias = weight_and_bias(made)
     down, up = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1

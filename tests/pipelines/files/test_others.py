@@ -14,7 +14,8 @@ from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.files.formats import config_of, contents, entries_in
 from anygpu.pipelines.files.single_file import Files, family_in
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
 

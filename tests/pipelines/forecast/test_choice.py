@@ -15,7 +15,8 @@ from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.memory import Forecast
 from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.forecast.times import StageTime, TimeForecast
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from tiny import build
 

@@ -10,8 +10,7 @@ import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory import standalone
-from anygpu.compat.memory.host_weights import HostWeights
-from anygpu.compat.memory.offloader import MODES, OffloadOptions
+from anygpu.compat.memory.offloader import MODES, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, saved_stages
@@ -19,8 +18,8 @@ from anygpu.pipelines import sizes as estimates
 from anygpu.pipelines.forecast import fit as fitting
 from anygpu.pipelines.forecast import page as memory_plan
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
-from anygpu.pipelines.load.folder import LoadRequest, load
-from anygpu.pipelines.requests import part_devices
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest, part_devices
 from anygpu.pipelines.sizes import Size
 
 CPU = torch.device("cpu")

@@ -20,8 +20,9 @@ from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Checkpoint, Device, Pipeline, PipelinePlan, RunOptions
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest
 from anygpu.pipelines.stages import DECODING as DECODE

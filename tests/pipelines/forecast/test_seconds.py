@@ -26,7 +26,8 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast import times
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from tiny import build
 

@@ -9,8 +9,9 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 
 ERRORS = (
     RuntimeError("Invalid buffer size: 24.00 GiB"),

@@ -18,7 +18,8 @@ from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.latents import prompt_files
 from anygpu.pipelines.latents import store as latent_store
 from anygpu.pipelines.latents.store import Origin, kind_of, load_latent, save_latent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 
 EXTRA = {"generator_state": bytes(range(256)), "section_lengths": [2, 4], "drop_frames": 4, "prompt": "ein Fuchs 狐"}
 LATENTS = Latents(torch.randn(1, 16, 3, 4, 6), "framepack", "image", 9, 32, 48, 29.97, 2**64 - 1, extra=EXTRA)

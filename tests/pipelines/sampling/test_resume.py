@@ -13,7 +13,7 @@ import pytest
 import resumed
 import torch
 from anygpu.compat.output_check import NotFinite
-from anygpu.pipelines import speed, stages
+from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
@@ -179,7 +179,7 @@ def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None
     watched = Told()
     changed = replace(pipeline, run=replace(pipeline.run, resuming=Resuming(store, KEY, watched)))
     assert fall_back_to_fp32(changed, watched, NotFinite("NaN", expected="numbers", fix="None."))
-    assert changed.resuming.broken and not list(tmp_path.iterdir())
+    assert changed.run.resuming.broken and not list(tmp_path.iterdir())
 
 
 @pytest.mark.full
@@ -213,7 +213,7 @@ def test_a_part_of_a_sampling_is_no_measure_of_the_whole(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = StageTime("sampling", 40.0, 30.0, 50.0, 35.0)
-    monkeypatch.setattr(speed, "expected", lambda _pipeline, stage, _run: told if stage == "sampling" else None)
+    monkeypatch.setattr(stages, "expected", lambda _pipeline, stage, _run: told if stage == "sampling" else None)
     pipeline = opened("ltx", tiny_folder)
     options = replace(pipeline.offloader.options, state=tmp_path / "state")
     pipeline.offloader.options = options

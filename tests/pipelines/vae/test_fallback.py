@@ -23,7 +23,8 @@ from anygpu.compat.output_check import (
     fault_in_latents,
 )
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.fallback import decoded, make_contiguous, tiled
 from anygpu.pipelines.vae.plan import DecodeMethod, decode_methods, largest_buffer_bytes, next_method, tiles_below
 from torch import nn

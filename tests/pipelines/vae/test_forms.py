@@ -12,9 +12,8 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import SubProgress
 from anygpu.pipelines.vae import tiled as decode_work
-from anygpu.pipelines.vae.chunked import decode_as_published
 from anygpu.pipelines.vae.plan import DecodeMethod, DecodeRequest, checked_request
-from anygpu.pipelines.vae.tiled import ResumableDecode, decoder_call
+from anygpu.pipelines.vae.tiled import ResumableDecode, decode_as_published, decoder_call
 from tiny import parts
 from tiny.weights import randomise
 

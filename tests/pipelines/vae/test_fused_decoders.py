@@ -13,7 +13,8 @@ from anygpu.compat.transforms.compile import Compilation, CompileSettings
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import DecodeMethod
 from pipelines.vae.test_forms import CASES, CAUSAL, HOST, close, made, sampled, work_for

@@ -16,8 +16,9 @@ from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.files.single_file import Files
-from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
 from anygpu.pipelines.vae.plan import DecodeRequest
 from safetensors.torch import load_file, save_file

@@ -1,0 +1,27 @@
+"""The archive that ComfyUI's registry gives out: the files of the repository that ``.comfyignore`` leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def listed(*wanted: str) -> set[str]:
+    """Files of the repository, new ones too, as git lists them."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name for name in done.stdout.split("\0") if (ROOT / name).is_file()}
+
+
+def unpacked(folder: Path) -> Path:
+    """The pack as a user of the registry has it, in the empty folder ``folder``."""
+    ignored = listed("-cio", "--exclude-from=.comfyignore")
+    with zipfile.ZipFile(folder / "pack.zip", "w") as packed:
+        for name in sorted(listed("-co", "--exclude-standard") - ignored):
+            packed.write(ROOT / name, name)
+    with zipfile.ZipFile(folder / "pack.zip") as packed:
+        packed.extractall(folder / "AnyGPU")
+    return folder / "AnyGPU"

@@ -1,0 +1,219 @@
+"""The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemas
+import small_comfyui
+import tiny
+import torch
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.repairs import Repair, RepairStore
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.loading.folder import LoadRequest, load
+from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
+from torch import nn
+
+SIZE = {"width": 64, "height": 64, "frames": 9}
+SAMPLING = {"steps": 2, "cfg": 3.0, "seed": 5}
+DRAWN = {**SIZE, **SAMPLING}
+
+
+class ComfyUI:
+    """The pack's nodes on one small ComfyUI with a tiny LTX-Video; ``schemas`` are those without any model."""
+
+    def __init__(self, module: Callable[[str], Any]) -> None:
+        self.module, self.nodes = module, module("nodes")
+        self.schemas = schemas.snapshot(self.nodes)
+        self.management = module("host.progress").comfy.model_management
+        self.messages = module("host.progress").PromptServer.instance
+
+    def run(self, node: str, **inputs: Any) -> Any:
+        return small_comfyui.run(self.nodes, node, **inputs)
+
+    @property
+    def said(self) -> str:
+        """The text under the node that ended last."""
+        return self.messages.texts[-1][0]
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[ComfyUI]:
+    base = tmp_path_factory.mktemp("comfyui")
+    with comfyui(base) as module:
+        made = ComfyUI(module)
+        (base / "models" / "diffusers" / "LTX-Video").symlink_to(tiny.build("ltx", tiny_folder))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def loaded(core: ComfyUI) -> tuple[Any, ...]:
+    """Pipeline, MODEL and VAE of the load node."""
+    return core.run("LoadPipeline", model="LTX-Video", precision="fp32").result
+
+
+@pytest.fixture(scope="module")
+def prompts(core: ComfyUI, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The prompt, and both sides of it for core's nodes."""
+    return core.run("EncodePrompt", pipeline=loaded[0], text="a fox", negative="blurry").result
+
+
+@pytest.fixture(scope="module")
+def latent(core: ComfyUI, loaded: tuple[Any, ...], prompts: tuple[Any, ...]) -> Any:
+    """LATENT of the sample node."""
+    return core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **DRAWN).result[0]
+
+
+def test_every_schema_is_as_written_down(core: ComfyUI) -> None:
+    before = json.loads(schemas.SNAPSHOT.read_text(encoding="utf-8"))
+    assert list(core.schemas) == list(before), "python tests/schemas.py, where a change is meant"
+    for node_id, schema in before.items():
+        assert core.schemas[node_id] == schema, (
+            f"{node_id}: users' workflows hold this; python tests/schemas.py, if meant"
+        )
+
+
+def test_an_input_that_is_left_out_has_the_default_of_its_widget(core: ComfyUI) -> None:
+    for node in core.nodes.NODES:
+        widgets = {item.id: item.given["default"] for item in node.GET_SCHEMA().inputs if "default" in item.given}
+        for name, given in inspect.signature(node.execute).parameters.items():
+            if name in widgets and given.default is not given.empty:
+                assert given.default == widgets[name], f"{node.__name__}: {name}"
+
+
+def test_the_chain_of_nodes_gives_what_the_stages_give(core: ComfyUI, loaded, latent, tiny_folder: Path) -> None:
+    shown = core.run("Decode", pipeline=loaded[0], latent=latent)
+    run = core.module("host.server.runs").last_run()["nodes"][small_comfyui.ComfyNode.hidden.unique_id]
+    assert run["done"] and 0 < sum(run["stages"].values()) <= run["seconds"] + 1e-6 and min(run["stages"].values()) >= 0
+    assert "64x64, 9 frames" in core.said and all(window == "window" for _, window in core.messages.texts)
+    ours = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
+    prompt = stages.encode_prompt(ours, PromptRequest("a fox", "blurry"), Silent())
+    made = stages.sample(ours, prompt, None, SampleSettings(**DRAWN), Silent())
+    assert torch.equal(latent["samples"], made.samples)
+    frames, film = shown.result[0][0], shown.result[1][0]
+    assert torch.equal(frames, stages.decode(ours, made, Silent())) and frames.shape == (9, 64, 64, 3)
+    assert film.receipt is not None and film.given[0].given == ()
+    small, _, folder, _, fps = shown.ui[0][:5]
+    assert folder == "temp" and fps == made.fps and small.shape == frames.shape
+
+
+def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> None:
+    pipeline, model, vae = loaded
+    core.management.load_models_gpu([model])
+    x = torch.randn(1, pipeline.configs["transformer"]["in_channels"], 2, 2, 2)
+    (context, extra), network = prompts[1][0], model.model.diffusion_model
+    velocity = network(x, torch.tensor([0.5]), context, {"cond_or_uncond": [0]}, **extra)
+    assert velocity.shape == x.shape and velocity.isfinite().all() and model.loaded_size() == model.model_size() > 0
+    wrapped = {"wrappers": {"diffusion_model": [lambda executor, *given, **named: 2 * executor(*given, **named)]}}
+    assert torch.equal(network(x, torch.tensor([0.5]), context, wrapped, **extra), 2 * velocity)
+    frames = vae.decode(torch.zeros(1, x.shape[1], 2, 2, 2))
+    assert frames.shape == (1, 9, 64, 64, 3)
+    assert vae.encode(frames[0]).shape == (1, x.shape[1], 2, 2, 2)
+
+
+def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: ComfyUI) -> None:
+    casting, stats = core.module("host.casting"), MemoryStats()
+    layer, x = nn.Linear(4, 3), torch.randn(2, 4)
+    expected = layer(x)
+    assert casting.install_cast_layers(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
+    assert not casting.install_cast_layers(layer, torch.device("cpu"), stats), "nothing had to change"
+    layer.comfy_cast_weights = True
+    assert torch.equal(layer(x), expected) and stats.moved_bytes == 0, "they were here"
+    layer.weight_function, layer.bias_function = [torch.zeros_like], [lambda bias: bias + 1]
+    assert torch.equal(layer(x), (layer.bias + 1).expand(2, 3))
+    casting.restore_layers(layer)
+    assert type(layer) is nn.Linear and torch.equal(layer(x), expected)
+
+
+def test_latents_are_saved_loaded_and_rendered_again(core: ComfyUI, loaded, latent) -> None:
+    record = core.run("SaveLatent", latent=latent).ui["latents"][0]
+    name = f"{record['subfolder']}/{record['filename']} [output]"
+    again = core.run("LoadLatent", file=name).result[0]
+    assert torch.equal(again["samples"], latent["samples"])
+    replayed = core.run("Replay", file=name)
+    assert torch.equal(replayed.result[0]["samples"], latent["samples"]) and "bit for bit" in replayed.result[2]
+    assert torch.equal(core.run("RecoverLatents").result[0]["samples"], latent["samples"])
+
+
+def test_the_doctor_says_what_is_kept_and_what_is_forgotten(core: ComfyUI, loaded) -> None:
+    store, repair = RepairStore(core.module("host.folders").state_folder()), Repair("vae.decoder", "fp32")
+    for choice, kept, line in (("forget", (), ""), ("keep", (repair,), "kept: "), ("forget", (repair,), "forgotten")):
+        for one in kept:
+            store.add(str(loaded[0].model.source), one)
+        watched = core.run("Doctor", pipeline=loaded[0], repair=choice)
+        assert watched.result[0].run.doctor is not None and core.said.startswith("watching")
+        assert [text for text in ("kept: ", "forgotten") if text in core.said] == ([line] if line else [])
+    assert all("connect" in str(blocked.given) for blocked in watched.result[1:])
+
+
+def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> None:
+    core.management.interrupted = True
+    try:
+        with pytest.raises(Interrupted):
+            core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **DRAWN)
+    finally:
+        core.management.interrupted = False
+    assert core.said.startswith("cancelled")
+
+
+def test_tools(core: ComfyUI, loaded) -> None:
+    text, bars = core.run("MemoryPlan", pipeline=loaded[0], **SIZE).result
+    assert "64x64" in text and bars.shape[-1] == 3
+    text, table = core.run("HardwareReport").result
+    assert "cpu" in text and table.ndim == 4
+    model = next(name for name in core.schemas["AnyGPUDownloadModel"]["inputs"][0]["options"] if "LTX" in name)
+    assert core.run("DownloadModel", model=model).result[0]
+    assert "nothing was downloaded" in core.said
+
+
+class Network(nn.Module):
+    """Linears of core's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Linear(32, 32), Linear(32, 32)).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def fitted(core: ComfyUI, dtype: torch.dtype = torch.float32, **inputs: Any) -> tuple[Any, Any]:
+    """A MODEL of two Linears, and what Fit Model makes of it."""
+    model = BaseModel()
+    model.diffusion_model = Network(dtype)
+    patcher = ModelPatcher(model)
+    return patcher, core.run("FitModel", model=patcher, **inputs).result[0]
+
+
+def test_a_model_that_needs_nothing_passes_through_fit_model(core: ComfyUI, loaded) -> None:
+    model, same = fitted(core)
+    assert same is model and core.said.startswith("nothing to change on this device")
+    assert "precision fp32 as loaded" in core.said and "latents not kept" in core.said
+    assert core.run("FitModel", model=loaded[1]).result[0] is loaded[1] and "decides this on its load node" in core.said
+
+
+def test_what_fit_model_changes_is_done_and_taken_back_again(core: ComfyUI) -> None:
+    model, fit = fitted(core, torch.bfloat16, precision="fp32", attention="bounded", keep_latents="always")
+    assert fit is not model and core.said.startswith("fitted") and "core would compute in bf16" in core.said
+    assert (
+        fit.get_model_object("manual_cast_dtype") is torch.float32
+        and model.get_model_object("manual_cast_dtype") is None
+    )
+    assert list(fit.wrappers) == ["apply_model", "outer_sample"] and not model.wrappers
+    (wrapper,), x = fit.wrappers["apply_model"]["anygpu_fit"], torch.randn(3, 32)
+    model.model.current_weight_patches_uuid = None
+    network = model.model.diffusion_model
+    output = WrapperExecutor(lambda x, *_args, **_given: network(x), model.model, [wrapper]).execute(x)
+    assert torch.equal(output, network(x))
+    again = core.run("FitModel", model=fit, precision="as loaded").result[0]
+    assert "an earlier fit taken back" in core.said and again.get_model_object("manual_cast_dtype") is None
+    with pytest.raises(UnsupportedError, match="fp16-safe"):
+        fitted(core, precision="fp16-safe")
