@@ -249,7 +249,7 @@ def make_room_and_retry(
 
     Args:
         parts: those that come in pieces; none means the transformers.
-        told: what is said, with a place for what was done.
+        message: shown before the retry, with a place for what was done.
     """
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
