@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.transforms.conv3d_forms import Conv3dForm, Geometry, convolve, covers, padded
+from anygpu.compat.transforms.conv3d_methods import Conv3dMethod, Geometry, convolve, covers, padded
 
 RESULTS = Path(__file__).parent / "results" / "conv3d.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -82,9 +82,9 @@ def runs(case: Case, device: torch.device, of: str | None = None) -> dict[str, C
     def upstream() -> torch.Tensor:
         return F.conv3d(F.pad(x, case.edges, mode="replicate") if any(case.edges) else x, weight, bias, *case.geometry)
 
-    def form(which: Conv3dForm) -> Callable[[], torch.Tensor]:
-        first = which is Conv3dForm.FRAMES
-        layout = x.contiguous(memory_format=torch.channels_last_3d) if which is Conv3dForm.CHANNELS_LAST else x
+    def form(which: Conv3dMethod) -> Callable[[], torch.Tensor]:
+        first = which is Conv3dMethod.FRAMES
+        layout = x.contiguous(memory_format=torch.channels_last_3d) if which is Conv3dMethod.CHANNELS_LAST else x
         edges = case.edges
         return lambda: convolve(
             which, padded(layout, edges, "replicate", first) if any(edges) else layout, weight, bias, case.geometry
@@ -92,9 +92,9 @@ def runs(case: Case, device: torch.device, of: str | None = None) -> dict[str, C
 
     names = [
         "conv3d",
-        *(f.value for f in Conv3dForm if f is not Conv3dForm.NATIVE and covers(f, case.kernel, case.geometry)),
+        *(f.value for f in Conv3dMethod if f is not Conv3dMethod.NATIVE and covers(f, case.kernel, case.geometry)),
     ]
-    return {name: upstream if name == "conv3d" else form(Conv3dForm(name)) for name in names if of in (None, name)}
+    return {name: upstream if name == "conv3d" else form(Conv3dMethod(name)) for name in names if of in (None, name)}
 
 
 def seconds(case: Case, device: torch.device, repeats: int) -> dict[str, float]:
@@ -188,7 +188,7 @@ def main() -> None:
             found = rows(case, arguments.device, arguments.repeats)
             for row in found:
                 print(" | ".join(str(value) for key, value in row.items() if key not in ("date", "device", "driver")))
-                one_frame = row["form"] == Conv3dForm.FRAMES.value and case.name.startswith("VAE")
+                one_frame = row["form"] == Conv3dMethod.FRAMES.value and case.name.startswith("VAE")
                 missed |= one_frame and not (row["speed"] >= BAR_SPEED and row["memory"] <= BAR_MEMORY)
             if not arguments.dry:
                 append(found)

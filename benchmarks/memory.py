@@ -25,16 +25,16 @@ from anygpu.pipelines.base import Latents, Silent  # noqa: E402
 from anygpu.pipelines.forecast.memory import forecast  # noqa: E402
 from anygpu.pipelines.load.folder import load  # noqa: E402
 from anygpu.pipelines.requests import LoadRequest  # noqa: E402
-from anygpu.pipelines.vae.plan import Form  # noqa: E402
+from anygpu.pipelines.vae.plan import DecodeRequest  # noqa: E402
 from simulated import accelerator, fitting, peers  # noqa: E402
 
 PAGE = ROOT / "docs" / "memory.md"
 FORMS = (
-    Form("full"),
-    Form("chunked", frames=1),
-    Form("tiled", tile=64),
-    Form("streaming", tile=64),
-    Form("streaming", tile=16),
+    DecodeRequest("full"),
+    DecodeRequest("chunked", frames=1),
+    DecodeRequest("tiled", tile=64),
+    DecodeRequest("streaming", tile=64),
+    DecodeRequest("streaming", tile=16),
 )
 
 

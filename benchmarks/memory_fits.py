@@ -27,7 +27,7 @@ from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest
 from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
-from anygpu.pipelines.vae.plan import Form  # noqa: E402
+from anygpu.pipelines.vae.plan import DecodeRequest  # noqa: E402
 from simulated import accelerator, fitting  # noqa: E402
 
 TABLE = "memory_fits"
@@ -39,7 +39,7 @@ SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, fram
     "framepack": ((96, 64, 5), (128, 96, 5), (128, 128, 5)),
 }
 SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
-FORMS = (Form("full"), Form("streaming", tile=16), Form("chunked", frames=1))
+FORMS = (DecodeRequest("full"), DecodeRequest("streaming", tile=16), DecodeRequest("chunked", frames=1))
 PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, morning light")
 ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
 PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's

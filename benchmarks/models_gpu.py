@@ -123,7 +123,7 @@ def forms_of(model: Model, module: nn.Module, tiny: bool) -> dict[str, Callable[
             undo: list[Callable[[], Any]] = []
             if kernels:
                 done = (fuse_vae if model.decodes else fuse)(module, "reference" if tiny else "auto")
-                if not done.sites or done.left:
+                if not done.points or done.left:
                     raise RuntimeError(f"{model.name}: {done}")
                 undo.append(done.restore)
             if not model.decodes:

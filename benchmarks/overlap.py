@@ -304,10 +304,10 @@ class NotedHooks(GroupHooks):
 
     uses: list[tuple[int, float]]
 
-    def bring(self, group: WeightGroup) -> None:
+    def onload(self, group: WeightGroup) -> None:
         """Make the tensors of ``group`` their copies on the device."""
         self.__dict__.setdefault("uses", []).append((group.total_bytes, Modelled.current.computing))
-        super().bring(group)
+        super().onload(group)
 
 
 def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, room_bytes: int) -> float:

@@ -32,7 +32,7 @@ REPEATS, STEPS = 7, 400
 
 def states(folder: Path) -> list[dict[str, object]]:
     """A row per shape and solver."""
-    from anygpu.pipelines.latents.steps import SHARE, KeptSteps
+    from anygpu.pipelines.latents.steps import SHARE, SavedSteps
     from anygpu.pipelines.sampling.resume import StepState
 
     rows = []
@@ -40,7 +40,7 @@ def states(folder: Path) -> list[dict[str, object]]:
         for solver, count in HISTORY.items():
             fields = {"_step_index": 3, "model_outputs": [torch.randn(shape) for _ in range(count)]}
             state = StepState(3, 0, torch.randn(shape), fields, torch.Generator().get_state().numpy().tobytes())
-            kept, costs = KeptSteps(folder, print), []
+            kept, costs = SavedSteps(folder, print), []
             for _ in range(REPEATS):
                 kept.keep("benchmark", state)
                 costs.append(kept.cost)
@@ -56,11 +56,11 @@ def samplings(folder: Path) -> list[dict[str, object]]:
     from anygpu.pipelines import stages
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.demo import demo_models
-    from anygpu.pipelines.latents.steps import KeptSteps
+    from anygpu.pipelines.latents.steps import SavedSteps
     from anygpu.pipelines.load.folder import load
     from anygpu.pipelines.requests import LoadRequest
 
-    class Counted(KeptSteps):
+    class Counted(SavedSteps):
         count = 0
 
         def keep(self, *given: object) -> None:

@@ -245,7 +245,7 @@ READ_PLAINLY = {  # (file, function) -> why its copies need no door
     ("compat/device/execution.py", "to_host"): "the door",
     ("compat/device/probes.py", "copy_to_host"): "asks how this device copies",
     ("compat/device/probes.py", "shifted_bits"): "fp32",
-    ("compat/device/probes.py", "wide_output"): "fp32",
+    ("compat/device/probes.py", "fp32_output_probe"): "fp32",
     ("compat/device/probes.py", "double"): "fp64",
     ("compat/device/probes.py", "eight_bits"): "fp32",
     ("compat/device/facts.py", "device_fault"): "fp32",

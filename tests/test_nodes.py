@@ -123,13 +123,13 @@ def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: 
     casting, stats = core.module("host.casting"), MemoryStats()
     layer, x = nn.Linear(4, 3), torch.randn(2, 4)
     expected = layer(x)
-    assert casting.install_cast_leaves(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
-    assert not casting.install_cast_leaves(layer, torch.device("cpu"), stats), "nothing had to change"
+    assert casting.install_cast_layers(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
+    assert not casting.install_cast_layers(layer, torch.device("cpu"), stats), "nothing had to change"
     layer.comfy_cast_weights = True
     assert torch.equal(layer(x), expected) and stats.moved_bytes == 0, "they were here"
     layer.weight_function, layer.bias_function = [torch.zeros_like], [lambda bias: bias + 1]
     assert torch.equal(layer(x), (layer.bias + 1).expand(2, 3))
-    casting.restore_leaves(layer)
+    casting.restore_layers(layer)
     assert type(layer) is nn.Linear and torch.equal(layer(x), expected)
 
 

@@ -19,7 +19,7 @@ from ...compat.device.quirks import Abilities, abilities, abilities_of
 from ...compat.probe_results import probe_results_of
 from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
-from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
+from ...compat.transforms.conv3d_choice import Chooser, choose_by, stored_timings
 from ..folders import state_folder
 from .attention import BUILDS_SCORES
 
@@ -50,7 +50,7 @@ class ModelDevice:
     @cached_property
     def convolutions(self) -> Chooser:
         """The form of each 3-D convolution here; None for a layer that is best left as it is."""
-        return choose_by(abilities(self.facts, self.probes), kept_timings(self.facts, self.probes))
+        return choose_by(abilities(self.facts, self.probes), stored_timings(self.facts, self.probes))
 
     def convolves(self, dtype: torch.dtype) -> bool:
         """True if the device's own 3-D convolution works in ``dtype``; another implementation may still be faster."""
@@ -124,8 +124,8 @@ def fit_for(
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     operands = FP16 if safe else compute or dtype
-    bounded, said = _attention(machine, operands, attention, safe)
-    return Fit(safe, compute, bounded, (decided, said))
+    bounded, attention_decision = _attention(machine, operands, attention, safe)
+    return Fit(safe, compute, bounded, (decided, attention_decision))
 
 
 def _precision(

@@ -26,7 +26,7 @@ from ...compat.device.precision import SAFE
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
 from ..diffusion_model import CoreModel
-from ..recovery import WRAPPER, keep_what_core_samples
+from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
@@ -191,7 +191,7 @@ def fit_model(
     if needed:
         fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, FittedNetwork(fit, machine, loaded, tell))
     if keeps:
-        keep_what_core_samples(fitted)
+        save_core_samples(fitted)
     return fitted, decisions
 
 

@@ -82,7 +82,7 @@ class FittedVAE:
         if name.startswith("decode"):
             require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
-                recovery.keep_for_decode(given)
+                recovery.save_for_decode(given)
         while True:
             try:
                 result = self._run(method, name, given, args, kwargs)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.parts import PartBytes
-from anygpu.compat.memory.statistics import kept_stages
+from anygpu.compat.memory.statistics import saved_stages
 from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.published import shape_for
@@ -116,7 +116,7 @@ def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, d
     assert [cost.stage for cost in costs] == [need.name for need in needs]
     for cost, need in zip(costs, needs, strict=True):
         assert need.weights < cost.peak_bytes <= MARGIN * need.total, cost.stage
-    assert [cost.stage for cost in kept_stages(tmp_path)] == [need.name for need in needs]
+    assert [cost.stage for cost in saved_stages(tmp_path)] == [need.name for need in needs]
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device=acc, offload="model"))
     delight_image(delight, INPUTS.references, DelightSettings(size=64, steps=1, text=torch.ones(1, 7, 64)))
     assert [cost.stage for cost in delight.offloader.memory_stats.stages] == [

@@ -46,7 +46,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
         return " ".join(words)
 
     cost = StageCost(hidden(), hidden(), hidden(), "cpu", seconds=1.0)
-    monkeypatch.setattr(machines, "kept_stages", lambda _: [cost])
+    monkeypatch.setattr(machines, "saved_stages", lambda _: [cost])
     monkeypatch.setattr(machines, "versions", lambda: {"torch": hidden(), hidden(): "1"})
     facts = replace(FACTS, name=hidden(), driver=hidden(), versions={"cuda": hidden()})
     probes = {"conv3d.bf16": ProbeResult("wrong", hidden(), 1.5), hidden(): ProbeResult("ok")}

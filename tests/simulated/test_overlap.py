@@ -100,7 +100,7 @@ def test_memory_is_that_of_the_block_in_use_and_of_what_comes_ahead(acc):
 
 def test_a_prefetch_that_is_one_block_late_costs_time(acc, monkeypatch):
     """It begins when its own block is asked for; the clock tells what the computation then waits for."""
-    monkeypatch.setattr(GroupHooks, "_bring_ahead", lambda hooks, copies: None)
+    monkeypatch.setattr(GroupHooks, "_prefetch", lambda hooks, copies: None)
     times, _ = run(acc)
     assert times.elapsed > 1.8 * times.bound and times.waited_for_copies > 0.8 * times.copying
 
