@@ -1,40 +1,34 @@
 """Every kernel compiled for every kind of GPU, without a GPU: spills, registers, shared memory, widths of loads.
 
-    python benchmarks/kernels_build.py                   # all; rewrites benchmarks/results/kernels_build.csv
-    python benchmarks/kernels_build.py --targets sm_80 gfx942 --cases normalized --no-csv
-
 The launches of the pack run unchanged on meta tensors of full-size models; instead of launching, Triton compiles for
 the target that was asked for. Spills and registers are what ptxas reports, or the notes in AMD's assembly. Widths of
 loads and stores are read from the disassembly of bf16 (sm_70 is not disassembled: the bundled tool refuses it), the
 PTX of other dtypes, and AMD's assembly. A row fails where registers spill, where the widest load is below the
 target's demand, or where shared memory is above 64 KB. Other dtypes than bf16 are built for one case of each kernel,
-unless --all asks for every case.
+unless --every asks for every case.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import csv
-import datetime
 import io
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from runner import Case, machine
+from runner import Row as Line
 
-RESULTS = Path(__file__).parent / "results" / "kernels_build.csv"
 NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201")
 CDNA = ("gfx908", "gfx90a", "gfx942", "gfx950")
@@ -285,76 +279,45 @@ def _amd(text: str) -> tuple[Counter[int], Counter[int], int, int, bool]:
     return widths("load"), widths("store"), noted("vgpr_count"), spills, True
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", nargs="+", default=[*NVIDIA, *AMD], choices=[*NVIDIA, *AMD])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp16"], choices=list(DTYPES))
-    parser.add_argument("--cases", nargs="+", default=None, help="default: all")
-    parser.add_argument("--all", action="store_true", help="every case in every dtype")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
-    parser.add_argument("--no-csv", action="store_true")
-    return parser.parse_args()
+def rows(
+    targets: tuple[str, ...], dtypes: tuple[str, ...], only: tuple[str, ...], every: bool, workers: int
+) -> Iterator[Line]:
+    """A row per kernel, dtype and target; then, printed, how long it took.
 
-
-def main() -> int:
-    """0 where every row is fine."""
-    asked = arguments()
-    if not _available():
-        print("skipped: Triton is not installed, so nothing can be compiled")
-        return 0
-    chosen = asked.cases or list(cases())
-    unknown = set(chosen) - set(cases())
-    if unknown:
-        raise SystemExit(f"no case {sorted(unknown)}; expected some of {list(cases())}")
-    started = time.perf_counter()
-    rows: list[Row] = []
-    if asked.workers == 1:
-        for target in asked.targets:
-            rows += built(target, asked.dtypes, chosen, asked.all)
-    else:
-        with ProcessPoolExecutor(min(asked.workers, len(asked.targets)), mp_context=get_context("spawn")) as pool:
-            parts = [pool.submit(built, target, asked.dtypes, chosen, asked.all) for target in asked.targets]
-            rows += [row for part in parts for row in part.result()]
-    seconds, busy = time.perf_counter() - started, busy_seconds()
-    faulty = [row for row in rows if row.verdict != "ok"]
-    for row in faulty:
-        print(f"{row.case}, {row.kernel}, {row.dtype}, {row.target}: {row.verdict} (loads {row.loads})")
-    print(
-        f"{len(rows)} kernels for {len(asked.targets)} targets in {seconds:.1f} s with {asked.workers} processes, "
-        f"{busy:.1f} s of processor time; {len(faulty)} with a fault"
-    )
-    if not asked.no_csv:
-        written(rows)
-    return 1 if faulty else 0
-
-
-def busy_seconds() -> float:
-    """Processor time of this process and those it waited for: what the wall clock says depends on the neighbours."""
+    Args:
+        only: some of :func:`cases`; empty for all. every: every case in every dtype.
+    """
     import resource
 
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
-def written(rows: list[Row]) -> None:
-    """Replace the CSV."""
     import triton
 
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), "triton", "torch", "gpu", "date"])
-        for row in rows:
-            writer.writerow(
-                [*asdict(row).values(), triton.__version__, torch.__version__, "none (cross-compiled)",
-                 datetime.date.today().isoformat()]
-            )  # fmt: skip
+    os.environ.pop("TRITON_INTERPRET", None)
+    if unknown := {*only} - {*cases()} | {*targets} - {*NVIDIA, *AMD}:
+        raise SystemExit(f"no case or target {sorted(unknown)}; expected some of {[*cases(), *NVIDIA, *AMD]}")
+    about = {"triton": triton.__version__, "torch": torch.__version__, "gpu": "none (cross-compiled)"}
+    started, chosen = time.perf_counter(), list(only or cases())
+    with ProcessPoolExecutor(min(workers, len(targets)), mp_context=get_context("spawn")) as pool:
+        parts = [pool.submit(built, target, list(dtypes), chosen, every) for target in targets]
+        made = [row for part in parts for row in part.result()]
+    yield from (asdict(row) | about | {"date": machine()["date"]} for row in made)
+    busy = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    faulty = sum(row.verdict != "ok" for row in made)
+    print(
+        f"{len(made)} kernels for {len(targets)} targets in {time.perf_counter() - started:.1f} s with {workers} "
+        f"processes, {busy:.1f} s of processor time; {faulty} with a fault"
+    )
 
 
-def _available() -> bool:
+def lacks() -> str:
+    """The reason why nothing can be compiled, or nothing."""
     from anygpu.kernels.library import HAS_TRITON
 
-    return HAS_TRITON
+    return "" if HAS_TRITON else "Triton is not installed, so nothing can be compiled"
 
 
-if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
-    sys.exit(main())
+OPTIONS = {"targets": (*NVIDIA, *AMD), "dtypes": ("bf16", "fp16"), "only": (), "every": False,
+           "workers": min(os.cpu_count() or 1, 8)}  # fmt: skip
+CASES = [
+    Case("kernels_build", rows, OPTIONS, "kernels_build", replaces=True, about=dict, lacks=lacks, threads=0,
+         fails=lambda row: row["verdict"] != "ok"),
+]  # fmt: skip

@@ -1,37 +1,32 @@
-"""What a step costs with every matrix packed, against packed but for modulations and embedders, in one run.
+"""The cost of a step with every matrix packed, against packed but for modulations and embedders.
 
-    python benchmarks/packed_steps.py     # appends rows to benchmarks/results/packed_steps.csv
-
-Modulations are a third of HunyuanVideo's weights. Packed they save memory and are unpacked at each step; this measures
-what that costs. Models as wide and deep as `tests/heavy.py`, random weights quantised to fp8 with a scale per row and,
-as random blocks, to GGUF's Q4_K, 512 x 512 pixels; both ways alternate, and the fastest of several steps counts, in
-seconds of the processor.
+Modulations are a third of HunyuanVideo's weights. Packed they save memory and are unpacked at each step. Models as wide
+and deep as `tests/heavy.py`, random weights quantised to fp8 with a scale per row and, as random blocks, to GGUF's
+Q4_K, 512 x 512 pixels; both ways alternate, and the fastest of several steps counts, in seconds of the processor.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import math
-import sys
-import tempfile
-import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
+import tiny
 import torch
-from steps import CHECKPOINTS, FRAMES
-from table import append, machine
+from anygpu.compat.checkpoints import packed
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.load.folder import LoadRequest, load
+from heavy import build_heavy
+from runner import SCRATCH, Case, Row, in_turn, processor
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from anygpu.compat.checkpoints import packed
-
 WAYS = ("fp8", "Q4_K")
-SIDE, ROUNDS = 512, 3
-"""Pixels of a side; steps of each way, of which the fastest counts."""
+FRAMES = {"ltx": 9, "hunyuan_video": 5, "hunyuan_video_15": 5, "framepack": 5, "mochi": 7}
+SIDE, ROUNDS = 512, 3  # pixels of a side; steps of each way
 
 
 def pack(layer: nn.Linear, way: str) -> None:
@@ -46,18 +41,11 @@ def pack(layer: nn.Linear, way: str) -> None:
 
 def recorded(family: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """A family's heavy transformer, and what one step gives it."""
-    import tiny
-    from anygpu.pipelines import stages
-    from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
-    from heavy import build_heavy
-
-    first, *beside = CHECKPOINTS[family]
-    base, encoder = [tiny.build(name, folder) for name in beside] or (None, None)
-    pipeline = load(LoadRequest(build_heavy(first, folder), base, encoder, precision="fp32", device="cpu"))
+    base, encoder = [tiny.build(name, folder) for name in tiny.TINY[family].beside] or (None, None)
+    pipeline = load(LoadRequest(build_heavy(family, folder), base, encoder, precision="fp32", device="cpu"))
     transformer, given = pipeline.parts["transformer"], {}
     hook = transformer.register_forward_pre_hook(lambda _m, _a, named: given.update(named), with_kwargs=True)
-    settings = SampleSettings(SIDE, SIDE, FRAMES.get(family, 5), 2, cfg=1.0)
+    settings = SampleSettings(SIDE, SIDE, FRAMES[family], 2, cfg=1.0)
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
         if pipeline.spec.recipes.sections:
@@ -81,15 +69,11 @@ def row(family: str, way: str, transformer: nn.Module, given: dict[str, Any]) ->
             if way == "fp8" or layer.in_features % 256 == 0:
                 pack(layer, way)
         both[name] = module
-    seconds = dict.fromkeys(both, math.inf)
     with torch.no_grad():
-        for _ in range(ROUNDS):
-            for name, module in both.items():
-                started = time.process_time()
-                module(**given)
-                seconds[name] = min(seconds[name], time.process_time() - started)
+        calls = {name: partial(module, **given) for name, module in both.items()}
+        seconds = {name: min(times) for name, times in in_turn(calls, ROUNDS, processor, warm_up=0).items()}
     held = {name: sum(t.nbytes for t in module.state_dict().values()) / 2**20 for name, module in both.items()}
-    return machine() | {
+    return {
         "model": f"heavy {family}",
         "weights": way,
         "mib_but_modulations": round(held["but modulations"], 1),
@@ -100,16 +84,11 @@ def row(family: str, way: str, transformer: nn.Module, given: dict[str, Any]) ->
     }
 
 
-def main() -> None:
-    """Measure each family in each way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=list(CHECKPOINTS))
-    torch.set_num_threads(1)
-    for family in parser.parse_args().families:
-        with tempfile.TemporaryDirectory() as folder:
-            transformer, given = recorded(family, Path(folder))
-            append("packed_steps", [row(family, way, transformer, given) for way in WAYS])
+def rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per family and way."""
+    for family in families:
+        transformer, given = recorded(family, SCRATCH)
+        yield from (row(family, way, transformer, given) for way in WAYS)
 
 
-if __name__ == "__main__":
-    main()
+CASES = [Case("packed_steps", rows, {"families": tuple(FRAMES)}, "packed_steps")]

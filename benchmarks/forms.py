@@ -1,0 +1,362 @@
+"""Upstream's forwards, fused kernels, torch.compile, and both: whole transformers, single blocks, and whole clips.
+
+`models_gpu`: published shapes with random weights on a GPU; a step is one call of the transformer, timed by events,
+medians. Targets: LTX-Video at 6,144 tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least
+1.04 of compile on LTX-Video and Mochi, nowhere below 1.00; HunyuanVideo's attention without its mask 1.8; LTX-Video's
+decode 1.5 at 55 dB. ``--dry``: tiny sizes on the CPU.
+
+`blocks`: one block of full width with random weights; on a GPU in bf16, on a CPU in fp32 and by the operations'
+reference, since nothing is launched there. `warm_up_s` is the time of the first call, which compiles.
+
+`clips`: whole clips of ``--model FOLDER``, load excluded, decode included, same seed and prompt; ``--heavy FAMILY``: of
+its heavy tiny model on the CPU. `pays_after`: the number of clips that win back the first one, which compiles.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.transforms.compile import Compilation, CompileSettings
+from anygpu.compat.transforms.fused import fuse
+from anygpu.compat.transforms.fused_vae import fuse_vae
+from anygpu.compat.transforms.order import replace_attention
+from kernels_gpu import Clock, limits
+from runner import SCRATCH, Case, Row, device_name, in_turn, no_gpu, spent
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROUNDS = 20
+FORMS = {"neither": (False, False), "kernels": (True, False), "compile": (False, True), "both": (True, True)}
+BARS = {
+    ("LTX-Video step", "kernels", "neither"): 1.30,
+    ("LTX-Video step", "kernels", "compile"): 1.03,
+    ("LTX-Video step", "both", "compile"): 1.04,
+    ("Mochi step", "both", "compile"): 1.04,
+    ("HunyuanVideo step", "both", "compile"): 1.00,
+    ("LTX-Video decode", "kernels", "neither"): 1.50,
+    ("HunyuanVideo attention", "no mask", "masked"): 1.80,
+}
+LEAST_PSNR = 55.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A published transformer or VAE.
+
+    Args:
+        make: the module, from whether it is to be tiny. inputs: what it is called with, from the same and a maker of
+            random tensors.
+    """
+
+    name: str
+    make: Callable[[bool], nn.Module]
+    inputs: Callable[[bool, Callable[..., Tensor]], dict[str, Any]]
+    decodes: bool = False
+
+
+def models() -> Iterator[Model]:
+    """LTX-Video 121 frames 512 x 768, HunyuanVideo 61 frames 544 x 960, Mochi 84 frames 480 x 848."""
+    import diffusers
+    from tiny import parts
+
+    def ltx(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
+        frames, rows, columns = (2, 2, 3) if tiny else (16, 16, 24)
+        tokens, text = frames * rows * columns, 8 if tiny else 128
+        return {
+            "hidden_states": some(2, tokens, 128), "encoder_hidden_states": some(2, text, 32 if tiny else 4096),
+            "timestep": some(2).abs() * 100, "encoder_attention_mask": None, "num_frames": frames, "height": rows,
+            "width": columns, "rope_interpolation_scale": (8 / 25, 32, 32),
+        }  # fmt: skip
+
+    def hunyuan(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
+        size, text = ((2, 4, 4), 8) if tiny else ((16, 68, 120), 256)
+        return {
+            "hidden_states": some(1, 16, *size), "timestep": torch.full((1,), 500, device=some(1).device),
+            "encoder_hidden_states": some(1, text, 32 if tiny else 4096),
+            "encoder_attention_mask": torch.ones(1, text, dtype=torch.long, device=some(1).device),
+            "pooled_projections": some(1, 32 if tiny else 768), "guidance": some(1).abs() * 1000,
+        }  # fmt: skip
+
+    def mochi(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
+        size, text = ((2, 4, 4), 8) if tiny else ((14, 60, 106), 256)
+        return {
+            "hidden_states": some(2, 12, *size), "encoder_hidden_states": some(2, text, 32 if tiny else 4096),
+            "timestep": some(2).abs() * 100,
+            "encoder_attention_mask": torch.ones(2, text, dtype=torch.bool, device=some(1).device),
+        }  # fmt: skip
+
+    def latents(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
+        return {"latents": some(1, 128, *((2, 2, 2) if tiny else (16, 16, 24)))}
+
+    def either(full: Any, small: Callable[[], nn.Module]) -> Callable[[bool], nn.Module]:
+        return lambda tiny: small() if tiny else full()
+
+    yield Model("LTX-Video step", either(diffusers.LTXVideoTransformer3DModel, parts.ltx_transformer), ltx)
+    yield Model("Mochi step", either(diffusers.MochiTransformer3DModel, parts.mochi_transformer), mochi)
+    yield Model(
+        "HunyuanVideo step", either(diffusers.HunyuanVideoTransformer3DModel, parts.hunyuan_transformer), hunyuan
+    )
+    yield Model("LTX-Video decode", either(diffusers.AutoencoderKLLTXVideo, parts.ltx_vae), latents, decodes=True)
+
+
+def prepared(model: Model, tiny: bool, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The module with small random weights, made on the device."""
+    with device:
+        module = model.make(tiny)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 1.0 / math.sqrt(max(2, parameter.shape[-1]))) if parameter.ndim > 1 else None
+    return nn.Module.to(module.eval().requires_grad_(False), dtype)
+
+
+def put_on(module: nn.Module, kernels: bool, graphs: Compilation | None, form: str, vae: bool = False) -> list[Any]:
+    """The ways back from a form that ``module`` now has.
+
+    Args:
+        form: of the kernels, such as ``reference`` where nothing is launched.
+    """
+    undo: list[Callable[[], Any]] = []
+    if kernels:
+        done = (fuse_vae if vae else fuse)(module, form)
+        if not done.sites or done.left:
+            raise RuntimeError(f"{type(module).__name__}: {done}")
+        undo.append(done.restore)
+    if not vae:
+        undo.append(replace_attention(module, functional.scaled_dot_product_attention))
+    if graphs is not None:
+        undo.append(graphs.attach(module) or (lambda: None))
+    return undo
+
+
+def psnr(result: Tensor, expected: Tensor) -> float:
+    """Of ``result`` against ``expected``, whose own span is the peak, in dB."""
+    error = float((result.float() - expected.float()).square().mean())
+    span = float(expected.float().max() - expected.float().min())
+    return math.inf if error == 0 else 10 * math.log10(span**2 / error)
+
+
+def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[Row]:
+    """A row per form; forms come in a new order each round, and compiling is not timed."""
+    device = clock.device
+    some = partial(_random, device=device, dtype=dtype)
+    module, given = prepared(model, tiny, device, dtype), model.inputs(tiny, some)
+
+    def call() -> Any:
+        with torch.no_grad():
+            if model.decodes:
+                return module.decode(given["latents"], return_dict=False)[0]
+            return module(**given, return_dict=False)[0]
+
+    settings = CompileSettings(vae=model.decodes, backend="eager" if tiny else "inductor")
+    graphs = {name: Compilation(settings) if compiled else None for name, (_, compiled) in FORMS.items()}
+    times, results, names = {name: list[float]() for name in FORMS}, dict[str, Any](), list(FORMS)
+    for _ in range((ROUNDS if not tiny else 2) + 1):
+        for name in names:
+            undo = put_on(module, FORMS[name][0], graphs[name], "reference" if tiny else "auto", model.decodes)
+            result = call()  # the form's own kernels are warm again
+            if name in results:
+                times[name].append(clock(call))
+            results.setdefault(name, result)
+            while undo:
+                undo.pop()()
+        random.shuffle(names)
+    for name, row in rows_of(model.name, times).items():
+        near = psnr(results[name], results["neither"])
+        short = [row["verdict"]] if row["verdict"] != "ok" else []
+        if model.decodes and near < LEAST_PSNR:
+            short.append(f"{near:.1f} dB, {LEAST_PSNR:.0f} demanded")
+        yield row | {"psnr_db": round(near, 1), "verdict": "; ".join(short) or "ok"}
+
+
+def rows_of(case: str, times: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """A row per form of ``case``, with the bars that it misses."""
+    middle, found = {name: statistics.median(spent) for name, spent in times.items()}, {}
+    for name, ms in middle.items():
+        missed = [
+            f"{middle[other] / ms:.2f} of {other}, {bar:.2f} demanded"
+            for (which, form, other), bar in BARS.items()
+            if which == case and form == name and middle[other] / ms < bar
+        ]
+        share = next(iter(middle.values())) / ms
+        found[name] = {"case": case, "form": name, "ms": round(ms, 3), "over_first": round(share, 3)}
+        found[name] |= {"psnr_db": "", "verdict": "; ".join(missed) or "ok"}
+    return found
+
+
+def attention(clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[Row]:
+    """HunyuanVideo's attention at 32,640 + 256 tokens, with upstream's mask of all tokens and without."""
+    tokens = 64 if tiny else 32640 + 256
+    q, k, v = (_random(1, 24, tokens, 128, device=clock.device, dtype=dtype) for _ in range(3))
+    mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool, device=clock.device)
+    forms = {
+        "masked": lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        "no mask": lambda: functional.scaled_dot_product_attention(q, k, v),
+    }
+    yield from rows_of("HunyuanVideo attention", in_turn(forms, ROUNDS if not tiny else 2, clock)).values()
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+
+
+def model_rows(dry: bool, dtype: str) -> Iterator[Row]:
+    """A row per model and form."""
+    device, kind = torch.device("cpu" if dry else "cuda"), torch.bfloat16 if dry else getattr(torch, dtype)
+    clock, facts = Clock(device), facts_for(device)
+    copied, product = limits(clock, device, dry)
+    known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch."),
+             "copy_gb_per_s": round(copied, 1), "product_tflop_per_s": round(product, 1)}  # fmt: skip
+    yield from (known | row for row in attention(clock, dry, kind))
+    for model in models():
+        try:
+            yield from (known | row for row in measured(model, clock, dry, kind))
+        except torch.OutOfMemoryError as error:
+            print(f"{model.name}: skipped: {str(error).splitlines()[0]}")
+
+
+TEXT = 128  # tokens
+
+
+def ltx_block(tokens: int):
+    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
+
+    angles = torch.randn(1, tokens, 1024).repeat_interleave(2, -1)
+    inputs = {"temb": torch.randn(1, 1, 6 * 2048), "image_rotary_emb": (angles.cos(), angles.sin())}
+    return LTXVideoTransformerBlock(2048, 32, 64, 2048), 2048, inputs
+
+
+def hunyuan_block(tokens: int):
+    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformerBlock
+
+    angles = torch.randn(tokens, 64).repeat_interleave(2, -1)
+    inputs = {"temb": torch.randn(1, 3072), "freqs_cis": (angles.cos(), angles.sin())}
+    return HunyuanVideoTransformerBlock(24, 128, mlp_ratio=4.0), 3072, inputs
+
+
+def mochi_block(tokens: int):
+    from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
+
+    angles = torch.randn(tokens, 24, 64)
+    inputs = {
+        "temb": torch.randn(1, 3072),
+        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "encoder_attention_mask": torch.ones(1, TEXT, dtype=torch.bool),
+    }
+    return MochiTransformerBlock(3072, 24, 128, 1536), 1536, inputs
+
+
+BLOCKS = {"ltx": ltx_block, "hunyuan_video": hunyuan_block, "mochi": mochi_block}
+
+
+def block_rows(tokens: int, rounds: int, block: tuple[str, ...]) -> Iterator[Row]:
+    """A row per block and form."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    cpu = device.type == "cpu"
+    clock, dtype = Clock(device), torch.float32 if cpu else torch.bfloat16
+    tokens = tokens or (256 if cpu else 6144)
+
+    def there(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(t.to(device) for t in value)
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    for family in block:
+        torch.manual_seed(0)
+        module, text, more = BLOCKS[family](tokens)
+        module = module.to(device, dtype).eval().requires_grad_(False)
+        hidden = torch.randn(1, tokens, 2048 if family == "ltx" else 3072)
+        inputs = {"hidden_states": hidden, "encoder_hidden_states": torch.randn(1, TEXT, text), **more}
+        inputs = {name: there(value) for name, value in inputs.items()}
+        calls, warm = {}, {}
+        with torch.no_grad():
+            for name, (kernels, compiled) in FORMS.items():
+                model = nn.Module()
+                model.transformer_blocks = nn.ModuleList([copy.deepcopy(module)])
+                graphs = Compilation(CompileSettings()) if compiled else None
+                put_on(model, kernels, graphs, "reference" if cpu else "auto")
+                call = partial(model.transformer_blocks[0], **inputs)
+                warm[name] = clock(call)
+                if graphs is not None and graphs.failure:
+                    print(f"{family} {name}: {graphs}")
+                else:
+                    calls[name] = call
+            middle = {name: statistics.median(t) for name, t in in_turn(calls, rounds, clock, warm_up=0).items()}
+        for name, ms in middle.items():
+            yield {
+                "gpu": "" if cpu else torch.cuda.get_device_name(device),
+                "block": family,
+                "tokens": tokens,
+                "dtype": str(dtype).removeprefix("torch."),
+                "form": name,
+                "ms": round(ms, 3),
+                "over_neither": round(middle["neither"] / ms, 3),
+                "warm_up_s": round(warm[name] / 1e3, 2),
+                "rounds": rounds,
+            }
+
+
+def clip_rows(model: str, heavy: str, device: str, rounds: int, size: tuple[int, ...], steps: int) -> Iterator[Row]:
+    """A row per form.
+
+    Args:
+        size: width, height and frames, 0 for the model's default.
+    """
+    from anygpu.pipelines import stages
+    from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+    from anygpu.pipelines.load.folder import LoadRequest, load
+    from anygpu.pipelines.speed import SpeedRequest
+    from heavy import build_heavy
+
+    if not model and not heavy:
+        raise SystemExit("clips needs --model FOLDER or --heavy FAMILY")
+    folder = Path(model) if model else build_heavy(heavy, SCRATCH)
+    settings, calls, lines, warm = SampleSettings(*size, steps, 7), {}, {}, {}
+    for name, (kernels, compiled) in FORMS.items():
+        speed = SpeedRequest("auto" if kernels else "off", CompileSettings() if compiled else None)
+        pipeline = load(LoadRequest(folder, device=device or ("cpu" if heavy else None), speed=speed))
+        with torch.no_grad():
+            prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox walks through fresh snow"), Silent())
+            pipeline.parts.read("transformer")
+            pipeline.parts.read("vae")
+
+        def one(pipeline: Any = pipeline, prompt: Any = prompt) -> None:
+            with torch.no_grad():
+                stages.decode(pipeline, stages.sample(pipeline, prompt, None, settings, Silent()), Silent())
+
+        warm[name], lines[name], calls[name] = spent(one), pipeline.plan.speed.line(pipeline.family), one
+    middle = {name: statistics.median(times) for name, times in in_turn(calls, rounds, warm_up=0).items()}
+    facts = pipeline.facts
+    for name, seconds in middle.items():
+        gain, cost = middle["neither"] - seconds, warm[name] - seconds
+        yield {
+            "device": facts.name if facts.backend != "cpu" else device_name(),
+            "family": pipeline.family,
+            "model": folder.name,
+            "form": name,
+            "clip_s": round(seconds, 3),
+            "over_neither": round(middle["neither"] / seconds, 3),
+            "warm_up_s": round(warm[name], 2),
+            "pays_after": max(1, math.ceil(cost / gain)) if gain > 0 and name != "neither" else "",
+            "rounds": rounds,
+            "line": lines[name],
+        }
+
+
+CLIPS = {"model": "", "heavy": "", "device": "", "rounds": 5, "size": (0, 0, 0), "steps": 0}
+CASES = [
+    Case(
+        "models_gpu", model_rows, {"dry": False, "dtype": "bfloat16"}, "models_gpu", lacks=no_gpu, gpu=True, threads=0
+    ),
+    Case("blocks", block_rows, {"tokens": 0, "rounds": 20, "block": tuple(BLOCKS)}, "blocks", gpu=True),
+    Case("clips", clip_rows, CLIPS, "clips"),
+]
