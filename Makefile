@@ -139,12 +139,12 @@ demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
 
 # Each case by itself: python benchmarks/runner.py
-CASES := minutes watching stored_products blocks kernels_bytes kernels_build growth growth_faces
+CASES := minutes watching stored_products kernels_bytes kernels_build growth
 bench: $(READY) accelerator
 	for case in $(CASES); do $(BENCH) $$case --write || exit 1; done
 	$(BENCH) peers --families ltx hunyuan_video framepack mochi --repeats 1 --write
 
-# All cases of a GPU; the machine needs torch and Triton, and diffusers for the models and blocks.
+# All cases of a GPU; the machine needs torch and Triton, and diffusers for the models.
 gpu:
 	$(GPU_PYTHON) benchmarks/runner.py gpu --write
 

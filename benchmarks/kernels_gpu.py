@@ -14,6 +14,7 @@ import importlib.util
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -69,8 +70,29 @@ FEW = {"ltx": (1, 128, 2048), "hunyuan": (1, 128, 3072), "mochi": (1, 128, 3072)
        "wide": (1, 128, 8192), "halves": (1, 128, 16384), "clip": (1, 128, 2, 16, 16)}  # fmt: skip
 
 
+def made(
+    name: str, passes: float, module: Any, function: str, terms: tuple[Any, ...], eager: Form, exact: int | None = None
+) -> Operation:
+    """An operation of ``module`` with the form that diffusers runs; ``compile`` is of that one, added later.
+
+    Args:
+        passes: bytes that cannot be avoided, in sizes of the first tensor.
+        exact: of ``terms``, as many as the reference takes.
+    """
+    from anygpu.kernels.self_tests import _moved
+
+    fused, reference = getattr(module, function), getattr(module, f"{function}_reference")
+    first = terms[0].q if isinstance(terms[0], Pair) else terms[0]
+    tables = sum(2 * size(term.cos) for term in terms if isinstance(term, Tables))
+    forms = {form: partial(fused, *terms, form=kind) for form, kind in (("anygpu", AUTO), ("reference", REFERENCE))}
+    return Operation(
+        name, int(passes * size(first)) + tables, forms | {"eager": eager},
+        lambda: reference(*_moved(terms[:exact], lambda t: t.double())), bound_by_memory=module is not group_norm,
+    )  # fmt: skip
+
+
 def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[Callable[[], Operation]]:
-    """Makers of the cases, so that one case's tensors are gone before the next one's are made."""
+    """Makers of the operations, so that one's tensors are gone before the next one's are made."""
     ltx, hunyuan, mochi = sizes["ltx"], sizes["hunyuan"], sizes["mochi"]
 
     def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -81,44 +103,26 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
 
     def rms() -> Operation:
         x, (scale, shift) = some(*ltx), rows(ltx, 2)
-        how, modulation = Norm(RMS, 1e-6), Modulation(scale, shift)
-        forms = ours(norm.normalized, x, how, modulation)
-        forms["eager"] = lambda: eager_rms(x, 1e-6) * (1 + scale) + shift
-        skipped = kitchen(forms, lambda k: lambda: k.rms_adaln(x, scale, shift, 1e-6))
-        liger(forms, skipped, "modulated_rms_norm", "modulated_rms_norm_forward",
+        terms = (x, Norm(RMS, 1e-6), Modulation(scale, shift))
+        case = made("rms norm, modulation (LTX)", 2, norm, "normalized", terms,
+                    lambda: eager_rms(x, 1e-6) * (1 + scale) + shift)  # fmt: skip
+        kitchen(case, lambda k: lambda: k.rms_adaln(x, scale, shift, 1e-6))
+        liger(case, "modulated_rms_norm", "modulated_rms_norm_forward",
               lambda f: lambda: f(x, None, scale.contiguous(), shift.contiguous(), 1e-6, 0.0, "gemma")[0])  # fmt: skip
-        return Operation(
-            "rms norm, modulation (LTX)",
-            2 * size(x),
-            forms,
-            exactly(norm.normalized_reference, x, how, modulation),
-            skipped,
-        )
+        return case
 
     def layer() -> Operation:
         x, (scale, shift) = some(*hunyuan), rows(hunyuan, 2)
-        how, modulation = Norm(LAYER, 1e-6), Modulation(scale, shift)
-        forms = ours(norm.normalized, x, how, modulation)
-        forms["eager"] = lambda: functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
-        skipped = kitchen(forms, lambda k: lambda: k.adaln(x, scale, shift, 1e-6))
-        return Operation(
-            "layer norm, modulation (HunyuanVideo)",
-            2 * size(x),
-            forms,
-            exactly(norm.normalized_reference, x, how, modulation),
-            skipped,
-        )
+        terms = (x, Norm(LAYER, 1e-6), Modulation(scale, shift))
+        case = made("layer norm, modulation (HunyuanVideo)", 2, norm, "normalized", terms,
+                    lambda: functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift)  # fmt: skip
+        kitchen(case, lambda k: lambda: k.adaln(x, scale, shift, 1e-6))
+        return case
 
     def gated() -> Operation:
         x, branch, (values,) = some(*ltx), some(*ltx), rows(ltx, 1)
-        forms = ours(residual.gated_residual, x, branch, Gate(values))
-        forms["eager"] = lambda: x + branch * values
-        return Operation(
-            "gated residual (LTX)",
-            3 * size(x),
-            forms,
-            exactly(residual.gated_residual_reference, x, branch, Gate(values)),
-        )
+        terms = (x, branch, Gate(values))
+        return made("gated residual (LTX)", 3, residual, "gated_residual", terms, lambda: x + branch * values)
 
     def both() -> Operation:
         x, branch, (values, scale, shift) = some(*ltx), some(*ltx), rows(ltx, 3)
@@ -128,10 +132,7 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
             new = x + branch * values
             return new, eager_rms(new, 1e-6) * (1 + scale) + shift
 
-        forms = ours(residual.residual_norm, *terms) | {"eager": eager}
-        return Operation(
-            "residual, norm, modulation (LTX)", 4 * size(x), forms, exactly(residual.residual_norm_reference, *terms)
-        )
+        return made("residual, norm, modulation (LTX)", 4, residual, "residual_norm", terms, eager)
 
     def tanh() -> Operation:
         x, branch, (values, scale) = some(*mochi), some(*mochi), rows(mochi, 2)
@@ -141,126 +142,90 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
             new = x + (eager_rms(branch.float(), 1e-6) * torch.tanh(values)).to(dtype)
             return new, (eager_rms(new.float(), 1e-6) * (1 + scale.float())).to(dtype)
 
-        forms = ours(residual.residual_norm, *terms) | {"eager": eager}
-        return Operation(
-            "normed branch, tanh gate, norm (Mochi)",
-            4 * size(x),
-            forms,
-            exactly(residual.residual_norm_reference, *terms),
-        )
+        return made("normed branch, tanh gate, norm (Mochi)", 4, residual, "residual_norm", terms, eager)
 
     def across() -> Operation:
         q, k, weight = some(*ltx), some(*ltx), some(ltx[2])
         angle = some(ltx[1], ltx[2] // 2, of=torch.float32)
-        tables, pair = Tables(angle.cos(), angle.sin()), Pair(q, k, weight, weight)
-        wide = [table.repeat_interleave(2, -1).expand(ltx) for table in (tables.cos, tables.sin)]
-        forms = ours(rope.qk_norm_rope, pair, tables, 1e-5)
-        forms["eager"] = lambda: tuple(
-            eager_rotated(functional.rms_norm(x, x.shape[-1:], weight, 1e-5), *wide) for x in (q, k)
-        )
-        moved = 4 * size(q) + 2 * size(tables.cos)
-        exact = exactly(rope.qk_norm_rope_reference, pair, tables, 1e-5)
-        skipped = {"comfy-kitchen": "its rms_rope norms each head"}
-        return Operation("q, k norm and rotation across heads (LTX)", moved, forms, exact, skipped)
+        terms = (Pair(q, k, weight, weight), Tables(angle.cos(), angle.sin()), 1e-5)
+        wide = [table.repeat_interleave(2, -1).expand(ltx) for table in (angle.cos(), angle.sin())]
+
+        def eager() -> tuple[Tensor, ...]:
+            normed = (functional.rms_norm(x, x.shape[-1:], weight, 1e-5) for x in (q, k))
+            return tuple(eager_rotated(x, *wide) for x in normed)
+
+        case = made("q, k norm and rotation across heads (LTX)", 4, rope, "qk_norm_rope", terms, eager)
+        case.skipped["comfy-kitchen"] = "its rms_rope norms each head"
+        return case
 
     def per_head() -> Operation:
         shape = (*hunyuan[:2], hunyuan[2] // sizes["head"], sizes["head"])
         q, k, weight = some(*shape), some(*shape), some(shape[3])
         angle = some(shape[1], 1, shape[3] // 2, of=torch.float32)
-        tables, pair = Tables(angle.cos(), angle.sin()), Pair(q, k, weight, weight)
-        wide = [table.repeat_interleave(2, -1) for table in (tables.cos, tables.sin)]
-        forms = ours(rope.qk_norm_rope, pair, tables, 1e-6)
-        forms["eager"] = lambda: tuple(eager_rotated(eager_rms(x, 1e-6, weight), *wide) for x in (q, k))
-        matrix = torch.stack([tables.cos, -tables.sin, tables.sin, tables.cos], -1).unflatten(-1, (2, 2))[None]
-        skipped = kitchen(forms, lambda k_: lambda: k_.rms_rope(q, k, matrix, weight, weight, 1e-6))
-        moved = 4 * size(q) + 2 * size(tables.cos)
-        return Operation(
-            "q, k norm and rotation per head (HunyuanVideo)",
-            moved,
-            forms,
-            exactly(rope.qk_norm_rope_reference, pair, tables, 1e-6),
-            skipped,
-        )
+        cos, sin = angle.cos(), angle.sin()
+        terms = (Pair(q, k, weight, weight), Tables(cos, sin), 1e-6)
+        wide = [table.repeat_interleave(2, -1) for table in (cos, sin)]
+        case = made("q, k norm and rotation per head (HunyuanVideo)", 4, rope, "qk_norm_rope", terms,
+                    lambda: tuple(eager_rotated(eager_rms(x, 1e-6, weight), *wide) for x in (q, k)))  # fmt: skip
+        matrix = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))[None]
+        kitchen(case, lambda k_: lambda: k_.rms_rope(q, k, matrix, weight, weight, 1e-6))
+        return case
 
-    def feed(name: str, shape: tuple[int, ...], eager: Callable[[Tensor], Tensor]) -> Callable[[], Operation]:
-        def make() -> Operation:
-            x = some(*shape)
-            forms = ours(getattr(activation, name), x) | {"eager": lambda: eager(x)}
-            skipped: dict[str, str] = {}
-            if name == "swiglu":
-                value, gate = x.chunk(2, -1)
-                copies = value.contiguous(), gate.contiguous()
-                liger(forms, skipped, "swiglu", "swiglu_forward", lambda f: lambda: f(copies[1], copies[0])[-1])
-            moved = size(x) * 2 if name == "gelu_tanh" else size(x) * 3 // 2
-            return Operation(name, moved, forms, exactly(getattr(activation, f"{name}_reference"), x), skipped)
+    def feed(name: str, shape: tuple[int, ...], passes: float, eager: Callable[..., Tensor]) -> Operation:
+        x = some(*shape)
+        case = made(name, passes, activation, name, (x,), lambda: eager(x if passes == 2 else x.chunk(2, -1)))
+        if name == "swiglu":
+            value, gate = (half.contiguous() for half in x.chunk(2, -1))
+            liger(case, "swiglu", "swiglu_forward", lambda f: lambda: f(gate, value)[-1])
+        return case
 
-        return make
+    def clip(per_frame: bool, last: bool) -> Operation:
+        x = some(*sizes["clip"])
+        x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
+        weight, pad, layout = some(x.shape[1]), (1, 1, 1, 1, 2, 0), "channels_last" if last else "contiguous"
 
-    def clip(per_frame: bool, last: bool) -> Callable[[], Operation]:
-        def make() -> Operation:
-            x = some(*sizes["clip"])
-            x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
-            weight, pad = some(x.shape[1]), (1, 1, 1, 1, 2, 0)
-            layout = "channels_last" if last else "contiguous"
-            how = GroupNorm(32, 1e-6, weight, weight, per_frame)
+        def eager() -> Tensor:
+            frames = x.transpose(1, 2).flatten(0, 1) if per_frame else x
+            normed = functional.group_norm(frames, 32, weight, weight, 1e-6)
+            if per_frame:
+                normed = normed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+            return functional.pad(functional.silu(normed), pad, mode="replicate")
 
-            def eager() -> Tensor:
-                if per_frame:
-                    normed = functional.group_norm(x.transpose(1, 2).flatten(0, 1), 32, weight, weight, 1e-6)
-                    normed = normed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
-                else:
-                    normed = functional.group_norm(x, 32, weight, weight, 1e-6)
-                return functional.pad(functional.silu(normed), pad, mode="replicate")
+        terms = (x, GroupNorm(32, 1e-6, weight, weight, per_frame), pad, True, layout)
+        name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {layout.replace('_', ' ')}"
+        case = made(name, 3, group_norm, "group_norm_silu_pad", terms, eager, exact=3)
+        case.skipped["comfy-kitchen"] = "its group_norm_silu_pad3d reflects or zeroes, and these VAEs replicate"
+        return case
 
-            forms = ours(group_norm.group_norm_silu_pad, x, how, pad, True, layout) | {"eager": eager}
-            name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {layout.replace('_', ' ')}"
-            return Operation(name, 3 * size(x), forms, exactly(group_norm.group_norm_silu_pad_reference, x, how, pad),
-                        {"comfy-kitchen": "its group_norm_silu_pad3d reflects or zeroes, and these VAEs replicate"},
-                        bound_by_memory=False)  # fmt: skip
-
-        return make
-
-    wide, halves = sizes["wide"], sizes["halves"]
+    tanh_gelu = partial(functional.gelu, approximate="tanh")
     return [
         rms, layer, gated, both, tanh, across, per_head,
-        feed("gelu_tanh", wide, lambda x: functional.gelu(x, approximate="tanh")),
-        feed("geglu", wide, lambda x: x.chunk(2, -1)[0] * functional.gelu(x.chunk(2, -1)[1])),
-        feed("swiglu", halves, lambda x: x.chunk(2, -1)[0] * functional.silu(x.chunk(2, -1)[1])),
-        clip(False, False), clip(True, False), clip(True, True),
+        lambda: feed("gelu_tanh", sizes["wide"], 2, tanh_gelu),
+        lambda: feed("geglu", sizes["wide"], 1.5, lambda halves: halves[0] * functional.gelu(halves[1])),
+        lambda: feed("swiglu", sizes["halves"], 1.5, lambda halves: halves[0] * functional.silu(halves[1])),
+        lambda: clip(False, False), lambda: clip(True, False), lambda: clip(True, True),
     ]  # fmt: skip
 
 
-def ours(function: Callable[..., Any], *terms: Any) -> dict[str, Form]:
-    """Our operation and its reference under torch.compile; ``compile`` is of what diffusers runs, added later."""
-    return {"anygpu": lambda: function(*terms, form=AUTO), "reference": lambda: function(*terms, form=REFERENCE)}
-
-
-def kitchen(forms: dict[str, Form], make: Callable[[Any], Form]) -> dict[str, str]:
-    """Add comfy-kitchen's form; what keeps it out, if anything."""
+def kitchen(case: Operation, make: Callable[[Any], Form]) -> None:
+    """Add comfy-kitchen's form, or say why not."""
     if importlib.util.find_spec("comfy_kitchen") is None:
-        return {"comfy-kitchen": "comfy-kitchen is not installed"}
+        case.skipped["comfy-kitchen"] = "comfy-kitchen is not installed"
+        return
     import comfy_kitchen
 
-    forms["comfy-kitchen"] = make(comfy_kitchen)
-    return {}
+    case.forms["comfy-kitchen"] = make(comfy_kitchen)
 
 
-def liger(forms: dict[str, Form], skipped: dict[str, str], module: str, name: str, make: Callable[[Any], Form]) -> None:
+def liger(case: Operation, module: str, name: str, make: Callable[[Any], Form]) -> None:
     """Add Liger's form, or say why not."""
     if importlib.util.find_spec("liger_kernel") is None:
-        skipped["liger"] = "liger-kernel is not installed"
+        case.skipped["liger"] = "liger-kernel is not installed"
         return
     try:
-        forms["liger"] = make(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name))
+        case.forms["liger"] = make(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name))
     except (ImportError, AttributeError, RuntimeError) as error:
-        skipped["liger"] = f"this Liger cannot be imported here: {error}".splitlines()[0]
-
-
-def exactly(reference: Callable[..., Any], *terms: Any) -> Callable[[], Any]:
-    """The reference on fp64 copies of ``terms``."""
-    from anygpu.kernels.self_tests import _moved
-
-    return lambda: reference(*_moved(terms, lambda t: t.double()))
+        case.skipped["liger"] = f"this Liger cannot be imported here: {error}".splitlines()[0]
 
 
 def size(x: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Texturing: time and memory of its stages, how long a cancel waits, and the z-buffer beside Embree's ray caster.
+"""Texturing: time and memory of its stages, and how long a cancel waits.
 
 The stages without a network run at full size on the simulated accelerator, which counts every byte of its device and
 computes with the CPU's own kernels: the seconds are a CPU's, of one thread. `paint_stages` counts the network stages at
@@ -12,8 +12,6 @@ a file is waited for by the clock, ten times a second.
 from __future__ import annotations
 
 import math
-import resource
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,26 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from anygpu.compat.device.execution import Checked
 from anygpu.compat.device.facts import GIBIBYTE, facts_for
 from anygpu.compat.device.precision import PAINT, precision_for
 from anygpu.compat.memory.parts import Parts, Silent
 from anygpu.compat.memory.standalone import offloader_for
-from anygpu.compat.packages import imported
 from anygpu.compat.transforms.attention import attention_for
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.demo import torus
 from anygpu.paint.estimates import paint_bytes, paint_needs
-from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh
-from anygpu.paint.geometry.raster import face_ids
 from anygpu.paint.geometry.turntable import turntable
-from anygpu.paint.geometry.views import on_screen
 from anygpu.paint.loading import PaintPipeline
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
@@ -48,9 +42,9 @@ from anygpu.paint.networks.published import networks_for, shape_for
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from paint.counting import HALF, STABLE_DIFFUSION_VAE, stages
-from runner import Case, Row, in_turn, processor
+from runner import Case, Row
 from simulated import accelerator
-from torch import Tensor, nn
+from torch import nn
 
 MIB = 1024**2
 NETWORKS = (("paint", 512, 6), ("paint", 1024, 6), ("paint_pbr", 512, 6), ("paint_pbr", 768, 8))
@@ -195,54 +189,10 @@ def memory_rows(pixels: int, limit: float) -> Iterator[Row]:
             }
 
 
-def embree_face_ids(screen: Tensor, faces: Tensor, height: int, width: int) -> Tensor:
-    """The result of :func:`face_ids` by Embree, in a thousand rows at once; needs the package embreex.
-
-    Pixels on an edge or of equal depth may name the other face.
-    """
-    scene = imported("embreex.rtcore_scene").EmbreeScene()
-    corners = screen[faces.long()].to(torch.float32)
-    imported("embreex.mesh_construction").TriangleMesh(scene, screen.float().numpy(), faces.to(torch.int32).numpy())
-    start, ids = float(corners[..., 2].min()) - 1.0, []
-    for rows in np.array_split(np.arange(height, dtype=np.float32), max(1, height * width >> 20)):
-        rays = np.empty((rows.size, width, 3), dtype=np.float32)
-        rays[..., 0], rays[..., 1], rays[..., 2] = np.arange(width, dtype=np.float32), rows[:, None], start
-        towards = np.zeros((rows.size * width, 3), dtype=np.float32)
-        towards[:, 2] = 1
-        ids.append(scene.run(rays.reshape(-1, 3), towards).astype(np.int32))
-    return torch.from_numpy(np.concatenate(ids)).view(height, width)
-
-
-def raster_rows(faces: int, size: int, repeats: int) -> Iterator[Row]:
-    """Our z-buffer, and Embree where it is installed: the same mesh and view in turn, in processor seconds."""
-    surface = Surface.of(mesh_of(faces))
-    screen = on_screen(surface.vertices, Camera(0, 90), size)
-    casters = {"ours": face_ids, "embree": embree_face_ids}
-    ids = {"ours": face_ids(screen, surface.faces, size, size)}
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    try:
-        ids["embree"] = embree_face_ids(screen, surface.faces, size, size)
-    except ImportError:
-        del casters["embree"]
-    calls = {name: partial(caster, screen, surface.faces, size, size) for name, caster in casters.items()}
-    medians = {name: statistics.median(times) for name, times in in_turn(calls, repeats, processor).items()}
-    yield {
-        "faces": surface.faces.shape[0],
-        "size": size,
-        "seconds_ours": round(medians["ours"], 3),
-        "seconds_prototype": "",  # of a form that ours has replaced: older rows have it
-        "ratio": "",
-        "seconds_embree": round(medians["embree"], 3) if "embree" in medians else "",
-        "other_faces": float((ids["ours"] != ids["embree"]).float().mean()) if "embree" in ids else "",
-        "peak_process_mib": round(peak_mib),
-    }
-
-
 CASES = [
     Case("paint_stages", stage_rows, {"faces": 40_000, "view_size": 2048, "texture_size": 2048}, "paint_stages",
          lacks=accelerator.reason),
     Case("paint_cancel", cancel_rows, {"faces": 500_000, "texture_size": 2048}, "paint_cancel"),
     Case("paint_memory", memory_rows, {"pixels": 128, "limit": 8.0}, "paint_memory", lacks=accelerator.reason,
          threads=0),
-    Case("paint_raster", raster_rows, {"faces": 500_000, "size": 2048, "repeats": 5}, "paint_raster"),
 ]  # fmt: skip

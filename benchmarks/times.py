@@ -1,4 +1,4 @@
-"""Forecasts of time beside runs, and how work grows with frames, pixels and faces.
+"""Forecasts of time beside runs, and how work grows with frames and pixels.
 
 `minutes`: one call of each family's transformer and decoder at published widths, three sizes; one block of each kind,
 of delighting the whole UNet; weights that are all alike, fp32, one CPU thread. The device is probed once, before
@@ -6,7 +6,7 @@ anything is loaded, as in use: later the C library has memory to spare that the 
 no new pages are up to three times as quick. `corrected_s` is the forecast after a run of the first size.
 
 `growth`: FLOPs of a step and of a decode of the published models, counted without data, at twice and four times the
-frames and the pixels; `growth_faces`: seconds of drawing and baking a mesh. The exponent is the slope between the last
+frames and the pixels. The exponent is the slope between the last
 two, in logarithms: 1 is linear, 2 is attention alone.
 """
 
@@ -25,12 +25,6 @@ import torch
 import torch.nn.functional as F
 from anygpu.compat.device.work import META, PROBED, Pace, _measured, counting
 from anygpu.compat.memory.statistics import StageCost
-from anygpu.paint.baking.bake import BakeSettings, bake
-from anygpu.paint.demo import torus
-from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, Camera
-from anygpu.paint.geometry.mesh import Surface
-from anygpu.paint.geometry.raster import face_ids
-from anygpu.paint.geometry.views import on_screen
 from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import set_attention
@@ -41,7 +35,7 @@ from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.vae.tiled import decoder_call
-from runner import SCRATCH, Case, Row, in_turn, processor, write_table
+from runner import SCRATCH, Case, Row, processor, write_table
 from tiny import build
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
@@ -53,7 +47,6 @@ PAINTED = (384, 448, 512)  # pixels of a delighted picture
 HOST = torch.device("cpu")
 FACTORS = (1, 2, 4)
 LATENT_FRAMES, SIDE = 8, 256  # of the smallest
-FACES, VIEW = 100_000, 512  # of the smallest mesh; pixels of a view and of the texture
 Measured = Iterator[tuple[str, float, float]]
 
 
@@ -191,32 +184,7 @@ def growth_page(rows: list[Row]) -> None:
     write_table("performance.md", "growth", head, [row.values() for row in rows], end="/growth")
 
 
-def face_rows(rounds: int) -> Iterator[Row]:
-    """Seconds of finding the face of each pixel of a view, and of baking six views, along faces."""
-    pictures = torch.rand(len(DEFAULT_VIEWS), VIEW, VIEW, 3, generator=torch.Generator().manual_seed(0))
-    settings, calls = BakeSettings(texture_size=VIEW, view_size=VIEW), dict[str, dict[str, Any]]()
-    for factor in FACTORS:
-        surface = Surface.of(torus(side := math.isqrt(FACES * factor // 2), side))
-        screen = on_screen(surface.vertices, Camera(0, 90), VIEW)
-        calls.setdefault("drawing a view", {})[f"{factor}"] = partial(face_ids, screen, surface.faces, VIEW, VIEW)
-        calls.setdefault("baking six views", {})[f"{factor}"] = partial(
-            bake, surface, DEFAULT_VIEWS, pictures, settings
-        )
-    for stage, by_factor in calls.items():
-        times = [min(times) for times in in_turn(by_factor, rounds, processor, warm_up=0).values()]
-        columns = {f"seconds_{factor}x": round(each, 3) for factor, each in zip(FACTORS, times, strict=True)}
-        yield {"stage": stage, "faces": FACES, **columns, **exponent(times)}
-
-
-def face_page(rows: list[Row]) -> None:
-    """Write the table of faces."""
-    head = ("Stage", *(f"Seconds, {factor * FACES:,} faces" for factor in FACTORS), "Exponent")
-    keys = ("stage", *(f"seconds_{factor}x" for factor in FACTORS), "exponent")
-    write_table("performance.md", "faces", head, [[row[key] for key in keys] for row in rows], end="/faces")
-
-
 CASES = [
     Case("minutes", minutes_rows, {"families": (*FAMILIES, "delight")}, "minutes"),
     Case("growth", growth_rows, {"families": FAMILIES}, "growth", replaces=True, about=dict, page=growth_page),
-    Case("growth_faces", face_rows, {"rounds": 3}, "growth_faces", page=face_page),
 ]

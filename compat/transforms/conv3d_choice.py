@@ -83,7 +83,7 @@ INSTEAD = (  # of a conv3d that does not run
     Conv3dForm.FP32,
     Conv3dForm.MATMUL,
 )
-# In fp16 a CPU takes up to 90 times as long as in fp32, for matmuls too (benchmarks/results/conv3d.csv).
+# In fp16 a CPU takes up to 90 times as long as in fp32, for matmuls too.
 INSTEAD_ON_CPU = (Conv3dForm.FP32, *INSTEAD)
 
 

@@ -1,27 +1,19 @@
-"""Upstream's forwards, fused kernels, torch.compile, and both: whole transformers, single blocks, and whole clips.
+"""Upstream's forwards, fused kernels, torch.compile, and both: whole transformers and decoders.
 
-`models_gpu`: published shapes with random weights on a GPU; a step is one call of the transformer, timed by events,
+Published shapes with random weights on a GPU; a step is one call of the transformer, timed by events,
 medians. Targets: LTX-Video at 6,144 tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least
 1.04 of compile on LTX-Video and Mochi, nowhere below 1.00; HunyuanVideo's attention without its mask 1.8; LTX-Video's
 decode 1.5 at 55 dB. ``--dry``: tiny sizes on the CPU.
-
-`blocks`: one block of full width with random weights; on a GPU in bf16, on a CPU in fp32 and by the operations'
-reference, since nothing is launched there. `warm_up_s` is the time of the first call, which compiles.
-
-`clips`: whole clips of ``--model FOLDER``, load excluded, decode included, same seed and prompt; ``--heavy FAMILY``: of
-its heavy tiny model on the CPU. `pays_after`: the number of clips that win back the first one, which compiles.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +23,7 @@ from anygpu.compat.transforms.fused import fuse
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.compat.transforms.order import replace_attention
 from kernels_gpu import Clock, limits
-from runner import SCRATCH, Case, Row, device_name, in_turn, no_gpu, spent
+from runner import Case, Row, in_turn, no_gpu
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -224,139 +216,8 @@ def model_rows(dry: bool, dtype: str) -> Iterator[Row]:
             print(f"{model.name}: skipped: {str(error).splitlines()[0]}")
 
 
-TEXT = 128  # tokens
-
-
-def ltx_block(tokens: int):
-    from diffusers.models.transformers.transformer_ltx import LTXVideoTransformerBlock
-
-    angles = torch.randn(1, tokens, 1024).repeat_interleave(2, -1)
-    inputs = {"temb": torch.randn(1, 1, 6 * 2048), "image_rotary_emb": (angles.cos(), angles.sin())}
-    return LTXVideoTransformerBlock(2048, 32, 64, 2048), 2048, inputs
-
-
-def hunyuan_block(tokens: int):
-    from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformerBlock
-
-    angles = torch.randn(tokens, 64).repeat_interleave(2, -1)
-    inputs = {"temb": torch.randn(1, 3072), "freqs_cis": (angles.cos(), angles.sin())}
-    return HunyuanVideoTransformerBlock(24, 128, mlp_ratio=4.0), 3072, inputs
-
-
-def mochi_block(tokens: int):
-    from diffusers.models.transformers.transformer_mochi import MochiTransformerBlock
-
-    angles = torch.randn(tokens, 24, 64)
-    inputs = {
-        "temb": torch.randn(1, 3072),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
-        "encoder_attention_mask": torch.ones(1, TEXT, dtype=torch.bool),
-    }
-    return MochiTransformerBlock(3072, 24, 128, 1536), 1536, inputs
-
-
-BLOCKS = {"ltx": ltx_block, "hunyuan_video": hunyuan_block, "mochi": mochi_block}
-
-
-def block_rows(tokens: int, rounds: int, block: tuple[str, ...]) -> Iterator[Row]:
-    """A row per block and form."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    cpu = device.type == "cpu"
-    clock, dtype = Clock(device), torch.float32 if cpu else torch.bfloat16
-    tokens = tokens or (256 if cpu else 6144)
-
-    def there(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(t.to(device) for t in value)
-        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-    for family in block:
-        torch.manual_seed(0)
-        module, text, more = BLOCKS[family](tokens)
-        module = module.to(device, dtype).eval().requires_grad_(False)
-        hidden = torch.randn(1, tokens, 2048 if family == "ltx" else 3072)
-        inputs = {"hidden_states": hidden, "encoder_hidden_states": torch.randn(1, TEXT, text), **more}
-        inputs = {name: there(value) for name, value in inputs.items()}
-        calls, warm = {}, {}
-        with torch.no_grad():
-            for name, (kernels, compiled) in FORMS.items():
-                model = nn.Module()
-                model.transformer_blocks = nn.ModuleList([copy.deepcopy(module)])
-                graphs = Compilation(CompileSettings()) if compiled else None
-                put_on(model, kernels, graphs, "reference" if cpu else "auto")
-                call = partial(model.transformer_blocks[0], **inputs)
-                warm[name] = clock(call)
-                if graphs is not None and graphs.failure:
-                    print(f"{family} {name}: {graphs}")
-                else:
-                    calls[name] = call
-            middle = {name: statistics.median(t) for name, t in in_turn(calls, rounds, clock, warm_up=0).items()}
-        for name, ms in middle.items():
-            yield {
-                "gpu": "" if cpu else torch.cuda.get_device_name(device),
-                "block": family,
-                "tokens": tokens,
-                "dtype": str(dtype).removeprefix("torch."),
-                "form": name,
-                "ms": round(ms, 3),
-                "over_neither": round(middle["neither"] / ms, 3),
-                "warm_up_s": round(warm[name] / 1e3, 2),
-                "rounds": rounds,
-            }
-
-
-def clip_rows(model: str, heavy: str, device: str, rounds: int, size: tuple[int, ...], steps: int) -> Iterator[Row]:
-    """A row per form.
-
-    Args:
-        size: width, height and frames, 0 for the model's default.
-    """
-    from anygpu.pipelines import stages
-    from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-    from anygpu.pipelines.load.folder import LoadRequest, load
-    from anygpu.pipelines.speed import SpeedRequest
-    from heavy import build_heavy
-
-    if not model and not heavy:
-        raise SystemExit("clips needs --model FOLDER or --heavy FAMILY")
-    folder = Path(model) if model else build_heavy(heavy, SCRATCH)
-    settings, calls, lines, warm = SampleSettings(*size, steps, 7), {}, {}, {}
-    for name, (kernels, compiled) in FORMS.items():
-        speed = SpeedRequest("auto" if kernels else "off", CompileSettings() if compiled else None)
-        pipeline = load(LoadRequest(folder, device=device or ("cpu" if heavy else None), speed=speed))
-        with torch.no_grad():
-            prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox walks through fresh snow"), Silent())
-            pipeline.parts.read("transformer")
-            pipeline.parts.read("vae")
-
-        def one(pipeline: Any = pipeline, prompt: Any = prompt) -> None:
-            with torch.no_grad():
-                stages.decode(pipeline, stages.sample(pipeline, prompt, None, settings, Silent()), Silent())
-
-        warm[name], lines[name], calls[name] = spent(one), pipeline.plan.speed.line(pipeline.family), one
-    middle = {name: statistics.median(times) for name, times in in_turn(calls, rounds, warm_up=0).items()}
-    facts = pipeline.facts
-    for name, seconds in middle.items():
-        gain, cost = middle["neither"] - seconds, warm[name] - seconds
-        yield {
-            "device": facts.name if facts.backend != "cpu" else device_name(),
-            "family": pipeline.family,
-            "model": folder.name,
-            "form": name,
-            "clip_s": round(seconds, 3),
-            "over_neither": round(middle["neither"] / seconds, 3),
-            "warm_up_s": round(warm[name], 2),
-            "pays_after": max(1, math.ceil(cost / gain)) if gain > 0 and name != "neither" else "",
-            "rounds": rounds,
-            "line": lines[name],
-        }
-
-
-CLIPS = {"model": "", "heavy": "", "device": "", "rounds": 5, "size": (0, 0, 0), "steps": 0}
 CASES = [
     Case(
         "models_gpu", model_rows, {"dry": False, "dtype": "bfloat16"}, "models_gpu", lacks=no_gpu, gpu=True, threads=0
     ),
-    Case("blocks", block_rows, {"tokens": 0, "rounds": 20, "block": tuple(BLOCKS)}, "blocks", gpu=True),
-    Case("clips", clip_rows, CLIPS, "clips"),
 ]
