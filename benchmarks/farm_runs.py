@@ -67,34 +67,16 @@ class Fleet:
     away: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What one run took.
+class Simulation:
+    """One run of jobs whose sizes are seconds on a card of speed 1.
 
-    Args:
-        wall: seconds. ideal: seconds that the same jobs and loads would take if every worker were busy to the end.
-        paid: worker-seconds, each until nothing is left for it. driver: share of the time that the driver is busy.
+    Events come in the order of their times: a worker is free, or it died at a job and the driver has noticed. After
+    :meth:`run`, ``wall`` has its seconds, ``ideal`` the seconds of the same jobs and loads if every worker were busy to
+    the end, ``paid`` the worker-seconds, each until nothing is left for it, and ``busy`` those of the driver.
     """
 
-    wall: float
-    ideal: float
-    paid: float
-    deaths: int
-    lost: float
-    driver: float
-    done: int
-
-
-def simulate(tasks: Sequence[Task], fleet: Fleet, constants: Constants, seed: int = 0) -> Run:
-    """One run of ``tasks``, whose sizes are seconds on a card of speed 1."""
-    return _Simulation(tasks, fleet, constants, random.Random(seed)).run()
-
-
-class _Simulation:
-    """Events in the order of their times: a worker is free, or it died at a job and the driver has noticed."""
-
-    def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, rng: random.Random) -> None:
-        self.fleet, self.constants, self.rng = fleet, constants, rng
+    def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, seed: int = 0) -> None:
+        self.fleet, self.constants, self.rng = fleet, constants, random.Random(seed)
         self.schedule = Schedule(tasks)
         self.work = sum(task.size for task in tasks)
         self.speed = {str(index): speed for index, speed in enumerate(fleet.speeds)}
@@ -105,8 +87,8 @@ class _Simulation:
         self.free_at = self.busy = self.lost = self.wall = self.loads = 0.0
         self.deaths = self.done = 0
 
-    def run(self) -> Run:
-        """What it took until the last job was done."""
+    def run(self) -> Simulation:
+        """The simulation, played until the last job is done."""
         while self.events:
             now, _, name, what, task = heapq.heappop(self.events)
             self.spend(now)
@@ -120,9 +102,9 @@ class _Simulation:
                 self.done += 1
                 self.wall = now
             self.begin(name)
-        paid = sum(self.idle.values())
-        ideal = (self.work + self.loads) / sum(self.speed.values())
-        return Run(self.wall, ideal, paid, self.deaths, self.lost, self.busy / self.wall, self.done)
+        self.paid = sum(self.idle.values())
+        self.ideal = (self.work + self.loads) / sum(self.speed.values())
+        return self
 
     def spend(self, now: float) -> None:
         """The driver handles one message."""
@@ -157,7 +139,7 @@ class _Simulation:
         self.put(noticed + self.constants.restart + self.fleet.away, name, "free", None)
 
     def put(self, when: float, name: str, what: str, task: Task | None) -> None:
-        """Have something happen later."""
+        """Schedule an event."""
         self.count += 1
         heapq.heappush(self.events, (when, self.count, name, what, task))
 
@@ -182,7 +164,7 @@ class Farm:
     slow: float = 0.0
 
     def row(self, constants: Constants) -> dict[str, str | int | float]:
-        """The case and what it took."""
+        """The farm with its figures."""
         rng = random.Random(1)
         count = self.workers * self.each
         low = math.log(self.mean) - SPREAD**2 / 2
@@ -190,7 +172,7 @@ class Farm:
             Task(str(n), f"model {rng.randrange(self.models)}", rng.lognormvariate(low, SPREAD)) for n in range(count)
         ]
         speeds = [0.4 if n < self.slow * self.workers else 1.0 for n in range(self.workers)]
-        run = simulate(tasks, Fleet(speeds, self.deaths, self.resume, self.away), constants)
+        run = Simulation(tasks, Fleet(speeds, self.deaths, self.resume, self.away), constants).run()
         assert run.done == count
         return {
             **asdict(self),
@@ -198,7 +180,7 @@ class Farm:
             "share_of_ideal": round(run.ideal / run.wall, 3),
             "jobs_per_hour": round(count / run.wall * 3600),
             "worker_minutes_per_job": round(run.paid / count / 60, 2),
-            "driver_busy": round(run.driver, 3),
+            "driver_busy": round(run.busy / run.wall, 3),
             "died": run.deaths,
             "lost_hours": round(run.lost / 3600, 1),
         }
@@ -347,7 +329,7 @@ def measured(ray: Any) -> Iterator[tuple[str, float, str]]:
             yield f"{what}: share of ideal", sum(task.size for task in tasks) / WORKERS / wall, ""
             constants = Constants(driver=per_job, load=0.0, restart=away, notice=0.0, step=1e9)
             fleet = Fleet([1.0] * WORKERS, deaths / (wall * WORKERS) * 3600, resume=False)
-            walls = [simulate(tasks, fleet, constants, seed).wall for seed in range(200)]
+            walls = [Simulation(tasks, fleet, constants, seed).run().wall for seed in range(200)]
             if deaths:
                 yield "a worker is back after its death", away, "s"
             yield f"{what}: simulated", statistics.mean(walls), "s"

@@ -20,14 +20,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from runner import Case, machine
-from runner import Row as Line
+from runner import Case, Row, machine
 
 NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201")
@@ -36,26 +34,6 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SHARED_LIMIT = 64 * 1024
 LTX, HUNYUAN, MOCHI = (2, 6144, 2048), (1, 32640, 24, 128), (2, 22260, 3072)  # tokens of a full clip
 TEXT = (1, 256, 24, 128)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one kernel became on one target."""
-
-    case: str
-    kernel: str
-    dtype: str
-    target: str
-    seconds: float
-    registers: int
-    spills: int
-    shared_bytes: int
-    load_bits: int
-    store_bits: int
-    loads: str
-    stores: str
-    disassembled: bool
-    verdict: str
 
 
 def cases() -> dict[str, Callable[[torch.dtype], Any]]:
@@ -196,7 +174,7 @@ def built(name: str, dtypes: list[str], chosen: list[str], every: bool = False) 
 
 
 def measured(compiled: Any, log: str, label: tuple[str, str, str, str], seconds: float) -> Row:
-    """What the compiled kernel of ``label`` (case, dtype, kernel, target) says about itself."""
+    """A row of what the compiled kernel of ``label`` (case, dtype, kernel, target) became."""
     case, dtype, kernel, target = label
     if target.startswith("sm_"):
         found = _nvidia(compiled, log, dtype == FIRST and target != "sm_70")
@@ -212,11 +190,12 @@ def measured(compiled: Any, log: str, label: tuple[str, str, str, str], seconds:
     demand = demanded_bits(kernel, target)
     if max(loads, default=0) < demand:
         faults.append(f"loads of {max(loads, default=0)} bits, {demand} demanded")
-    return Row(
-        case, kernel, dtype, target, round(seconds, 3), registers, spills, shared,
-        max(loads, default=0), max(stores, default=0), _counts(loads), _counts(stores), disassembled,
-        "; ".join(faults) or "ok",
-    )  # fmt: skip
+    return {
+        "case": case, "kernel": kernel, "dtype": dtype, "target": target, "seconds": round(seconds, 3),
+        "registers": registers, "spills": spills, "shared_bytes": shared, "load_bits": max(loads, default=0),
+        "store_bits": max(stores, default=0), "loads": _counts(loads), "stores": _counts(stores),
+        "disassembled": disassembled, "verdict": "; ".join(faults) or "ok",
+    }  # fmt: skip
 
 
 def demanded_bits(kernel: str, target: str) -> int:
@@ -281,7 +260,7 @@ def _amd(text: str) -> tuple[Counter[int], Counter[int], int, int, bool]:
 
 def rows(
     targets: tuple[str, ...], dtypes: tuple[str, ...], only: tuple[str, ...], every: bool, workers: int
-) -> Iterator[Line]:
+) -> Iterator[Row]:
     """A row per kernel, dtype and target; then, printed, how long it took.
 
     Args:
@@ -299,9 +278,9 @@ def rows(
     with ProcessPoolExecutor(min(workers, len(targets)), mp_context=get_context("spawn")) as pool:
         parts = [pool.submit(built, target, list(dtypes), chosen, every) for target in targets]
         made = [row for part in parts for row in part.result()]
-    yield from (asdict(row) | about | {"date": machine()["date"]} for row in made)
+    yield from (row | about | {"date": machine()["date"]} for row in made)
     busy = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    faulty = sum(row.verdict != "ok" for row in made)
+    faulty = sum(row["verdict"] != "ok" for row in made)
     print(
         f"{len(made)} kernels for {len(targets)} targets in {time.perf_counter() - started:.1f} s with {workers} "
         f"processes, {busy:.1f} s of processor time; {faulty} with a fault"

@@ -43,7 +43,7 @@ from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.settings import with_step_cache
-from runner import DOCS, SCRATCH, Case, Row, known_rows
+from runner import DOCS, SCRATCH, Case, Row, known_rows, write_table
 from scene_scores import chosen_scenes, scores
 from torch import Tensor, nn
 from torch.nn import functional
@@ -291,15 +291,26 @@ STRIPS: dict[str, dict[str, Tensor]] = {}  # by model and switch, of the last ru
 
 
 def write_page(_rows: list[Row]) -> None:
-    """Write ``docs/quality.md`` of the newest row of each switch, and its strips."""
-    known, page = {(row["model"], row["switch"]): row for row in known_rows("quality")}, [HEAD]
+    """Write the tables of ``docs/quality.md``, of the newest row of each switch, and the strips."""
+    known = {(row["model"], row["switch"]): row for row in known_rows("quality")}
     for model, folder in demo_models().items():
-        picture, switched = f"images/quality_{folder.name}.webp", list(STRIPS[model])
-        drawing.save_sheet(list(STRIPS[model].values()), switched, DOCS / picture)
+        switched = list(STRIPS[model])
+        drawing.save_sheet(list(STRIPS[model].values()), switched, DOCS / f"images/quality_{folder.name}.webp")
         lines = [line(known[model, name]) for name in switched if (model, name) in known]
-        page += [f"## {model.removeprefix('demo: ')}\n", f"<!-- {model} -->", *TABLE, *lines, "<!-- end -->"]
-        page += [f"\n![Strips]({picture})\n"]
-    (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
+        write_table("quality.md", model, ("switch", "how", "right", "shape", "motion", "PSNR dB", "SSIM"), lines)
+
+
+def line(row: dict[str, str]) -> list[str]:
+    """The cells of a row of the page."""
+    shares = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
+    noise = float(row["psnr_db"])
+    return [
+        row["switch"],
+        row["how"],
+        *shares,
+        "equal" if noise == EQUAL else f"{noise:.1f}",
+        f"{float(row['ssim']):.3f}",
+    ]
 
 
 def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
@@ -332,45 +343,6 @@ def clip(pipeline: Any, frames: int, side: int = 128) -> Tensor:
         else:
             latents = stages.sample(pipeline, prompt, None, settings, Silent())
         return stages.decode(pipeline, latents, Silent())
-
-
-HEAD = """# What each quality switch costs
-
-Measured on the demo models with 64 x 64 pixels and 9 frames. A checker, which is not a network, reads shape, colour,
-motion and background back from the frames. *Right* is the share of clips in which all four match the prompt. PSNR and
-SSIM compare each clip with the fp32 clip of the same seed; they also drop when a clip is different but just as good.
-The order of the switches carries over to large models; the figures may not.
-
-- **GGUF's K types** share scales among 256 values, which the demo models' short rows do not fill. Rows marked *file*
-  measure what llama.cpp's tools write, with another type for such rows; in the others a block continues into the next
-  row. Published models need neither.
-- **fp16-safe** ran on a CPU, where AnyGPU normally refuses it.
-- **Tiled decode** has no row: a tile is a whole clip here. [Memory](memory.md#decode) compares the ways to decode.
-
-What follows for the defaults:
-
-- `precision` `auto` is bf16 where a GPU computes it fast, otherwise fp16-safe, never plain fp16. The fp16 forms are
-  closer to fp32 here, but bf16 cannot overflow with the large activations of published models.
-- `weights` `auto` keeps the file's. If memory is short, int8 has a tenth of the squared error of fp8. Each bit less in
-  a GGUF doubles the error.
-- The step cache is off. At each preset `first_block` costs least.
-- `steps` 0 is the model's own 20; all but Mochi draw what was asked with 8.
-"""
-TABLE = (
-    "| switch | how | right | shape | motion | PSNR dB | SSIM |",
-    "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-)
-FOOT = "\n`python benchmarks/runner.py quality --write` repeats it; rows are in `benchmarks/results/quality.csv`.\n"
-
-
-def line(row: dict[str, str]) -> str:
-    """A row of the page."""
-    cells = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
-    cells += [
-        "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}",
-        f"{float(row['ssim']):.3f}",
-    ]
-    return f"| {row['switch']} | {row['how']} | {' | '.join(cells)} |"
 
 
 def strip(shown: list[Tensor]) -> Tensor:

@@ -127,7 +127,7 @@ def write_table(page: str, mark: str, head: Iterable[str], rows: Iterable[Iterab
     """Put a Markdown table between two comments of a page: ``<!-- mark -->`` and ``<!-- end -->``."""
     lines = [f"| {' | '.join(cells)} |" for cells in ([*head], *([str(cell) for cell in row] for row in rows))]
     lines.insert(1, "|" + " --- |" * (lines[0].count("|") - 1))
-    path, marks = DOCS / page, re.compile(rf"(<!-- {mark} -->\n).*?(<!-- {end} -->)", re.DOTALL)
+    path, marks = DOCS / page, re.compile(rf"(<!-- {re.escape(mark)} -->\n).*?(<!-- {end} -->)", re.DOTALL)
     text = path.read_text(encoding="utf-8")
     if not marks.search(text):
         raise ValueError(f"no place for the table {mark!r} in {page}")

@@ -18,9 +18,9 @@ def test_one_kernel_for_turing_and_cdna() -> None:
     import kernels_build
 
     turing, cdna = (kernels_build.built(target, ["bf16"], ["residual_norm ltx"]) for target in ("sm_75", "gfx90a"))
-    assert [row.verdict for row in (*turing, *cdna)] == ["ok", "ok"]
-    assert turing[0].disassembled and turing[0].load_bits == turing[0].store_bits == 128
-    assert cdna[0].load_bits >= 64 and cdna[0].registers > 0
+    assert [row["verdict"] for row in (*turing, *cdna)] == ["ok", "ok"]
+    assert turing[0]["disassembled"] and turing[0]["load_bits"] == turing[0]["store_bits"] == 128
+    assert cdna[0]["load_bits"] >= 64 and cdna[0]["registers"] > 0
 
 
 @pytest.mark.full
