@@ -8,13 +8,8 @@ from anygpu.pipelines.registry import FAMILIES
 
 
 def row(stage: str, measured: float, first: float, second: float = 0) -> dict[str, object]:
-    return {
-        "family": "ltx",
-        "stage": stage,
-        "measured_bytes": measured,
-        "first_term_bytes": first,
-        "second_term_bytes": second,
-    }
+    terms = {"measured_bytes": measured, "first_term_bytes": first, "second_term_bytes": second}
+    return {"family": "ltx", "stage": stage, **terms}
 
 
 def test_the_factors_are_those_of_the_last_rows():
