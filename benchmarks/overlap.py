@@ -62,41 +62,36 @@ class Stage:
     call: Callable[[Any, Some], Any]
 
 
-def _config(family: str, part: str, index: int = 0) -> dict[str, Any]:
-    return dict(json.loads((FAMILIES[family].folder / f"{part}.json").read_text(encoding="utf-8"))[index]["config"])
-
-
 def _diffusers(family: str, part: str, index: int = 0) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import diffusers
 
-        config = _config(family, part, index)
+        file = FAMILIES[family].folder / f"{part}.json"
+        config = json.loads(file.read_text(encoding="utf-8"))[index]["config"]
         module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
         return module
 
     return make
 
 
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
+def _transformers(name: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
 
-    return T5EncoderModel(
-        T5Config(
-            d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu",
-            vocab_size=32128, use_cache=False,
-        )
-    )  # fmt: skip
+        module: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**settings, use_cache=False))
+        return module
+
+    return make
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaModel
-
-    return LlamaModel(
-        LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128320, use_cache=False,
-        )
-    )  # fmt: skip
+_t5 = _transformers(
+    "T5EncoderModel", "T5Config", d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, vocab_size=32128,
+    feed_forward_proj="gated-gelu",
+)  # fmt: skip
+_llama = _transformers(
+    "LlamaModel", "LlamaConfig", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128320,
+    num_attention_heads=32, num_key_value_heads=8,
+)  # fmt: skip
 
 
 def _words(tokens: int) -> Callable[[Any, Some], Any]:
