@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import random
-import runpy
 import shutil
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import machines_page
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
@@ -56,7 +56,6 @@ from anygpu.pipelines.sampling.resume import SectionState
 from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = runpy.run_path(str(ROOT / "benchmarks" / "machines_page.py"))
 MOST_BYTES = 6 * 1024**3
 
 
@@ -188,8 +187,8 @@ class Readers:
         content = json.dumps(record).encode()
         path = self.folder / "machine.json"
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        machine = PAGE["machine_in"](path.read_bytes())
-        assert PAGE["machine_in"](machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
+        machine = machines_page.machine_in(path.read_bytes())
+        assert machines_page.machine_in(machine.text()) == machine and machines_page.page_of([machine]).count("<") == 0
 
     def receipt(self, rng: Random) -> None:
         """The receipt of a video, and its job."""
