@@ -37,8 +37,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from anygpu.compat.device.rates import RATES, Rates  # noqa: E402
 from anygpu.compat.memory import standalone  # noqa: E402
 from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on, remove_hooks  # noqa: E402
-from anygpu.compat.memory.host_weights import PINNED, HostWeights  # noqa: E402
-from anygpu.compat.memory.offloader import OffloadOptions  # noqa: E402
+from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions  # noqa: E402
 from anygpu.compat.memory.parts import Parts  # noqa: E402
 from anygpu.compat.memory.standalone import StandaloneOffloader  # noqa: E402
 from anygpu.pipelines.registry import FAMILIES  # noqa: E402

@@ -18,7 +18,7 @@ from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.repairs import Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
 

@@ -9,8 +9,7 @@ import torch
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.hooks import GroupHooks
-from anygpu.compat.memory.host_weights import PINNED, PLAIN, HostWeights
-from anygpu.compat.memory.offloader import OffloadOptions
+from anygpu.compat.memory.offloader import PINNED, PLAIN, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.prefetch import CopyStream, copy_stream
 from anygpu.compat.memory.standalone import StandaloneOffloader
