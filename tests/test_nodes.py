@@ -145,12 +145,18 @@ def test_latents_are_saved_loaded_and_rendered_again(core: ComfyUI, loaded, late
 
 def test_the_doctor_says_what_is_kept_and_what_is_forgotten(core: ComfyUI, loaded) -> None:
     store, repair = RepairStore(core.module("host.folders").state_folder()), Repair("vae.decoder", "fp32")
-    for choice, kept, line in (("forget", (), ""), ("keep", (repair,), "kept: "), ("forget", (repair,), "forgotten")):
+    for choice, kept, line in (
+        ("forget", (), ""),
+        ("keep", (repair,), "saved repair: "),
+        ("forget", (repair,), "repairs are deleted"),
+    ):
         for one in kept:
             store.add(str(loaded[0].model.source), one)
         watched = core.run("Doctor", pipeline=loaded[0], repair=choice)
         assert watched.result[0].run.doctor is not None and core.said.startswith("watching")
-        assert [text for text in ("kept: ", "forgotten") if text in core.said] == ([line] if line else [])
+        assert [text for text in ("saved repair: ", "repairs are deleted") if text in core.said] == (
+            [line] if line else []
+        )
     assert all("connect" in str(blocked.given) for blocked in watched.result[1:])
 
 
