@@ -110,7 +110,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
             progress.notify(f"{path.stem} has no effect at strength 0")
             return pipeline
         wanted = {name for pair in match.pairs.values() for name in pair.names.values()}
-        tensors = file.read(wanted, lambda _bytes: progress.check())
+        with torch.inference_mode(False):  # ComfyUI runs nodes inside it, and its tensors could not go on a layer
+            tensors = file.read(wanted, lambda _bytes: progress.check())
     added = LoRA(
         path=path,
         strength=strength,
