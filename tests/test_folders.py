@@ -39,7 +39,7 @@ def test_a_download_that_was_listed_half_way_is_listed_when_it_is_whole(folders,
 
 def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
     choices = folders.model_choices()
-    assert choices[0] == "demo: LTX-Video (4 MB)" and choices == list(folders.demo_models())
+    assert choices[0] == "demo: LTX-Video (3 MB)" and choices == list(folders.demo_models())
     for choice in choices:
         assert (folders.model_folder(choice) / "model_index.json").is_file()
 

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import packing
 import torch
+from anygpu.pipelines.demo import MODELS
+from anygpu.pipelines.files.models import OF_DEMOS
 from torch import nn
 
 FAST = ("T5Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer")  # their class in an index is the one that reads one file
@@ -19,27 +22,39 @@ def write_folder(
     parts: Mapping[str, Any],
     tokenizers: Mapping[str, Mapping[str, str]],
     defaults: Mapping[str, float],
+    shared: Mapping[str, str] | None = None,
 ) -> None:
-    """Write every part in bf16, the tokenizers' files and ``model_index.json``; a model card there stays.
+    """Write every part, packed, the tokenizers' files and ``model_index.json``; a model card there stays.
 
     Args:
+        shared: parts that another demo model ships, whose files are not written again.
         defaults: what the model was trained for, which the load and sample nodes take where 0 is chosen.
     """
     import diffusers
 
-    rows = {}
+    rows, shared = {}, shared or {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
             nn.Module.to(part, torch.bfloat16)
-        part.save_pretrained(folder / name)
+        if name not in shared:
+            part.save_pretrained(folder / name)
         library = "transformers" if type(part).__module__.startswith("transformers") else "diffusers"
         rows[name] = [library, type(part).__name__.removesuffix("Pil")]  # so it is called where torchvision is missing
     for name, files in tokenizers.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
+        if name not in shared:
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, text in files.items() if name not in shared else ():
             (folder / name / file).write_text(text, encoding="utf-8", newline="\n")
         cls = json.loads(files["tokenizer_config.json"])["tokenizer_class"]
         rows[name] = ["transformers", f"{cls}Fast" if cls in FAST else cls]
-    about = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, "_anygpu_defaults": dict(defaults)}
+    about: dict[str, Any] = {
+        "_class_name": pipeline,
+        "_diffusers_version": diffusers.__version__,
+        "_anygpu_defaults": dict(defaults),
+    }
+    if shared:
+        about[OF_DEMOS] = dict(sorted(shared.items()))
     index = json.dumps({**about, **dict(sorted(rows.items()))}, indent=2) + "\n"
     (folder / "model_index.json").write_text(index, encoding="utf-8", newline="\n")
+    if folder.parent == MODELS:
+        packing.write(folder.name)

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import packing
 import torch
 from anygpu.compat.guidance import classifier_free_guidance
 from anygpu.paint.choices import DEMO_SIZE, MODELS, PUBLISHED, PUBLISHED_SPACING
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_ids
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rendered_maps
+from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.published import networks_for, published
 from anygpu.paint.networks.unet import set_attention
@@ -289,9 +291,24 @@ def write(parts: dict[str, torch.nn.Module], folder: Path) -> None:
     vae().bfloat16().save_pretrained(folder / "vae")
 
 
+def inputs() -> dict[str, Tensor]:
+    """What :func:`packing.inputs_of` says of the model that ships, which paints one mesh."""
+    pipeline = load_paint(PaintRequest(MODELS / NAME, device="cpu", precision="fp32"))
+    parts = {part: pipeline.parts.read(part) for part in models()}
+    one = shown(MESHES)
+    with packing.watched(parts) as sums:
+        painted(parts, one, coloured(one.shares[:1], torch.tensor([[0.8, -0.4, 0.0], [-0.6, 0.2, 0.9]]), GREY), 0)
+    names = {name: name.partition("/") for name in sums}
+    return {
+        f"{NAME}/unet/{published('paint', part, f'{key}.weight')}".removesuffix(".weight"): sums[name]
+        for name, (part, _, key) in names.items()
+    }
+
+
 def export() -> None:
     """Write the folder that ships."""
     write(with_weights(models(), NAME), MODELS / NAME)
+    packing.write(NAME)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trained weights as the demo models ship them: int8 or fp8 with a scale per row, zeros left out.
 
-``python training/packing.py write`` packs the bf16 weights of the commit that had them; ``check`` compares the result
-with the files here.
+The model runs first, so that rounding is least where its inputs are largest. Exports end with it; ``python
+training/packing.py ltx/vae`` packs again what the last commit with weights in bf16 had.
 """
 
 from __future__ import annotations
@@ -10,23 +10,33 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from anygpu.compat.checkpoints.headers import MASK, SPARSE
 from anygpu.paint.choices import MODELS as PAINT
-from anygpu.pipelines.demo import MODELS
+from anygpu.pipelines.demo import MODELS, drawing
+from anygpu.pipelines.load.folder import load as load_pipeline
+from anygpu.pipelines.requests import LoadRequest
 from paint_narrowing import narrowed
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from scene_scores import chosen_scenes
 
 ROOT, DENSE = Path(__file__).resolve().parents[1], "3d157f53"  # the last commit with weights in bf16
 SMALL = 1024  # elements up to which a tensor stays as it is
-CLIPS = [step / 40 for step in range(22, 41)]  # shares of a row's largest value that the grid may end at
-GRIDS = (7, 15, 31, 63, 127)  # the largest integer in a row
-NEVER, FP8 = "(?!)", 0.0
+LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
+DAMPED = 0.01  # of the mean square of a layer's inputs, added to each of them
+RUNS = 3  # clips that are drawn to see the inputs
+NEVER, FP8, FINE = "(?!)", 0.0, 0.03
 Tensors = dict[str, Tensor]
 
 
@@ -35,15 +45,15 @@ class Recipe:
     """How the weights of one part are packed.
 
     Args:
-        noise: the most that rounding may add to a matrix, as a share of its typical value. The coarsest grid that adds
-            less makes the smallest zip; a matrix that no grid suits stays as it is. 0 for fp8.
-        fine: names of matrices that get the finest grid, whatever rounding adds.
+        noise: what rounding adds to a row whose inputs are known, as a share of its typical value, before later
+            columns make up for it; the more, the smaller the zip. 0 for fp8.
+        fine: names of matrices that get :data:`FINE`, as those do whose inputs are not known.
         exact: names of tensors whose values stay, as those of a VAE that carries a known code.
         unused: names of matrices that nothing reads, or that were trained to add nothing. One small element stays,
             since a matrix of zeros is refused.
     """
 
-    noise: float = 0.03
+    noise: float = 0.05
     fine: str = NEVER
     exact: str = NEVER
     unused: str = NEVER
@@ -51,22 +61,22 @@ class Recipe:
 
 DUAL = r"unet_dual\.(time_embedding|.*time_emb_proj|.*conv_norm_out|conv_out)"  # the reference is seen at time 0 only
 RECIPES: dict[str, Recipe] = {
-    "hunyuan3d_paint/unet": Recipe(0.06, fine="time_emb|class_emb", unused=DUAL),
+    "hunyuan3d_paint/unet": Recipe(0.12, fine="time_emb|class_emb", unused=DUAL),
     "hunyuan3d_paint/vae": Recipe(exact=""),
-    "ltx/text_encoder": Recipe(),
+    "ltx/text_encoder": Recipe(0.09),
     "ltx/transformer": Recipe(),
-    "ltx/vae": Recipe(0.05, fine=r"encoder\."),
+    "ltx/vae": Recipe(0.03),
     "mochi/text_encoder": Recipe(),
     "mochi/transformer": Recipe(),
     "mochi/vae": Recipe(exact="", unused=r"\.resnets\."),
     "hunyuan_video/text_encoder": Recipe(unused=r"layers\.[12]\."),
     "hunyuan_video/text_encoder_2": Recipe(),
-    "hunyuan_video/transformer": Recipe(0.015),
+    "hunyuan_video/transformer": Recipe(),
     "hunyuan_video/vae": Recipe(exact="", unused=r"\.(resnets|attentions)\."),
     "hunyuan_video_15/text_encoder": Recipe(unused=r"layers\.[12]\."),
     "hunyuan_video_15/text_encoder_2": Recipe(noise=FP8),
     "hunyuan_video_15/transformer": Recipe(
-        noise=FP8, exact=r"context_embedder_2\.", unused=r"blocks\.2\.(ff_context|attn\.(to_add_out|add_q_proj))"
+        exact=r"context_embedder_2\.", unused=r"blocks\.2\.(ff_context|attn\.(to_add_out|add_q_proj))"
     ),
     "hunyuan_video_15/vae": Recipe(
         exact="", unused=r"(?<!decoder\.mid_block)\.resnets\.|mid_block\.resnets\.1|attentions"
@@ -76,8 +86,12 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def packed(tensors: Mapping[str, Tensor], recipe: Recipe) -> bytes:
-    """The file of a part."""
+def packed(tensors: Mapping[str, Tensor], recipe: Recipe, inputs: Mapping[str, Tensor]) -> bytes:
+    """The file of a part.
+
+    Args:
+        inputs: of layers by name, as from :func:`watched`.
+    """
     stored: Tensors = {}
     sparse: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
@@ -88,11 +102,11 @@ def packed(tensors: Mapping[str, Tensor], recipe: Recipe) -> bytes:
             tensor.view(-1)[0] = small
         if matrix and name.endswith(".weight") and not re.search(recipe.exact, name):
             layer = name.removesuffix(".weight")
-            found = rounded(tensor.float(), recipe.noise, forced=bool(re.search(recipe.fine, name)))
-            if found is not None:
-                tensor, stored[f"{layer}.weight_scale"] = found
-                note = json.dumps({"format": "int8_tensorwise" if recipe.noise else "float8_e4m3fn"}).encode()
-                stored[f"{layer}.comfy_quant"] = torch.tensor(list(note), dtype=torch.uint8)
+            noise = FINE if layer not in inputs or re.search(recipe.fine, name) else recipe.noise
+            noise = noise if recipe.noise else FP8
+            tensor, stored[f"{layer}.weight_scale"] = rounded(tensor.float(), noise, inputs.get(layer))
+            note = json.dumps({"format": "int8_tensorwise" if recipe.noise else "float8_e4m3fn"}).encode()
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(note), dtype=torch.uint8)
         size, there = tensor.element_size(), (tensor.float() != 0).flatten()
         if matrix and int((~there).sum()) * size > len(there) / 6:  # more than the mask takes
             sparse[name] = list(tensor.shape)
@@ -104,34 +118,76 @@ def packed(tensors: Mapping[str, Tensor], recipe: Recipe) -> bytes:
     return save(stored, notes)
 
 
-def rounded(values: Tensor, noise: float, forced: bool = False) -> tuple[Tensor, Tensor] | None:
-    """``values`` in one byte each, and the scale of each row (rows, 1); None where no grid adds less than ``noise``.
+def rounded(values: Tensor, noise: float, square: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``values`` in one byte each, and the scale of each row (rows, 1).
 
     Args:
-        forced: takes the finest grid, whatever it adds.
+        square: (columns, columns), the mean product of the layer's inputs; None where they are not known.
     """
     rows = values.flatten(1)
-    peak = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    peak = rows.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.bfloat16).tiny)
     if not noise:
         return (rows / (peak / 448.0)).to(torch.float8_e4m3fn).view(values.shape), peak / 448.0
-    typical = float(rows[rows != 0].abs().median()) / 0.6745  # the deviation, if it were a normal distribution
-    for most in GRIDS[-1:] if forced else GRIDS:
-        scale = _best_scale(rows, peak, most)
-        integers = (rows / scale).round().clamp(-most, most)
-        if forced or float((integers * scale - rows).square().mean().sqrt()) <= noise * typical:
-            return integers.to(torch.int8).view(values.shape), scale
-    return None
+    typical = rows.square().mean(1, keepdim=True).sqrt()
+    step = noise * 12**0.5 * typical.clamp(min=float(typical.square().mean().sqrt()) / 4)
+    scale = torch.maximum(step, peak / 126).bfloat16().float()
+    integers = _compensated(rows, scale, square) if square is not None else (rows / scale).round()
+    return integers.clamp(-127, 127).to(torch.int8).view(values.shape), scale.bfloat16()
 
 
-def _best_scale(rows: Tensor, peak: Tensor, most: int) -> Tensor:
-    """The scale of each row that leaves the least error; the largest values may be cut off for it."""
-    best, scale = torch.full_like(peak, torch.inf), peak
-    for share in CLIPS:
-        tried = peak * share / most
-        error = ((rows / tried).round().clamp(-most, most) * tried - rows).square().sum(1, keepdim=True)
-        scale = torch.where(error < best, tried, scale)
-        best = torch.minimum(error, best)
-    return scale
+def _compensated(rows: Tensor, scale: Tensor, square: Tensor) -> Tensor:
+    """Integers whose products with typical inputs are right: each column makes up for the rounding of those before."""
+    order = square.diagonal().argsort(descending=True)
+    left, square = rows[:, order].double(), square[order][:, order].double()
+    square += DAMPED * square.diagonal().mean() * torch.eye(len(square))
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(square)), upper=True)
+    integers, steps = torch.empty_like(left), scale[:, 0].double()
+    for column in range(left.shape[1]):
+        integers[:, column] = (left[:, column] / steps).round()
+        error = (left[:, column] - integers[:, column] * steps) / upper[column, column]
+        left[:, column:] -= torch.outer(error, upper[column, column:])
+    return integers[:, order.argsort()].float()
+
+
+@contextmanager
+def watched(parts: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+    """The mean product of the inputs of each layer, by part and name, once the block has run the parts."""
+    names = {
+        module: f"{part}/{name}"
+        for part, whole in parts.items()
+        for name, module in whole.named_modules()
+        if isinstance(module, LAYERS)
+    }
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def _watch(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if module in names:
+            rows, name = _columns(module, given[0].detach().float()), names[module]
+            sums[name] = sums.get(name, torch.zeros(())) + rows.T @ rows
+            counts[name] = counts.get(name, 0) + len(rows)
+
+    handle = register_module_forward_pre_hook(_watch)
+    try:
+        yield sums
+    finally:
+        handle.remove()
+        for name, count in counts.items():
+            sums[name] /= count
+
+
+def _columns(module: nn.Module, given: Tensor) -> Tensor:
+    """What a layer multiplies its matrix with (samples, columns)."""
+    if isinstance(module, nn.Linear):
+        return given.flatten(0, -2)
+    if module.padding != "valid":
+        given = nn.functional.pad(given, [pad for pad in reversed(module.padding) for _ in range(2)])
+    for axis, (size, stride) in enumerate(zip(module.kernel_size, module.stride, strict=True)):
+        given = given.unfold(2 + axis, size, stride)
+    axes = len(module.kernel_size)
+    given = given.movedim(1, 1 + axes)  # the samples' axes, then channels, then the kernel's
+    columns = given.flatten(1 + axes).flatten(0, axes)
+    return columns[torch.linspace(0, len(columns) - 1, min(len(columns), 4096)).long()]
 
 
 def bitmap(there: Tensor) -> Tensor:
@@ -155,19 +211,31 @@ def dense(part: str) -> Tensors:
     return load(content)
 
 
-def prepared(part: str, tensors: Tensors) -> Tensors:
-    """``tensors``; paint's without what the architecture makes wide and the training did not."""
-    return narrowed(tensors) if part == "hunyuan3d_paint/unet" else tensors
+def inputs_of(model: str) -> dict[str, Tensor]:
+    """The mean products of the inputs of every layer of a model that is here, by part and name, from a few results."""
+    if (PAINT / model).is_dir():
+        import hunyuan3d_paint
+
+        return hunyuan3d_paint.inputs()
+    pipeline = load_pipeline(LoadRequest(MODELS / model, precision="fp32", device="cpu"))
+    names = [part.partition("/")[2] for part in RECIPES if part.startswith(f"{model}/")]
+    with watched({f"{model}/{name}": pipeline.parts.read(name) for name in names}) as sums:
+        for number, scene in enumerate(chosen_scenes(RUNS, seed=RUNS)):
+            drawing.drawn(pipeline, scene.caption, seed=100 + number)
+    return sums
+
+
+def write(model: str, *parts: str) -> None:
+    """Pack the weights of a model that was just exported, or of those ``parts`` as they were in :data:`DENSE`."""
+    sums = inputs_of(model)
+    for part in parts or [part for part in RECIPES if part.startswith(f"{model}/")]:
+        tensors = dense(part) if parts else load(place(part).read_bytes())
+        wide = narrowed(tensors) if part == "hunyuan3d_paint/unet" else tensors
+        inputs = {name.removeprefix(f"{part}/"): square for name, square in sums.items() if name.startswith(f"{part}/")}
+        place(part).write_bytes(packed(wide, RECIPES[part], inputs))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    wrong = []
-    for part in sys.argv[2:] or RECIPES:
-        content = packed(prepared(part, dense(part)), RECIPES[part])
-        if sys.argv[1] == "write":
-            place(part).write_bytes(content)
-        elif place(part).read_bytes() != content:
-            wrong.append(part)
-    print(f"other than packed from {DENSE}: {', '.join(wrong) or 'none'}")
-    sys.exit(bool(wrong))
+    for part in sys.argv[1:]:
+        write(part.partition("/")[0], part)

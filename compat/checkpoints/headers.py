@@ -319,6 +319,7 @@ MARK = "scaled_fp8"
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # values times one number, or one per row
 NARROW = ("F8_E4M3", "F8_E5M2", "I8")
 SPARSE, MASK = "anygpu_sparse", ".mask"  # shapes of tensors whose zeros a file leaves out, and the bitmap of each
+WIDEST = 4  # bytes of a value in fp32
 
 
 def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
@@ -342,12 +343,13 @@ def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
 def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
     """``entries`` with the masks of sparse tensors attached, in the shapes that the file's metadata gives them.
 
-    A mask has a bit for each element, so that a file cannot claim more than eight elements a byte.
+    A mask has a bit for each element, so that a file cannot claim more than eight elements a byte; in fp32 all of them
+    may take what :func:`reading_budget` gives the file.
 
     Raises:
-        CheckpointError: a shape, a mask and its values that do not go together.
+        CheckpointError: a shape, a mask and its values that do not go together, or too many values.
     """
-    kept = dict(entries)
+    kept, dense = dict(entries), 0
     for name, sides in (json_object(notes.get(SPARSE, "{}")) or {}).items():
         values, mask = kept.get(name), kept.pop(name + MASK, None)
         try:
@@ -358,6 +360,9 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
         fits = mask is not None and mask.dtype == "U8" and mask.shape == ((count + 7) // 8,)
         if not shape or values is None or mask is None or not fits or len(values.shape) != 1 or values.shape[0] > count:
             raise damaged(path, f"the sparse tensor {name!r} of {sides} without a mask that fits")
+        dense += count * WIDEST
+        if dense > reading_budget(values.stamp[0]):
+            raise damaged(path, f"sparse tensors of {dense / 1e6:,.0f} MB in {values.stamp[0] / 1e6:,.0f} MB")
         kept[name] = replace(values, shape=shape, mask=mask)
     return kept
 

@@ -60,7 +60,10 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 
 def _folder(folder: Path) -> str:
-    """Of a pipeline the parts that its index names, so that other files beside them do not count."""
+    """Of a pipeline the parts that its index names, so that other files beside them do not count.
+
+    Parts that a demo model borrows from another do not either: both ship with the pack, and so change together.
+    """
     names: list[str] | None = None
     if (folder / INDEX).is_file():
         try:

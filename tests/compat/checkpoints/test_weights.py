@@ -267,6 +267,13 @@ def test_every_bf16_pattern_becomes_fp32_exactly(tmp_path):
     assert bool(same.all())
 
 
+def test_zeros_that_a_small_file_leaves_out_are_counted_before_they_take_memory(tmp_path: Path) -> None:
+    stored = {"a.mask": torch.zeros(10**7, dtype=torch.uint8), "a": torch.zeros(0)}
+    path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a": [80000000]}'})
+    with pytest.raises(CheckpointError, match="sparse tensors of 320 MB in 10 MB"):
+        described([path])
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])
 def test_a_sparse_tensor_is_read_as_the_dense_one_that_it_was(tmp_path: Path, dtype: torch.dtype) -> None:
     right = torch.zeros(5, 3, 2)
