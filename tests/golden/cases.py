@@ -221,10 +221,7 @@ def video_cases() -> Iterator[tuple[str, Case]]:
             )
     for family, name, more in SINGLE_CHANGES:
         task = TASKS[FAMILIES[family]]
-        yield (
-            f"{family}: {name}",
-            Case(lambda p, task=task, more=more: latents_only(opened(p, task), task, **more)),
-        )
+        yield (f"{family}: {name}", Case(lambda p, task=task, more=more: latents_only(opened(p, task), task, **more)))
     for name in ("ltx video", "ltx_condition video", "hunyuan_video video", "hunyuan_video_15 video", "mochi video"):
         yield f"{name}, masked", Case(lambda p, task=TASKS[name]: latents_only(opened(p, task), task, **masked(task)))
     yield "framepack: section prompts", Case(told_by_section)
@@ -561,10 +558,7 @@ def model_cases() -> Iterator[tuple[str, Case]]:
         ("hunyuan_video", "hunyuan_video text"),
         ("hunyuan_video_15_i2v", "hunyuan_video_15_i2v image"),
     ):
-        yield (
-            f"{model}: single files",
-            Case(lambda p, model=model, task=TASKS[name]: composed(p, model, task)),
-        )
+        yield (f"{model}: single files", Case(lambda p, model=model, task=TASKS[name]: composed(p, model, task)))
     for family in PACKED:
         for way in ("fp8", "Q8_0", "Q4_0"):
             yield f"{family}: file in {way}", Case(lambda p, family=family, way=way: packed(p, family, way))

@@ -21,11 +21,7 @@ pytestmark = pytest.mark.host
 
 FOLDERS = {"transformer": "diffusion_models", "vae": "vae", "image_encoder": "clip_vision"}
 LOAD, PROMPT, SAMPLE = "123"
-MODELS = {
-    "LTX-Video": "ltx",
-    "HunyuanVideo": "hunyuan_video",
-    "mochi-1-preview": "mochi",
-}
+MODELS = {"LTX-Video": "ltx", "HunyuanVideo": "hunyuan_video", "mochi-1-preview": "mochi"}
 
 
 def put(server: Server, model: str, path: Path) -> dict[str, str]:

@@ -33,8 +33,7 @@ def counted(pipeline, run, stages) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "guidance"),
-    [("paint", 2.0), *(pytest.param(*cell, marks=pytest.mark.full) for cell in FULL)],
+    ("kind", "guidance"), [("paint", 2.0), *(pytest.param(*cell, marks=pytest.mark.full) for cell in FULL)]
 )
 def test_painting_is_counted_within_two_percent(paint_folder, pbr_folder, kind, guidance):
     folder = paint_folder if kind == "paint" else pbr_folder

@@ -74,10 +74,7 @@ def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
         ({"anygpu_job": True}, "instead of a job"),
         ({"kind": "song"}, "a job of kind 'song'; expected 'video'"),
         ({"promt": {}}, "unknown field 'promt' in the job; expected one of base, decode"),
-        (
-            {"settings": {"width": 64, "height": 64, "frames": 9, "latents": [1]}},
-            "unknown field 'latents'",
-        ),
+        ({"settings": {"width": 64, "height": 64, "frames": 9, "latents": [1]}}, "unknown field 'latents'"),
         ({"settings": {"width": "64", "height": 64, "frames": 9}}, "settings.width '64'; expected a whole number"),
         ({"settings": {"width": 64, "height": 64, "frames": True}}, "settings.frames True; expected a whole number"),
         ({"settings": {"width": 64, "height": 64}}, "no 'frames' in the job.settings"),

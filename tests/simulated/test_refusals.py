@@ -139,8 +139,7 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),
-    [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)],
+    ("name", "stage"), [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)]
 )
 def test_a_stage_that_never_fits_says_so_in_one_line(acc, tiny_folder, name, stage):
     pipeline, progress = loaded_for(CASES[name], tiny_folder, "acc:0", "none"), Requests()

@@ -83,13 +83,7 @@ def llava() -> Any:
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
     ids = vocabulary.llama3().ids
-    vision = CLIPVisionConfig(
-        **ENCODER,
-        num_hidden_layers=3,
-        image_size=336,
-        patch_size=14,
-        projection_dim=WIDTH,
-    )
+    vision = CLIPVisionConfig(**ENCODER, num_hidden_layers=3, image_size=336, patch_size=14, projection_dim=WIDTH)
     tokens: dict[str, Any] = {"image_token_index": ids["<image>"], "pad_token_id": ids["<pad>"]}
     return LlavaForConditionalGeneration(
         LlavaConfig(
@@ -153,14 +147,7 @@ def siglip() -> Any:
     """The image encoder of FramePack and HunyuanVideo 1.5 I2V: 27 x 27 = 729 states of width 32 for 384 px."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    return SiglipVisionModel(
-        SiglipVisionConfig(
-            **ENCODER,
-            num_hidden_layers=2,
-            image_size=384,
-            patch_size=14,
-        )
-    )
+    return SiglipVisionModel(SiglipVisionConfig(**ENCODER, num_hidden_layers=2, image_size=384, patch_size=14))
 
 
 def siglip_images() -> Any:

@@ -143,12 +143,10 @@ TINY: Mapping[str, Recipe] = {
     # From 0.9.5 the pipeline passes its own timesteps, which a dynamic shift refuses.
     "ltx_condition": Recipe("LTXConditionPipeline", _ltx(parts.ltx_vae_095, _scheduler())),
     "hunyuan_video": Recipe(
-        "HunyuanVideoPipeline",
-        _hunyuan(_transformers("LlamaModel", parts.llama), shard="300KB", guidance_embeds=True),
+        "HunyuanVideoPipeline", _hunyuan(_transformers("LlamaModel", parts.llama), shard="300KB", guidance_embeds=True)
     ),
     "hunyuan_video_i2v": Recipe(
-        "HunyuanVideoImageToVideoPipeline",
-        _hunyuan_i2v(guidance_embeds=True, image_condition_type="token_replace"),
+        "HunyuanVideoImageToVideoPipeline", _hunyuan_i2v(guidance_embeds=True, image_condition_type="token_replace")
     ),
     "hunyuan_video_i2v_33ch": Recipe(
         "HunyuanVideoImageToVideoPipeline",

@@ -573,10 +573,7 @@ def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
     changes: dict[str, Any] = {"vram_state": management.VRAMState.LOW_VRAM}
     if flag == "reserve":
         reserve = size // 2
-        changes = {
-            "extra_reserved_memory": lambda: reserve,
-            "minimum_inference_memory": lambda: RESERVE + reserve,
-        }
+        changes = {"extra_reserved_memory": lambda: reserve, "minimum_inference_memory": lambda: RESERVE + reserve}
     elif flag == "disable-smart-memory":
         changes = {"DISABLE_SMART_MEMORY": True}
     with state(**changes), accelerator.limit(int(1.3 * size) + RESERVE):

@@ -321,10 +321,7 @@ def test_core_conditioning(run: Any) -> None:
     made = run(TEXT)
     embeds, mask, pooled = (made.prompt.embeds[key] for key in ("prompt_embeds", "prompt_attention_mask", llama.POOLED))
     padded = torch.nn.functional.pad(embeds, (0, 0, 0, 3))
-    for states, extra in (
-        (embeds, {}),
-        (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
-    ):
+    for states, extra in ((embeds, {}), (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))})):
         found = stages.prompt_from_core(made.pipeline, [[states, {"pooled_output": pooled, **extra}]])
         assert torch.equal(_sampled(made, prompt=found).samples, made.latents.samples)
     with pytest.raises(InputError, match="pooled"):
