@@ -1,7 +1,5 @@
 """What every test shares: one thread, tiny checkpoints built once, and a progress that remembers."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging

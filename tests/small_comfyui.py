@@ -4,8 +4,6 @@ It computes on the CPU and has every model in memory. A class of core's that not
 one. The tests in ``tests/host`` run the same nodes in a real ComfyUI.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

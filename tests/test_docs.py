@@ -1,7 +1,5 @@
 """The pages say what the code does: every node and input is explained, every error and workflow can be found."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

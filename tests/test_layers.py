@@ -1,7 +1,5 @@
 """Each file imports only what its room may import, and the lower rooms live without ComfyUI, diffusers and Triton."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """`anygpu render`: the output is checked before the work, and what was sampled outlives whatever fails after it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

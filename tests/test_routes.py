@@ -1,7 +1,5 @@
 """The routes of the side bar: what they answer, that they change nothing, and that they survive whatever is sent."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The farm's nodes in a real ComfyUI, against a real Ray: its Python has Ray beside its own packages, and no anygpu."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What is recorded: every case by its id, and which of them must have equal results on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

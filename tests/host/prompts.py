@@ -1,7 +1,5 @@
 """Prompts in ComfyUI's API format for the host tests: built node by node, or replayed from a shipped workflow."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ the name of a class, a module or a path of the code in it. A value beyond a widg
 as from core's Primitive nodes, which nobody checks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

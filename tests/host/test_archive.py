@@ -1,7 +1,5 @@
 """The registry's archive alone, attached to a real ComfyUI: the nodes that were written down, and a clip per family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Core's own classes, tiny, through core's guider, fitted to machines without fast bf16."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

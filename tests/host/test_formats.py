@@ -1,7 +1,5 @@
 """Single files of every layout in a real ComfyUI's model folders: the pipeline they compose is that of the folder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ComfyUI starts with the pack as it starts without it, and knows every node, input and workflow of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Our pipelines under ComfyUI's memory manager, in its own process, on a device whose memory is counted and limited."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

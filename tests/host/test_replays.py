@@ -3,8 +3,6 @@
 With the demo model, where it can run one, and then the video shows what was asked for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files of 1 kB to 2 MB that claim more than they hold: counts, copies, overlaps, depth, strides, sizes, durations."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -5,8 +5,6 @@ files, huggingface_hub, Ray, and ComfyUI's memory manager, folders and flags. A 
 fails ``test_outside.py``.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shortage of memory in each back end's own words is shortage; other failures are not."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The outside misbehaves in every way, question by question: a right clip or one clear line, never a raw exception."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools

@@ -1,7 +1,5 @@
 """The script that times operations on a GPU: it skips cleanly without one, and its forms agree where they can run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What painting takes at full size, counted on the meta device: each tensor that is alive, weights apart."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

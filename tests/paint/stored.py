@@ -1,7 +1,5 @@
 """Checkpoints with the fixtures' weights, on disk as published and in memory."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import shutil

@@ -1,7 +1,5 @@
 """What painting needs at full size, counted on the meta device, and forecast by formulas that must agree with it."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Painting on the simulated accelerator in every offload mode gives what the CPU gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.device.execution import HOST

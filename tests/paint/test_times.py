@@ -1,7 +1,5 @@
 """Time of painting and delighting before a run: what is counted is what runs, and runs correct it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

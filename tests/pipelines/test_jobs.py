@@ -1,7 +1,5 @@
 """A job says the same on every machine, and what is wrong with it is said in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import fields, replace

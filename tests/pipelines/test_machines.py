@@ -1,7 +1,5 @@
 """A shared machine says what it is and nothing about its owner."""
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

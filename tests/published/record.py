@@ -8,8 +8,6 @@ models. FramePack's transformer is the publisher's own class, lllyasviel/FramePa
 are built without memory. `tests/published/__init__.py` makes sparse files of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

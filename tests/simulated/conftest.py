@@ -1,7 +1,5 @@
 """The fixtures that this folder's tests share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -10,8 +10,6 @@ tells how often a fault was met, so that a test can show that it was there, and 
 device from pages of a mapped file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

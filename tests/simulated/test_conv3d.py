@@ -1,7 +1,5 @@
 """Devices whose 3-D convolution is missing, wrong or fatal: what fails as shipped, and runs under every offloader."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

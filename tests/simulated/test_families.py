@@ -1,7 +1,5 @@
 """Every family in every offload mode, on the simulated accelerator: the CPU's result, and memory freed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

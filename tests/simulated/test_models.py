@@ -1,7 +1,5 @@
 """Real diffusers transformers and every offload that diffusers and accelerate have, on the simulated accelerator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

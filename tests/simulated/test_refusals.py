@@ -1,7 +1,5 @@
 """One request for memory is refused, at any moment of a run: the run goes on, gives the same, and loses no step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Kernels, compile and offload together, on the simulated accelerator: what fails without our order works with it."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

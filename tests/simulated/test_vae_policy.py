@@ -1,7 +1,5 @@
 """Founding failure 5 and its kin: a VAE on a faulty device gives the right picture or a clear error, never black."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What a caller can see from outside is as published: latent channels, compression
 types, sequence lengths, special token ids. What costs memory is not: widths are 32 and stacks are 2 to 4 deep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Class names and settings are those of the published ``model_index.json`` and ``scheduler_config.json`` files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ one token, as it is in the published vocabularies: the templates then take exact
 pipelines crop.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

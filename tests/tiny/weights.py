@@ -1,7 +1,5 @@
 """Random weights under which a signal keeps its size, so that a tiny model's output depends on all of its inputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Damaged files are named before a weight is read, and reads are exact and cancellable."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

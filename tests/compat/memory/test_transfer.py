@@ -1,7 +1,5 @@
 """Bits arrive as they left: every pattern, in both directions, by integers where the plain copy lies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.device.execution import BITS, HALVES, bf16_bits_to_fp32

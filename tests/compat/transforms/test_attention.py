@@ -1,7 +1,5 @@
 """Attention: exact in chunks under a budget, a fused kernel where there is one, clear errors, no mask for padding."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

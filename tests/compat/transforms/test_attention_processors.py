@@ -1,7 +1,5 @@
 """The rewritten attention of every transformer and VAE equals upstream's, without a mask, and is put back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

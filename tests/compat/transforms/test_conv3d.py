@@ -1,7 +1,5 @@
 """3-D convolutions without 3-D convolutions: exact, as accurate, bounded, reversible, and right in every real VAE."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Fused blocks: every site of every published model, never further from fp64 than upstream, and put back as it was."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Fused decoders of VAEs: every site of every published one, never further from fp64 than upstream, and put back."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Duet as data."""
 
-from __future__ import annotations
-
 from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from anygpu.pipelines.family import Defaults, FamilyFiles, FamilySpec, FitFactors, MemoryTerms, Recipes, Rewrites, Sizes
 from anygpu.pipelines.keys import TRANSFORMER, Layout, Row

@@ -1,7 +1,5 @@
 """Scenes about every node of core's that takes a MODEL and gives one, on ours."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Scenes about memory: our pipelines under ComfyUI's manager."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ but its text encoder, take theirs from the file, as published ones do. Each tran
 fp16's range.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from io import BytesIO

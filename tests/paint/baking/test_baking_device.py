@@ -1,7 +1,5 @@
 """Views, bake, fill and turntable run where the mesh is, and give what the CPU gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake

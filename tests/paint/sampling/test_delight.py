@@ -1,7 +1,5 @@
 """Delight against the published pipeline, and the pictures around its network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy

@@ -1,7 +1,5 @@
 """The solvers against diffusers' schedulers on the published configurations, and the noise they draw."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """HunyuanVideo by separate stages gives the one-shot pipeline's video, for text and for both kinds of image."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

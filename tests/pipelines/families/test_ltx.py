@@ -1,7 +1,5 @@
 """LTX-Video: our stages give what the bare diffusers pipelines give, and every input acts or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

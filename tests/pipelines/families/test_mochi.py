@@ -1,7 +1,5 @@
 """Mochi through our stages against the bare pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Files that are close to a model: what is too much is left out and said, another model is named with what runs it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

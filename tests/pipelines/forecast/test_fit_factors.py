@@ -1,7 +1,5 @@
 """The factors of the forecasts are those that the measured rows give: nobody has copied or changed a number."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

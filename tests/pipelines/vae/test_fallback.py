@@ -1,7 +1,5 @@
 """Decode fallbacks end and keep what the user chose, and the switches and tiles around a VAE come back."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused decoders however a decode is cut: in time, in tiles, layer by layer; and with compiled blocks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
