@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions
-from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.parts import PartBytes, Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -52,6 +52,12 @@ def test_both_offloaders_have_every_member(path: str, name: str) -> None:
         assert member in members, f"{name} has no {member}"
         if inspect.isfunction(declaration):
             assert members[member] == list(inspect.signature(declaration).parameters), f"{name}.{member}"
+
+
+def test_what_is_resident_at_the_peak_of_each_mode():
+    size = PartBytes(total=100, block=20, layer=5)
+    by_mode = {mode: (size.resident(mode, "transformer"), size.resident(mode, "vae")) for mode in MODES}
+    assert by_mode == {"none": (100, 100), "model": (100, 100), "group": (20, 5), "sequential": (5, 5)}
 
 
 def test_nobody_asks_an_offloader_what_it_has():
