@@ -20,15 +20,8 @@ from torch import nn
 
 CPU = torch.device("cpu")
 MODELS = (
-    "diffusers",
-    "diffusion_models",
-    "checkpoints",
-    "vae",
-    "text_encoders",
-    "clip_vision",
-    "style_models",
-    "loras",
-)
+    "diffusers", "diffusion_models", "checkpoints", "vae", "text_encoders", "clip_vision", "style_models", "loras",
+)  # fmt: skip
 
 EMPTY = """
 comfy.conds comfy.latent_formats comfy.ldm comfy.ldm.lightricks comfy.ldm.lightricks.symmetric_patchifier

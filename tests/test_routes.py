@@ -43,16 +43,8 @@ WEB = Path(__file__).resolve().parent.parent / "web"
 STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
 SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
-    "../../etc/passwd",
-    "..\\..\\secret",
-    "/etc/passwd",
-    "%2e%2e%2fsecret",
-    "a/../../b",
-    "C:\\x",
-    "\0",
-    "",
-    ".",
-]
+    "../../etc/passwd", "..\\..\\secret", "/etc/passwd", "%2e%2e%2fsecret", "a/../../b", "C:\\x", "\0", "", ".",
+]  # fmt: skip
 
 
 class Pack(SimpleNamespace):

@@ -565,15 +565,9 @@ def model_cases() -> Iterator[tuple[str, Case]]:
 # ---- a sampler from elsewhere --------------------------------------------------------------------
 
 DRIVEN = (
-    "ltx text",
-    "ltx_condition text",
-    "hunyuan_video text",
-    "hunyuan_video_i2v_33ch image",
-    "hunyuan_video_15_i2v image",
-    "framepack image",
-    "framepack_f1 image",
-    "mochi text",
-)
+    "ltx text", "ltx_condition text", "hunyuan_video text", "hunyuan_video_i2v_33ch image",
+    "hunyuan_video_15_i2v image", "framepack image", "framepack_f1 image", "mochi text",
+)  # fmt: skip
 
 
 def core_sampler(places: Places, task: Task, precision: str) -> Results:

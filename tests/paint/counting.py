@@ -17,16 +17,10 @@ GIBIBYTE = 1024**3
 HALF = Dtypes(torch.float16, torch.float16)
 SAFE = Dtypes(torch.float16, torch.float32)
 STABLE_DIFFUSION_VAE = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 4,
-    "layers_per_block": 2,
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "norm_num_groups": 32,
-    "act_fn": "silu",
-}
+    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2,
+    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4, "norm_num_groups": 32, "act_fn": "silu",
+}  # fmt: skip
 
 
 class Alive(TorchDispatchMode):

@@ -203,15 +203,9 @@ def ltx_vae_095() -> Any:
 # HunyuanVideo and FramePack ---------------------------------------------------------------------------------------
 
 HUNYUAN: Mapping[str, Any] = {
-    **HEADS,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": WIDTH,
-    "pooled_projection_dim": WIDTH,
-    "rope_axes_dim": (4, 6, 6),
-}
+    **HEADS, "num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2, "mlp_ratio": 2.0,
+    "text_embed_dim": WIDTH, "pooled_projection_dim": WIDTH, "rope_axes_dim": (4, 6, 6),
+}  # fmt: skip
 
 
 def hunyuan_transformer(**settings: Any) -> Any:
