@@ -129,12 +129,9 @@ TASKS: dict[str, Task] = {
 }
 """Every tiny checkpoint with a pipeline, in every way that it can start."""
 FAMILIES: dict[str, str] = {
-    "ltx": "ltx image",
-    "hunyuan_video": "hunyuan_video text",
-    "hunyuan_video_15": "hunyuan_video_15_i2v image",
-    "framepack": "framepack image",
-    "mochi": "mochi text",
-}
+    "ltx": "ltx image", "hunyuan_video": "hunyuan_video text", "hunyuan_video_15": "hunyuan_video_15_i2v image",
+    "framepack": "framepack image", "mochi": "mochi text",
+}  # fmt: skip
 """The task of each family that is run in every precision and offload mode."""
 
 
@@ -349,12 +346,9 @@ LATENT_SHAPES = {  # of a clip that has tiles, chunks and borders: frames, rows,
     "mochi": (12, 3, 12, 14, 8, 6),
 }
 FORMS: dict[str, Form] = {
-    "auto": Form(),
-    "full": Form("full"),
-    "tiled": Form("tiled", tile=64, overlap=16),
-    "streaming": Form("streaming", tile=64),
-    "cpu": Form("cpu"),
-}
+    "auto": Form(), "full": Form("full"), "tiled": Form("tiled", tile=64, overlap=16),
+    "streaming": Form("streaming", tile=64), "cpu": Form("cpu"),
+}  # fmt: skip
 CHUNKED = Form("chunked", frames=2)
 CAUSAL = ("mochi", "hunyuan_video_15")  # whose decoders work in chunks of time
 
@@ -644,14 +638,10 @@ def painted(places: Places, name: str, **choices: Any) -> Results:
     dino = torch.randn(1, 17, 1536, generator=torch.Generator().manual_seed(9)) if kind == "paint_pbr" else None
     texture, views, _ = textured(torus(12, 24), [CUTOUT], pipeline, delight, PAINTED, dino=dino)
     found = {
-        "latents": views.latents,
-        "views": views.views,
-        "metallic_roughness": views.metallic_roughness,
-        "colour": texture.colour,
-        "metallic": texture.metallic,
-        "roughness": texture.roughness,
+        "latents": views.latents, "views": views.views, "metallic_roughness": views.metallic_roughness,
+        "colour": texture.colour, "metallic": texture.metallic, "roughness": texture.roughness,
         "painted": texture.painted,
-    }
+    }  # fmt: skip
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -47,23 +47,13 @@ PATHS = (
     - {
         # parts of a name, which ask nobody
         *(
-            "anchor",
-            "drive",
-            "name",
-            "parent",
-            "parents",
-            "parts",
-            "root",
-            "stem",
-            "suffix",
-            "suffixes",
-            "as_posix",
+            "anchor", "drive", "name", "parent", "parents", "parts", "root", "stem", "suffix", "suffixes", "as_posix",
             "as_uri",
         ),
         *("joinpath", "is_relative_to", "relative_to", "match", "with_name", "with_stem", "with_suffix", "is_absolute"),
         *("is_reserved", "with_segments", "full_match", "parser", "info"),
     }
-)
+)  # fmt: skip
 
 # Who attacks a question: each value is a test of test_outside.py, or the file that has one.
 JOB = "one job"  # import, load, report, panel, forecast, one clip on the simulated device
@@ -209,11 +199,8 @@ TABLE: dict[str, str] = {
         (
             *("comfy.cli_args.args", "comfy.model_management", "comfy.model_management.InterruptProcessingException"),
             *(
-                "ctypes.create_string_buffer",
-                "importlib.metadata.PackageNotFoundError",
-                "torch._C",
-                "torch._C.DisableTorchFunction",
-                "torch.accelerator",
+                "ctypes.create_string_buffer", "importlib.metadata.PackageNotFoundError", "torch._C",
+                "torch._C.DisableTorchFunction", "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
             *("os.fsencode", "os.getpid", "os.stat_result", "os.strerror"),
@@ -222,7 +209,7 @@ TABLE: dict[str, str] = {
         ),
         CONSTANT,  # Path.group, Path.owner: attributes of ours have these names
     ),
-}
+}  # fmt: skip
 
 COMPUTED = {"psutil": ("virtual_memory", "swap_memory")}  # names that are handed in: ``_system_bytes`` of facts.py
 

@@ -87,14 +87,9 @@ def core_models() -> dict[str, Callable[[], Any]]:
         "t5_feat_dim": 4096, "t5_token_length": 256, "rope_theta": 10000.0,
     }  # fmt: skip
     wan = {
-        "model_type": "t2v",
-        "dim": 1536,
-        "ffn_dim": 8960,
-        "num_heads": 12,
-        "num_layers": 30,
-        "in_dim": 16,
+        "model_type": "t2v", "dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "in_dim": 16,
         "out_dim": 16,
-    }
+    }  # fmt: skip
     return {
         "ltx 2B": lambda: LTXVModel(num_layers=28, attention_head_dim=64, cross_attention_dim=2048, **ops),
         "ltx 13B": lambda: LTXVModel(num_layers=48, attention_head_dim=128, cross_attention_dim=4096, **ops),

@@ -305,40 +305,28 @@ MACHINES: dict[str, Machine] = {
     "gfx1151": Machine(
         _radeon("AMD Radeon 8060S", "gfx1151", unified=True, total_bytes=64 * GIBIBYTE),
         (
-            _bf16_to_fp32_zeros,
-            _bf16_to_host_corrupt,
-            _bf16_convolution_zeros,
-            _large_conv3d_aborts,
+            _bf16_to_fp32_zeros, _bf16_to_host_corrupt, _bf16_convolution_zeros, _large_conv3d_aborts,
             _mapped_copies_stall,
         ),
     ),
     "gfx1201": Machine(_radeon("AMD Radeon RX 9070 XT", "gfx1201"), (_mapped_copies_stall,)),
     "mps-like": Machine(
         {
-            "backend": "mps",
-            "arch": "arm64",
-            "arch_class": "mps",
-            "name": "Apple GPU",
-            "unified": True,
-            "total_bytes": 16 * GIBIBYTE,
-            "versions": {"torch": "2.13.0", "macos": "15.4", "system": "Darwin"},
+            "backend": "mps", "arch": "arm64", "arch_class": "mps", "name": "Apple GPU", "unified": True,
+            "total_bytes": 16 * GIBIBYTE, "versions": {"torch": "2.13.0", "macos": "15.4", "system": "Darwin"},
         },
         (_no_float64, _no_float8, _contiguous_conv3d_wrong),
         (_time_pad_corrupts,),
     ),
     "xpu-like": Machine(
         {
-            "backend": "xpu",
-            "arch": "",
-            "arch_class": "xpu",
-            "name": "Intel Arc A770",
-            "total_bytes": 16 * GIBIBYTE,
+            "backend": "xpu", "arch": "", "arch_class": "xpu", "name": "Intel Arc A770", "total_bytes": 16 * GIBIBYTE,
             "versions": {"torch": "2.11.0", "system": "Windows"},
         },
         (_sliced_weight_crashes, _no_float64),
         allocation_bytes=4 * GIBIBYTE,
     ),
-}
+}  # fmt: skip
 PROFILES = tuple(MACHINES)
 
 

@@ -85,14 +85,10 @@ def llava() -> Any:
     tokens: dict[str, Any] = {"image_token_index": ids["<image>"], "pad_token_id": ids["<pad>"]}
     return LlavaForConditionalGeneration(
         LlavaConfig(
-            vision_config=vision,
-            text_config=_llama_config(),
-            **tokens,
-            image_seq_length=576,
-            vision_feature_layer=-2,
-            vision_feature_select_strategy="default",
+            vision_config=vision, text_config=_llama_config(), **tokens, image_seq_length=576,
+            vision_feature_layer=-2, vision_feature_select_strategy="default",
         )
-    )
+    )  # fmt: skip
 
 
 def llava_images() -> Any:
@@ -109,16 +105,11 @@ def clip_text() -> Any:
     tokenizer = vocabulary.clip()
     return CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=tokenizer.rows,
-            **ENCODER,
-            num_hidden_layers=2,
-            projection_dim=WIDTH,
-            hidden_act="quick_gelu",
-            bos_token_id=tokenizer.ids["<|startoftext|>"],
-            eos_token_id=tokenizer.ids["<|endoftext|>"],
+            vocab_size=tokenizer.rows, **ENCODER, num_hidden_layers=2, projection_dim=WIDTH, hidden_act="quick_gelu",
+            bos_token_id=tokenizer.ids["<|startoftext|>"], eos_token_id=tokenizer.ids["<|endoftext|>"],
             pad_token_id=tokenizer.ids["<|endoftext|>"],
         )
-    )
+    )  # fmt: skip
 
 
 def qwen2_vl_text() -> Any:
@@ -129,16 +120,11 @@ def qwen2_vl_text() -> Any:
     rotation: dict[str, Any] = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}}
     return Qwen2_5_VLTextModel(
         Qwen2_5_VLTextConfig(
-            vocab_size=tokenizer.rows,
-            **ENCODER,
-            num_hidden_layers=4,
-            num_key_value_heads=2,
-            **rotation,
-            bos_token_id=tokenizer.ids["<|endoftext|>"],
-            eos_token_id=tokenizer.ids["<|im_end|>"],
+            vocab_size=tokenizer.rows, **ENCODER, num_hidden_layers=4, num_key_value_heads=2, **rotation,
+            bos_token_id=tokenizer.ids["<|endoftext|>"], eos_token_id=tokenizer.ids["<|im_end|>"],
             pad_token_id=tokenizer.ids["<|endoftext|>"],
         )
-    )
+    )  # fmt: skip
 
 
 def siglip() -> Any:

@@ -128,13 +128,9 @@ def _framepack() -> dict[str, Part]:
 
 
 LTX_SCHEDULE = _scheduler(
-    use_dynamic_shifting=True,
-    base_shift=0.95,
-    max_shift=2.05,
-    base_image_seq_len=1024,
-    max_image_seq_len=4096,
+    use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, max_image_seq_len=4096,
     shift_terminal=0.1,
-)
+)  # fmt: skip
 
 TINY: Mapping[str, Recipe] = {
     "ltx": Recipe("LTXPipeline", _ltx(parts.ltx_vae, LTX_SCHEDULE)),

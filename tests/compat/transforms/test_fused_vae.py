@@ -27,12 +27,9 @@ CLASSES = {
     "mochi": "AutoencoderKLMochi",
 }
 SIZES = {
-    "ltx_vae": (1, 128, 2, 2, 2),
-    "ltx_vae_095": (1, 128, 2, 2, 2),
-    "hunyuan_vae": (1, 16, 2, 3, 3),
-    "hunyuan15_vae": (1, 32, 2, 2, 2),
-    "mochi_vae": (1, 12, 2, 3, 3),
-}
+    "ltx_vae": (1, 128, 2, 2, 2), "ltx_vae_095": (1, 128, 2, 2, 2), "hunyuan_vae": (1, 16, 2, 3, 3),
+    "hunyuan15_vae": (1, 32, 2, 2, 2), "mochi_vae": (1, 12, 2, 3, 3),
+}  # fmt: skip
 OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
 
 

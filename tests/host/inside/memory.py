@@ -209,14 +209,10 @@ def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
     freed = bytes_on_device() - before  # before anything is collected
     gc.collect()
     return {
-        "equal": equal,
-        "together": max(together),
-        "limit": int(1.6 * max(sizes)) + RESERVE,
-        "on_device": on_device,
-        "freed": freed,
-        "alive": sum(ref() is not None for ref in alive),
+        "equal": equal, "together": max(together), "limit": int(1.6 * max(sizes)) + RESERVE, "on_device": on_device,
+        "freed": freed, "alive": sum(ref() is not None for ref in alive),
         "listed": len(management.current_loaded_models),
-    }
+    }  # fmt: skip
 
 
 def cancelled() -> dict[str, Any]:
@@ -262,14 +258,10 @@ def out_of_memory() -> dict[str, Any]:
     home = {part: next(pipeline.parts[part].parameters()).device.type for part in pipeline.parts}
     pipeline.offloader.release("transformer")
     return {
-        "resident": resident,
-        "left": left,
-        "classes": classes,
-        "copied": copied,
-        "equal": bool(torch.equal(again, expected)),
-        "on": home["transformer"],
+        "resident": resident, "left": left, "classes": classes, "copied": copied,
+        "equal": bool(torch.equal(again, expected)), "on": home["transformer"],
         "released": next(pipeline.parts["transformer"].parameters()).device.type,
-    }
+    }  # fmt: skip
 
 
 def beside_core(name: str) -> dict[str, Any]:

@@ -26,12 +26,9 @@ def script():
 
 def row(stage: str, measured: float, first: float, second: float = 0) -> dict[str, object]:
     return {
-        "family": "ltx",
-        "stage": stage,
-        "measured_bytes": measured,
-        "first_term_bytes": first,
+        "family": "ltx", "stage": stage, "measured_bytes": measured, "first_term_bytes": first,
         "second_term_bytes": second,
-    }
+    }  # fmt: skip
 
 
 def test_the_factors_are_those_of_the_last_rows(script):
