@@ -238,6 +238,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped without being listed in tests/conftest.py: {line}", red=True)
 
 
+@pytest.fixture
+def acc() -> Iterator[object]:
+    """The first simulated device, with counters at zero."""
+    from simulated import accelerator
+
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device:
+        yield device
+
+
 class Recorded:
     """A progress that keeps what it was told, and cancels when ``cancel_at`` says so.
 

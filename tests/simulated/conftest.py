@@ -3,17 +3,6 @@
 import pytest
 import torch
 
-from simulated import accelerator
-
-
-@pytest.fixture
-def acc():
-    """The first simulated device, with counters at zero."""
-    if reason := accelerator.reason():
-        pytest.skip(reason)
-    with accelerator.fresh() as device:
-        yield device
-
 
 @pytest.fixture(scope="module")
 def on_host(tiny_folder):

@@ -19,6 +19,7 @@ from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_
 from anygpu.compat.transforms.conv3d_forms import Conv3dForm, Geometry
 from anygpu.compat.transforms.order import conv3d_step
 from anygpu.pipelines.pipeline import Parts
+from compat.transforms.test_conv3d import randomised
 from torch import nn
 
 from simulated import accelerator, profiles
@@ -47,16 +48,6 @@ def no_volumes(op: str, arguments: list) -> None:
 def without_volumes() -> Iterator[None]:
     with accelerator.hook(CONVOLUTIONS, before=no_volumes), accelerator.hook("aten::*pad*", before=no_volumes):
         yield
-
-
-def randomised(name: str) -> Any:
-    pytest.importorskip("diffusers")
-    from tiny import parts, weights
-
-    with torch.random.fork_rng(devices=[]):
-        part = getattr(parts, name)()
-    weights.randomise(part, 0)
-    return part.eval().requires_grad_(False)
 
 
 def resident(mode: str, module: nn.Module, device: torch.device, name: str = "vae") -> Any:

@@ -10,14 +10,6 @@ from simulated import accelerator
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
 
 
-@pytest.fixture
-def acc():
-    if reason := accelerator.reason():
-        pytest.skip(reason)
-    with accelerator.fresh() as device:
-        yield device
-
-
 def numbers(dtype: torch.dtype) -> torch.Tensor:
     """Every value of ``dtype`` that is a number, infinities included."""
     values = PATTERNS.view(dtype)

@@ -15,6 +15,7 @@ from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSIONS, SITE, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.registry import FAMILIES
+from compat.transforms.test_fused import on_cuda
 from tiny import parts
 from tiny.weights import randomise
 from torch import nn
@@ -163,14 +164,6 @@ def test_noise_is_drawn_as_upstream_draws_it():
     assert fuse_vae(holder, REFERENCE).sites.total() == 2
     torch.testing.assert_close(block(x, time, torch.Generator().manual_seed(5)), expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(block(x, time, torch.Generator().manual_seed(6)), expected)
-
-
-def on_cuda(block: nn.Module) -> None:
-    """Weights as tensors of a GPU that is not there; inside a fake mode only."""
-    for module in block.modules():
-        for name, tensor in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(tensor.shape, dtype=torch.bfloat16, device="cuda")
-            setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
 BLOCKS = [name for name in FUSIONS if "Decoder" not in name]
