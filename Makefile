@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser test-mutants pictures cards workflows schemas matrix memory words lint bench clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser test-mutants pictures cards workflows schemas matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -139,30 +139,23 @@ words: $(READY)
 	$(PY) tests/help_pages.py
 	$(PY) tests/words.py
 
+BENCH := OMP_NUM_THREADS=1 $(PY) benchmarks/runner.py
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 memory: $(READY) accelerator
-	OMP_NUM_THREADS=1 $(PY) benchmarks/memory_fits.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/memory.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/memory_host.py
+	for case in memory_fits memory memory_peers memory_decode memory_host; do $(BENCH) $$case --write || exit 1; done
 
 demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
 
-bench: $(READY)
-	$(PY) benchmarks/overhead.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/minutes.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/dispatch.py
-	$(PY) benchmarks/startup.py
-	$(PY) benchmarks/watching.py
-	$(PY) benchmarks/steps.py
-	$(PY) benchmarks/lossy.py --dry
-	$(PY) benchmarks/clips.py
-	$(PY) benchmarks/blocks.py
-	$(PY) benchmarks/kernels_build.py
-	$(PY) benchmarks/kernels_bytes.py
-	$(PY) benchmarks/kernels_gpu.py
-	$(PY) benchmarks/models_gpu.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/growth.py
-	OMP_NUM_THREADS=1 $(PY) benchmarks/peers.py --families ltx hunyuan_video framepack mochi --repeats 1
+# Each case by itself: python benchmarks/runner.py
+CASES := minutes watching stored_products kernels_bytes kernels_build growth
+bench: $(READY) accelerator
+	for case in $(CASES); do $(BENCH) $$case --write || exit 1; done
+	$(BENCH) peers --families ltx hunyuan_video framepack mochi --repeats 1 --write
+
+# All cases of a GPU; the machine needs torch and Triton, and diffusers for the models.
+gpu:
+	$(GPU_PYTHON) benchmarks/runner.py gpu --write
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines

@@ -128,10 +128,12 @@ def _kernels(arguments: argparse.Namespace) -> int:
     facts = facts_for(arguments.device)
     print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
     for family in FAMILIES.values():
-        sites = fused.published_sites(family.rewrites.published_blocks)
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sites.items())
-        total, decoder = sum(sites.values()), family.rewrites.published_vae_sites
-        print(f"{family.id}: {total} sites in the published transformer: {kinds}; {decoder} in the VAE's decoder")
+        points = fused.published_fusion_points(family.rewrites.published_blocks)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in points.items())
+        total, decoder = sum(points.values()), family.rewrites.published_vae_fusion_points
+        print(
+            f"{family.id}: {total} fusion points in the published transformer: {kinds}; {decoder} in the VAE's decoder"
+        )
     wrong = 0
     for one in fused.self_tests(facts.device):
         print(one, flush=True)
@@ -231,7 +233,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
     from .pipelines import jobs, stages
     from .pipelines.latents import convert, recovery
     from .pipelines.records import receipts
-    from .pipelines.vae.plan import Form
+    from .pipelines.vae.plan import DecodeRequest
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
@@ -247,7 +249,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
         frames = stages.decode(pipeline, latents, progress, arguments.decode)
-        return frames, latents.fps, receipts.decoded_receipt(latents, Form(arguments.decode))
+        return frames, latents.fps, receipts.decoded_receipt(latents, DecodeRequest(arguments.decode))
 
 
 def replay(arguments: argparse.Namespace) -> int:
@@ -300,7 +302,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .pipelines.files.models import family_of_folder
     from .pipelines.load import lora
     from .pipelines.records import job as job_format
-    from .pipelines.vae.plan import Form
+    from .pipelines.vae.plan import DecodeRequest
 
     if arguments.job is not None:
         usual = vars(_parser(True).parse_args([arguments.command]))
@@ -333,7 +335,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         framepack=FramePackSettings(arguments.seconds, arguments.window)
         if family and family.recipes.sections
         else None,
-        decode=Form(arguments.decode),
+        decode=DecodeRequest(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )
 
@@ -369,15 +371,15 @@ def main(words: Sequence[str] | None = None) -> int:
 def _memory(arguments: argparse.Namespace) -> int:
     """Print what the last stages of all pipelines cost on this machine, and what is free now."""
     from .compat.device.facts import facts_for, free_bytes, host_free_bytes
-    from .compat.memory.statistics import amount_of, kept_stages
+    from .compat.memory.statistics import amount_of, saved_stages
 
     facts = facts_for(arguments.device)
     free = free_bytes(facts.device)
-    told = "not told" if free is None else amount_of(free)
-    print(f"{facts}\nfree: {told} on the device, {amount_of(host_free_bytes())} of host memory")
-    runs = kept_stages(Path(arguments.state).expanduser())
+    free_text = "unknown" if free is None else amount_of(free)
+    print(f"{facts}\nfree: {free_text} on the device, {amount_of(host_free_bytes())} of host memory")
+    runs = saved_stages(Path(arguments.state).expanduser())
     for cost in runs:
-        forecast = f"; {cost.beside_forecast}" if cost.beside_forecast else ""
+        forecast = f"; {cost.against_forecast}" if cost.against_forecast else ""
         print(f"{cost.date} {cost.pipeline} on {cost.device}: {cost}{forecast}")
     if not runs:
         print("no runs recorded yet")
@@ -388,15 +390,15 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    told = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
-    told.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
-    told.add_argument("--again", action="store_true", help="run the tests on the device again")
-    told.add_argument(
+    about = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
+    about.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
+    about.add_argument("--again", action="store_true", help="run the tests on the device again")
+    about.add_argument(
         "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
     )
     share = "show and write this machine as a small file without names, for our tables; nothing is sent"
-    told.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
-    told.set_defaults(run=report)
+    about.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
+    about.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
@@ -412,7 +414,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4")
     again.set_defaults(run=replay)
-    for command in (told, tried, rendering, watched, again):
+    for command in (about, tried, rendering, watched, again):
         command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")

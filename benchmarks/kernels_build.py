@@ -1,141 +1,89 @@
 """Every kernel compiled for every kind of GPU, without a GPU: spills, registers, shared memory, widths of loads.
 
-    python benchmarks/kernels_build.py                   # all; rewrites benchmarks/results/kernels_build.csv
-    python benchmarks/kernels_build.py --targets sm_80 gfx942 --cases normalized --no-csv
-
 The launches of the pack run unchanged on meta tensors of full-size models; instead of launching, Triton compiles for
 the target that was asked for. Spills and registers are what ptxas reports, or the notes in AMD's assembly. Widths of
 loads and stores are read from the disassembly of bf16 (sm_70 is not disassembled: the bundled tool refuses it), the
 PTX of other dtypes, and AMD's assembly. A row fails where registers spill, where the widest load is below the
 target's demand, or where shared memory is above 64 KB. Other dtypes than bf16 are built for one case of each kernel,
-unless --all asks for every case.
+unless --every asks for every case.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import csv
-import datetime
 import io
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from runner import Case, Row, machine
 
-RESULTS = Path(__file__).parent / "results" / "kernels_build.csv"
 NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201")
 CDNA = ("gfx908", "gfx90a", "gfx942", "gfx950")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SHARED_LIMIT = 64 * 1024
-LTX, HUNYUAN, MOCHI = (2, 6144, 2048), (1, 32640, 24, 128), (2, 22260, 3072)  # tokens of a full clip
-TEXT = (1, 256, 24, 128)
+LTX, VIDEO, MOCHI = (2, 6144, 2048), (1, 32640, 3072), (2, 22260, 3072)  # tokens of a full clip
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one kernel became on one target."""
-
-    case: str
-    kernel: str
-    dtype: str
-    target: str
-    seconds: float
-    registers: int
-    spills: int
-    shared_bytes: int
-    load_bits: int
-    store_bits: int
-    loads: str
-    stores: str
-    disassembled: bool
-    verdict: str
-
-
-def cases() -> dict[str, Callable[[torch.dtype], Any]]:
-    """Launches at the sizes of full models, by name; each takes the dtype of its tensors."""
+def cases(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Launches at the sizes of full models, by name."""
     from anygpu.kernels._triton import activation, group_norm, norm, residual, rope
     from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    def empty(*shape: int, of: torch.dtype = dtype, last: bool = False) -> torch.Tensor:
+        layout = torch.channels_last_3d if last else torch.contiguous_format
+        return torch.empty(shape, dtype=of, device="meta", memory_format=layout)
 
-    def chunks(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        return empty(2, 1, count, LTX[2], dtype=dtype).unbind(2)
+    def rows(shape: tuple[int, ...], count: int, of: torch.dtype = dtype) -> tuple[torch.Tensor, ...]:
+        return empty(shape[0], 1, count, shape[2], of=of).unbind(2)
 
-    def rms(dtype: torch.dtype) -> Any:
-        scale, shift = chunks(2, dtype)
-        return norm.normalized(empty(*LTX, dtype=dtype), Norm(RMS, 1e-6), Modulation(scale, shift), None)
+    def both(shape: tuple[int, ...], tanh: bool, kind: str, wide: torch.dtype = dtype) -> Callable[[], Any]:
+        gate, scale, shift, *_ = rows(shape, 6, wide)
+        terms = (Gate(gate, tanh, 1e-6 if tanh else None), Norm(kind, 1e-6), Modulation(scale, None if tanh else shift))
+        return partial(residual.residual_norm, empty(*shape, of=wide), empty(*shape), *terms, dtype)
 
-    def layer(dtype: torch.dtype) -> Any:
-        rows = empty(1, 1, 6, 3072, dtype=dtype).unbind(2)
-        return norm.normalized(empty(1, 32640, 3072, dtype=dtype), Norm(LAYER, 1e-6), Modulation(*rows[:2]), None)
+    def table(tokens: int, *shape: int) -> Tables:
+        return Tables(*(empty(tokens, *shape, of=torch.float32) for _ in range(2)))
 
-    def gated(dtype: torch.dtype) -> Any:
-        return residual.gated_residual(empty(*LTX, dtype=dtype), empty(*LTX, dtype=dtype), Gate(chunks(1, dtype)[0]))
+    def pair(*shape: int) -> Pair:
+        return Pair(*(empty(*shape),) * 2, *(empty(shape[-1]),) * 2)
 
-    def both(shape: tuple[int, ...], dtype: torch.dtype, tanh: bool, layer: bool, narrow: bool = False) -> Any:
-        rows = empty(shape[0], 1, 6, shape[2], dtype=torch.float32 if narrow else dtype).unbind(2)
-        x = empty(*shape, dtype=torch.float32 if narrow else dtype)
-        gate, own = Gate(rows[0], tanh, 1e-6 if tanh else None), Norm(LAYER if layer else RMS, 1e-6)
-        modulation = Modulation(rows[1], None if tanh else rows[2])
-        return residual.residual_norm(x, empty(*shape, dtype=dtype), gate, own, modulation, dtype)
+    def clip(last: bool, per_channel: bool) -> Callable[[], Any]:
+        x, layout = empty(1, 256, 17, 240, 416, last=last), ("contiguous", "channels_last")[last]
+        if per_channel:
+            return partial(group_norm.rms_silu_pad, x, Norm(RMS, 1e-8), Modulation(), [0, 0, 0, 0, 2, 0], True, layout)
+        how = GroupNorm(32, 1e-6, empty(256), empty(256), last)
+        return partial(group_norm.group_norm_silu_pad, x, how, [1, 1, 1, 1, 2, 0], True, layout)
 
-    def across(dtype: torch.dtype) -> Any:
-        table = empty(LTX[1], LTX[2] // 2, dtype=torch.float32)
-        x, weight = empty(*LTX, dtype=dtype), empty(LTX[2], dtype=dtype)
-        return rope.qk_norm_rope(Pair(x, x, weight, weight), Tables(table, table), 1e-5, None, None)
-
-    def per_head(dtype: torch.dtype) -> Any:
-        table = empty(HUNYUAN[1], 1, HUNYUAN[3] // 2, dtype=torch.float32)
-        x, text, weight = empty(*HUNYUAN, dtype=dtype), empty(*TEXT, dtype=dtype), empty(HUNYUAN[3], dtype=dtype)
-        pair, other = Pair(x, x, weight, weight), Pair(text, text, weight, weight)
-        return rope.qk_norm_rope(pair, Tables(table, table), 1e-6, other, None)
-
-    layouts = ("contiguous", "channels_last")
-
-    def clip(dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-        return torch.empty((1, 256, 17, 240, 416), dtype=dtype, device="meta", memory_format=layout)
-
-    def group(dtype: torch.dtype, per_frame: bool, last: bool) -> Any:
-        weight = empty(256, dtype=dtype)
-        x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
-        pad, layout = [1, 1, 1, 1, 2, 0], layouts[last]
-        return group_norm.group_norm_silu_pad(x, GroupNorm(32, 1e-6, weight, weight, per_frame), pad, True, layout)
-
-    def channels(dtype: torch.dtype, last: bool) -> Any:
-        x = clip(dtype, torch.channels_last_3d if last else torch.contiguous_format)
-        return group_norm.rms_silu_pad(x, Norm(RMS, 1e-8), Modulation(), [0, 0, 0, 0, 2, 0], True, layouts[last])
-
-    wide = (2, 6144, 8192)
+    x, wide, layered = empty(*LTX), empty(2, 6144, 8192), Modulation(*rows(VIDEO, 6)[:2])
+    text = pair(1, 256, 24, 128)
     return {
-        "normalized rms": rms,
-        "normalized layer": layer,
-        "gated_residual": gated,
-        "residual_norm ltx": lambda dtype: both(LTX, dtype, False, False),
-        "residual_norm mochi": lambda dtype: both(MOCHI, dtype, True, False),
-        "residual_norm fp32": lambda dtype: both((1, 32640, 3072), dtype, False, True, narrow=True),
-        "qk_norm_rope across": across,
-        "qk_norm_rope per head": per_head,
-        "gelu_tanh": lambda dtype: activation.gelu_tanh(empty(*wide, dtype=dtype), None),
-        "geglu": lambda dtype: activation.geglu(empty(*wide, dtype=dtype), None),
-        "swiglu": lambda dtype: activation.swiglu(empty(*wide, dtype=dtype), None),
-        "group_norm contiguous": lambda dtype: group(dtype, False, False),
-        "group_norm channels last": lambda dtype: group(dtype, True, True),
-        "rms_silu_pad contiguous": lambda dtype: channels(dtype, False),
-        "rms_silu_pad channels last": lambda dtype: channels(dtype, True),
+        "normalized rms": partial(norm.normalized, x, Norm(RMS, 1e-6), Modulation(*rows(LTX, 2)), None),
+        "normalized layer": partial(norm.normalized, empty(*VIDEO), Norm(LAYER, 1e-6), layered, None),
+        "gated_residual": partial(residual.gated_residual, x, empty(*LTX), Gate(rows(LTX, 1)[0])),
+        "residual_norm ltx": both(LTX, False, RMS),
+        "residual_norm mochi": both(MOCHI, True, RMS),
+        "residual_norm fp32": both(VIDEO, False, LAYER, torch.float32),
+        "qk_norm_rope across": partial(rope.qk_norm_rope, pair(*LTX), table(6144, 1024), 1e-5, None, None),
+        "qk_norm_rope per head": partial(
+            rope.qk_norm_rope, pair(1, 32640, 24, 128), table(32640, 1, 64), 1e-6, text, None
+        ),
+        **{name: partial(getattr(activation, name), wide, None) for name in ("gelu_tanh", "geglu", "swiglu")},
+        "group_norm contiguous": clip(False, False),
+        "group_norm channels last": clip(True, False),
+        "rms_silu_pad contiguous": clip(False, True),
+        "rms_silu_pad channels last": clip(True, True),
     }
 
 
@@ -192,17 +140,17 @@ def built(name: str, dtypes: list[str], chosen: list[str], every: bool = False) 
         knobs.cache.dir = folder
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.disable_line_info = True
-        for case, launch in cases().items():
-            for dtype in dtypes:
+        for dtype in dtypes:
+            for case, launch in cases(DTYPES[dtype]).items():
                 if case in chosen and (every or dtype == FIRST or case in ONE_OF_EACH):
                     label[:] = case, dtype
-                    launch(DTYPES[dtype])
+                    launch()
     JITFunction.run, driver._active = original, former  # type: ignore[method-assign]
     return rows
 
 
 def measured(compiled: Any, log: str, label: tuple[str, str, str, str], seconds: float) -> Row:
-    """What the compiled kernel of ``label`` (case, dtype, kernel, target) says about itself."""
+    """A row of what the compiled kernel of ``label`` (case, dtype, kernel, target) became."""
     case, dtype, kernel, target = label
     if target.startswith("sm_"):
         found = _nvidia(compiled, log, dtype == FIRST and target != "sm_70")
@@ -218,11 +166,12 @@ def measured(compiled: Any, log: str, label: tuple[str, str, str, str], seconds:
     demand = demanded_bits(kernel, target)
     if max(loads, default=0) < demand:
         faults.append(f"loads of {max(loads, default=0)} bits, {demand} demanded")
-    return Row(
-        case, kernel, dtype, target, round(seconds, 3), registers, spills, shared,
-        max(loads, default=0), max(stores, default=0), _counts(loads), _counts(stores), disassembled,
-        "; ".join(faults) or "ok",
-    )  # fmt: skip
+    return {
+        "case": case, "kernel": kernel, "dtype": dtype, "target": target, "seconds": round(seconds, 3),
+        "registers": registers, "spills": spills, "shared_bytes": shared, "load_bits": max(loads, default=0),
+        "store_bits": max(stores, default=0), "loads": _counts(loads), "stores": _counts(stores),
+        "disassembled": disassembled, "verdict": "; ".join(faults) or "ok",
+    }  # fmt: skip
 
 
 def demanded_bits(kernel: str, target: str) -> int:
@@ -285,76 +234,46 @@ def _amd(text: str) -> tuple[Counter[int], Counter[int], int, int, bool]:
     return widths("load"), widths("store"), noted("vgpr_count"), spills, True
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", nargs="+", default=[*NVIDIA, *AMD], choices=[*NVIDIA, *AMD])
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "fp16"], choices=list(DTYPES))
-    parser.add_argument("--cases", nargs="+", default=None, help="default: all")
-    parser.add_argument("--all", action="store_true", help="every case in every dtype")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
-    parser.add_argument("--no-csv", action="store_true")
-    return parser.parse_args()
+def rows(
+    targets: tuple[str, ...], dtypes: tuple[str, ...], only: tuple[str, ...], every: bool, workers: int
+) -> Iterator[Row]:
+    """A row per kernel, dtype and target; then, printed, how long it took.
 
-
-def main() -> int:
-    """0 where every row is fine."""
-    asked = arguments()
-    if not _available():
-        print("skipped: Triton is not installed, so nothing can be compiled")
-        return 0
-    chosen = asked.cases or list(cases())
-    unknown = set(chosen) - set(cases())
-    if unknown:
-        raise SystemExit(f"no case {sorted(unknown)}; expected some of {list(cases())}")
-    started = time.perf_counter()
-    rows: list[Row] = []
-    if asked.workers == 1:
-        for target in asked.targets:
-            rows += built(target, asked.dtypes, chosen, asked.all)
-    else:
-        with ProcessPoolExecutor(min(asked.workers, len(asked.targets)), mp_context=get_context("spawn")) as pool:
-            parts = [pool.submit(built, target, asked.dtypes, chosen, asked.all) for target in asked.targets]
-            rows += [row for part in parts for row in part.result()]
-    seconds, busy = time.perf_counter() - started, busy_seconds()
-    faulty = [row for row in rows if row.verdict != "ok"]
-    for row in faulty:
-        print(f"{row.case}, {row.kernel}, {row.dtype}, {row.target}: {row.verdict} (loads {row.loads})")
-    print(
-        f"{len(rows)} kernels for {len(asked.targets)} targets in {seconds:.1f} s with {asked.workers} processes, "
-        f"{busy:.1f} s of processor time; {len(faulty)} with a fault"
-    )
-    if not asked.no_csv:
-        written(rows)
-    return 1 if faulty else 0
-
-
-def busy_seconds() -> float:
-    """Processor time of this process and those it waited for: what the wall clock says depends on the neighbours."""
+    Args:
+        only: names of :func:`cases`; empty for all. every: every case in every dtype.
+    """
     import resource
 
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-
-
-def written(rows: list[Row]) -> None:
-    """Replace the CSV."""
     import triton
 
-    with RESULTS.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(Row)), "triton", "torch", "gpu", "date"])
-        for row in rows:
-            writer.writerow(
-                [*asdict(row).values(), triton.__version__, torch.__version__, "none (cross-compiled)",
-                 datetime.date.today().isoformat()]
-            )  # fmt: skip
+    os.environ.pop("TRITON_INTERPRET", None)
+    known = [*cases(torch.bfloat16)]
+    if unknown := {*only} - {*known} | {*targets} - {*NVIDIA, *AMD}:
+        raise SystemExit(f"no case or target {sorted(unknown)}; expected some of {[*known, *NVIDIA, *AMD]}")
+    about = {"triton": triton.__version__, "torch": torch.__version__, "gpu": "none (cross-compiled)"}
+    started, chosen = time.perf_counter(), list(only or known)
+    with ProcessPoolExecutor(min(workers, len(targets)), mp_context=get_context("spawn")) as pool:
+        parts = [pool.submit(built, target, list(dtypes), chosen, every) for target in targets]
+        made = [row for part in parts for row in part.result()]
+    yield from (row | about | {"date": machine()["date"]} for row in made)
+    busy = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    faulty = sum(row["verdict"] != "ok" for row in made)
+    print(
+        f"{len(made)} kernels for {len(targets)} targets in {time.perf_counter() - started:.1f} s with {workers} "
+        f"processes, {busy:.1f} s of processor time; {faulty} with a fault"
+    )
 
 
-def _available() -> bool:
+def lacks() -> str:
+    """The reason why nothing can be compiled, or nothing."""
     from anygpu.kernels.library import HAS_TRITON
 
-    return HAS_TRITON
+    return "" if HAS_TRITON else "Triton is not installed, so nothing can be compiled"
 
 
-if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
-    sys.exit(main())
+OPTIONS = {"targets": (*NVIDIA, *AMD), "dtypes": ("bf16", "fp16"), "only": (), "every": False,
+           "workers": min(os.cpu_count() or 1, 8)}  # fmt: skip
+CASES = [
+    Case("kernels_build", rows, OPTIONS, "kernels_build", replaces=True, about=dict, lacks=lacks, threads=0,
+         fails=lambda row: row["verdict"] != "ok"),
+]  # fmt: skip

@@ -1,33 +1,26 @@
 """Memory-bound bytes of one transformer block and of one decode, eager against fused, counted on meta tensors.
 
-    python benchmarks/kernels_bytes.py        # rewrites benchmarks/results/kernels_bytes.csv
-
 Counted is each operation that torch dispatches, but for attention and matrix products, with or without GELU at their
 end, which are bound by arithmetic: every input once, however far it is broadcast, and every output. Views cost nothing.
 It is a count, not a time; the CSV says so. Attention's result is taken as (B, N, H, D), as flash kernels write it, in
 both columns. A group norm reads its input twice. The unit u is one pass over the block's hidden state, or over the
-frames of a decode. All is of full size.
+frames of a decode. All is of full size. ``--detail`` prints the bytes by operation.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import datetime
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from runner import Case, Row, machine
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-RESULTS = Path(__file__).parent / "results" / "kernels_bytes.csv"
 BOUND_BY_ARITHMETIC = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "anygpu_2.linear_gelu")
 READ_TWICE = ("group_norm_silu_pad", "native_group_norm")  # its statistics are a pass of their own
 DTYPE = torch.bfloat16
@@ -117,7 +110,7 @@ def _stored(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Case:
+class Block:
     """A block, what it is called with, and how far below eager it must be.
 
     Args:
@@ -135,7 +128,7 @@ class Case:
     rope: tuple[Callable[[], nn.Module], Callable[[nn.Module], tuple[Tensor, ...]]] | None = None
 
 
-def cases() -> list[Case]:
+def blocks() -> list[Block]:
     """One block of each kind at the size of a full clip: LTX-Video 121 frames, HunyuanVideo 61, Mochi 84."""
     from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
     from diffusers.models.transformers import transformer_ltx as ltx
@@ -178,19 +171,19 @@ def cases() -> list[Case]:
         block.attn1.processor.padding.joint = (120, 200)  # two prompts of other lengths, in 256 tokens each
 
     return [
-        Case(
+        Block(
             "LTX", lambda: ltx.LTXVideoTransformerBlock(2048, 32, 64, 2048), ltx_arguments, (2, 6144, 2048), 6.0,
             rope=(lambda: ltx.LTXVideoRotaryPosEmbed(2048), ltx_tables),
         ),
-        Case(
+        Block(
             "HunyuanVideo double", lambda: hunyuan.HunyuanVideoTransformerBlock(24, 128, 4.0),
             lambda fused: video(fused, True), (1, 32640, 3072), 7.0,
         ),
-        Case(
+        Block(
             "HunyuanVideo single", lambda: hunyuan.HunyuanVideoSingleTransformerBlock(24, 128, 4.0),
             lambda fused: video(fused, False), (1, 32640, 3072), 7.0,
         ),
-        Case(
+        Block(
             "Mochi", lambda: mochi.MochiTransformerBlock(3072, 24, 128, 1536), mochi_arguments,
             (2, 22260, 3072), 8.0, padded,
         ),
@@ -236,26 +229,6 @@ def decoded(case: Decode, fused: bool) -> tuple[Bytes, Tensor]:
     return count, frames
 
 
-def paint_blocks() -> Iterator[tuple[str, Bytes, int]]:
-    """The blocks of a Hunyuan3D paint UNet at six views of 512 pixels, guided, in eager: name, bytes, bytes of a u."""
-    from diffusers.models.attention import BasicTransformerBlock
-    from diffusers.models.resnet import ResnetBlock2D
-
-    width, side, views = 320, 64, 12
-    with torch.device("meta"):
-        attends = BasicTransformerBlock(width, width // 64, 64, cross_attention_dim=1024).to(DTYPE).eval()
-        convolves = ResnetBlock2D(in_channels=width, out_channels=width, temb_channels=1280).to(DTYPE).eval()
-    tokens, picture = _empty(views, side * side, width), _empty(views, width, side, side)
-    calls: dict[str, Callable[[], Any]] = {
-        "paint UNet, transformer block": lambda: attends(tokens, encoder_hidden_states=_empty(views, 77, 1024)),
-        "paint UNet, residual block": lambda: convolves(picture, _empty(views, 1280)),
-    }
-    for name, call in calls.items():
-        with torch.no_grad(), Attention(), Bytes() as count:
-            call()
-        yield name, count, tokens.nbytes
-
-
 def _attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
@@ -270,7 +243,7 @@ def _table(*shape: int, fused: bool = False) -> Tensor:
     return torch.empty((*shape[:-1], width), dtype=torch.float32, device="meta")
 
 
-def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
+def counted(case: Block, fused: bool, safe: bool = False) -> Bytes:
     """The bytes of one call of the block, in bf16, or under safe fp16 with an fp32 residual."""
     from anygpu.compat.transforms.fp16 import apply_fp16_safe
     from anygpu.compat.transforms.fused import fuse
@@ -299,54 +272,40 @@ def counted(case: Case, fused: bool, safe: bool = False) -> Bytes:
     return count
 
 
-def main() -> int:
-    """0 where every block is as far below eager as it must be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-csv", action="store_true")
-    parser.add_argument("--detail", action="store_true", help="bytes by operation")
-    parser.add_argument("--paint", action="store_true", help="the paint UNet's blocks instead, which are not fused")
-    asked = parser.parse_args()
-    if asked.paint:
-        for name, count, unit in paint_blocks():
-            parts = ", ".join(f"{kind} {value / unit:.1f}" for kind, value in count.of.most_common(5))
-            print(f"{name}: {count.total / unit:.1f} u eager: {parts}")
-        return 0
-    rows, short = [], 0
-    counts: list[tuple[Any, tuple[int, ...], Bytes, Bytes]] = []
-    for case in cases():
-        counts.append((case, case.hidden, counted(case, False), counted(case, True)))
+def counts() -> Iterator[tuple[Any, tuple[int, ...], Bytes, Bytes]]:
+    """Case, shape of a unit, and the bytes in eager and fused."""
+    for case in blocks():
+        yield case, case.hidden, counted(case, False), counted(case, True)
         other = replace(case, name=f"{case.name}, fp16-safe", demanded=SAFE[case.name])
-        counts.append((other, case.hidden, counted(case, False, True), counted(case, True, True)))
+        yield other, case.hidden, counted(case, False, True), counted(case, True, True)
     for decode in DECODES:
         eager, frames = decoded(decode, False)
-        counts.append((decode, tuple(frames.shape), eager, decoded(decode, True)[0]))
-    for case, hidden, eager, fused in counts:
+        yield decode, tuple(frames.shape), eager, decoded(decode, True)[0]
+
+
+def rows(detail: bool) -> Iterator[Row]:
+    """A row per block and decode."""
+    for case, hidden, eager, fused in counts():
         unit = torch.Size(hidden).numel() * DTYPE.itemsize
-        ratio = eager.total / fused.total
-        short += ratio < case.demanded
-        print(
-            f"{case.name}: {eager.total / unit:.1f} u eager, {fused.total / unit:.1f} u fused, {ratio:.2f}x "
-            f"(demanded {case.demanded})"
-        )
-        if asked.detail:
-            for count in (eager, fused):
-                print("   ", ", ".join(f"{name} {value / unit:.1f}" for name, value in count.of.most_common(14)))
-        rows.append(
-            [case.name, "x".join(map(str, hidden)), "fp16" if "safe" in case.name else "bf16",
-             eager.total, fused.total, f"{eager.total / unit:.2f}", f"{fused.total / unit:.2f}",
-             f"{ratio:.3f}", case.demanded, "counted on meta tensors, not timed",
-             torch.__version__, datetime.date.today().isoformat()]
-        )  # fmt: skip
-    if not asked.no_csv:
-        with RESULTS.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(
-                ["block", "hidden", "dtype", "eager_bytes", "fused_bytes", "eager_u", "fused_u", "ratio", "demanded",
-                 "gpu", "torch", "date"]
-            )  # fmt: skip
-            writer.writerows(rows)
-    return 1 if short else 0
+        for count in (eager, fused) if detail else ():
+            print("   ", ", ".join(f"{name} {value / unit:.1f}" for name, value in count.of.most_common(14)))
+        yield {
+            "block": case.name,
+            "hidden": "x".join(map(str, hidden)),
+            "dtype": "fp16" if "safe" in case.name else "bf16",
+            "eager_bytes": eager.total,
+            "fused_bytes": fused.total,
+            "eager_u": f"{eager.total / unit:.2f}",
+            "fused_u": f"{fused.total / unit:.2f}",
+            "ratio": f"{eager.total / fused.total:.3f}",
+            "demanded": case.demanded,
+            "gpu": "counted on meta tensors, not timed",
+            "torch": torch.__version__,
+            "date": machine()["date"],
+        }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = [
+    Case("kernels_bytes", rows, {"detail": False}, "kernels_bytes", replaces=True, about=dict, threads=0,
+         fails=lambda row: float(row["ratio"]) < row["demanded"]),
+]  # fmt: skip

@@ -1,147 +1,152 @@
-"""What runs need and move on the simulated device, by family and offload mode: ``python benchmarks/memory.py``.
+"""Bytes that runs need and move on the simulated device, and the forecast of published models on cards.
 
-Rows go to ``results/memory.csv`` (runs), ``results/memory_peers.csv`` and ``results/memory_decode.csv`` (forms of
-decode), and the tables of `docs/memory.md` are written anew. The factors of forecasts are those of ``memory_fits.py``.
+`memory`: runs by family and offload mode; `memory_peers`: the same LTX-Video run with diffusers' own offload;
+`memory_decode`: methods of decode. `fits`: which published model fits which card, by the forecast alone, of files of
+the published shapes without weights; the README's table. The factors of forecasts are those of `memory_fits`.
 """
 
 from __future__ import annotations
 
-import argparse
-import re
-import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import published
+import tiny
 import torch
-from table import append, machine
+from anygpu.compat.memory.offloader import MODES
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import Latents, Silent
+from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.sizes import Size
+from anygpu.pipelines.vae.plan import DecodeRequest
+from runner import SCRATCH, Case, Row, write_table
+from simulated import accelerator, fitting, peers
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-import tiny  # noqa: E402
-from anygpu.compat.memory.offloader import MODES  # noqa: E402
-from anygpu.pipelines import stages  # noqa: E402
-from anygpu.pipelines.base import Latents, Silent  # noqa: E402
-from anygpu.pipelines.forecast.memory import forecast  # noqa: E402
-from anygpu.pipelines.load.folder import load  # noqa: E402
-from anygpu.pipelines.requests import LoadRequest  # noqa: E402
-from anygpu.pipelines.vae.plan import Form  # noqa: E402
-from simulated import accelerator, fitting, peers  # noqa: E402
-
-PAGE = ROOT / "docs" / "memory.md"
 FORMS = (
-    Form("full"),
-    Form("chunked", frames=1),
-    Form("tiled", tile=64),
-    Form("streaming", tile=64),
-    Form("streaming", tile=16),
+    DecodeRequest("full"),
+    DecodeRequest("chunked", frames=1),
+    DecodeRequest("tiled", tile=64),
+    DecodeRequest("streaming", tile=64),
+    DecodeRequest("streaming", tile=16),
 )
+BARE = {  # the run of `fitting.run` through diffusers
+    "prompt": "a red fox", "negative_prompt": "blurry", "width": 64, "height": 64, "num_frames": 9,
+    "num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "pt",
+}  # fmt: skip
+CARDS = (6, 8, 12, 16, 24)
+RUNS = {  # the sizes of the shipped workflows
+    "ltx 2B": Size(704, 480, 97, True),
+    "ltx 13B": Size(704, 480, 97, True),
+    "hunyuan_video": Size(848, 480, 73),
+    "hunyuan_video_15": Size(848, 480, 121, True),
+    "framepack": Size(640, 608, 153),
+    "mochi": Size(848, 480, 85, True),
+}
 
 
-def runs(family: str, folder: Path) -> list[dict[str, Any]]:
-    """One run per mode: measured and forecast peak, and what moved."""
-    found = []
-    for mode in MODES:
-        with accelerator.fresh() as device:
-            pipeline = fitting.heavy(family, folder, device, mode)
-            fitting.run(pipeline)
-            cost, memory_stats = fitting.peak(pipeline), pipeline.offloader.memory_stats
-            said = forecast(pipeline, fitting.size_of(family)).peak
-            weights = sum(part.total for part in pipeline.weights.values())
-            seconds = sum(stage.seconds for stage in memory_stats.stages)
-            found.append(
-                {
-                    **machine(),
+def megabytes(count: float) -> str:
+    """Bytes as MB with one decimal."""
+    return f"{count / 1e6:.1f}"
+
+
+def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per family and mode: measured and forecast peak, and what moved."""
+    for family in families:
+        for mode in MODES:
+            with accelerator.fresh() as device:
+                pipeline = fitting.heavy(family, SCRATCH, device, mode)
+                fitting.run(pipeline)
+                cost, memory_stats = fitting.peak(pipeline), pipeline.offloader.memory_stats
+                predicted = forecast(pipeline, fitting.size_of(family)).peak
+                seconds = sum(stage.seconds for stage in memory_stats.stages)
+                yield {
                     "family": family,
                     "mode": mode,
-                    "weights_bytes": weights,
+                    "weights_bytes": sum(part.total for part in pipeline.weights.values()),
                     "peak_bytes": cost,
-                    "forecast_bytes": said,
-                    "forecast_ratio": round(said / cost, 3),
+                    "forecast_bytes": predicted,
+                    "forecast_ratio": round(predicted / cost, 3),
                     "moved_bytes": memory_stats.moved_bytes,
                     "to_host_bytes": accelerator.traffic().to_host_bytes,
                     "time_ratio": round(seconds / max(seconds - memory_stats.moving_seconds, 1e-9), 3),
                 }
-            )
-            fitting.forget(pipeline)
-    return found
+                fitting.forget(pipeline)
 
 
-def bare(folder: Path) -> list[dict[str, Any]]:
-    """Peers' ways on the LTX-Video run: diffusers' own offload, with its bytes moved and its peak."""
-    found = []
+def mode_page(rows: list[Row]) -> None:
+    """Write the table of modes."""
+    head = ["Family", "Mode", "Weights MB", "Peak MB", "Forecast MB", "Forecast / peak", "Moved MB"]
+    keys = ("weights_bytes", "peak_bytes", "forecast_bytes", "moved_bytes")
+    cells = [[f"`{row['family']}`", row["mode"], *(megabytes(row[key]) for key in keys)] for row in rows]
+    for line, row in zip(cells, rows, strict=True):
+        line.insert(5, row["forecast_ratio"])
+    write_table("memory.md", "modes", head, cells)
+
+
+def peer_rows() -> Iterator[Row]:
+    """A row per way of diffusers and of ours to offload the LTX-Video run."""
+    from diffusers import LTXPipeline
+    from heavy import build_heavy
+
+    def row(way: str, run: Callable[[], int]) -> Row:
+        before = accelerator.traffic()
+        peak, after = run(), accelerator.traffic()
+        moved = {f"{name}_bytes": getattr(after, f"{name}_bytes") - getattr(before, f"{name}_bytes")
+                 for name in ("to_device", "to_host")}  # fmt: skip
+        return {"way": way, "peak_bytes": peak, **moved}
+
     for mode in ("none", "model", "group", "sequential"):
         with accelerator.fresh() as device:
-            pipe = _diffusers(folder)
+            pipe = LTXPipeline.from_pretrained(build_heavy("ltx", SCRATCH), local_files_only=True)
+            pipe.set_progress_bar_config(disable=True)
             accelerator.reset_peak()
-            before = accelerator.traffic()
-            peers.offloaded(pipe, mode, device)
-            with torch.no_grad():
-                pipe(
-                    prompt="a red fox",
-                    negative_prompt="blurry",
-                    width=64,
-                    height=64,
-                    num_frames=9,
-                    num_inference_steps=2,
-                    guidance_scale=2.0,
-                    generator=torch.Generator().manual_seed(3),
-                    output_type="pt",
-                )
-            traffic = accelerator.traffic()
-            found.append(
-                {
-                    **machine(),
-                    "way": f"bare diffusers, {mode}",
-                    "peak_bytes": accelerator.memory().peak_bytes,
-                    "to_device_bytes": traffic.to_device_bytes - before.to_device_bytes,
-                    "to_host_bytes": traffic.to_host_bytes - before.to_host_bytes,
-                }
-            )
-            del pipe
+
+            def bare(pipe: Any = pipe, mode: str = mode, device: torch.device = device) -> int:
+                peers.offloaded(pipe, mode, device)
+                with torch.no_grad():
+                    pipe(**BARE, generator=torch.Generator().manual_seed(3))
+                return int(accelerator.memory().peak_bytes)
+
+            yield row(f"bare diffusers, {mode}", bare)
+            del pipe, bare
     for mode in MODES:
         with accelerator.fresh() as device:
-            pipeline = fitting.heavy("ltx", folder, device, mode)
-            before = accelerator.traffic()
-            fitting.run(pipeline)
-            traffic = accelerator.traffic()
-            found.append(
-                {
-                    **machine(),
-                    "way": f"AnyGPU, {mode}",
-                    "peak_bytes": fitting.peak(pipeline),
-                    "to_device_bytes": traffic.to_device_bytes - before.to_device_bytes,
-                    "to_host_bytes": traffic.to_host_bytes - before.to_host_bytes,
-                }
-            )
+            pipeline = fitting.heavy("ltx", SCRATCH, device, mode)
+            yield row(f"AnyGPU, {mode}", lambda pipeline=pipeline: fitting.run(pipeline) and fitting.peak(pipeline))
             fitting.forget(pipeline)
-    return found
 
 
-def forms(family: str, folder: Path) -> list[dict[str, Any]]:
-    """Each form of decode: its peak, and the largest difference to the whole, of 255."""
-    found, whole = [], None
-    with accelerator.fresh() as device:
-        pipeline = load(LoadRequest(tiny.build(family, folder), precision="fp32", offload="model", device=device))
-        latents = latents_for(pipeline)
-        for form in FORMS:
-            if form.method == "chunked" and family not in ("mochi", "hunyuan_video_15"):
-                continue
-            accelerator.reset_peak()
-            with torch.no_grad():
-                frames = stages.decode(pipeline, latents, Silent(), form=form)
-            whole = frames if whole is None else whole
-            found.append(
-                {
-                    **machine(),
+def peer_page(rows: list[Row]) -> None:
+    """Write the table of ways."""
+    head = ["Way", "Peak MB", "To the device MB", "To the host MB"]
+    keys = ("peak_bytes", "to_device_bytes", "to_host_bytes")
+    write_table("memory.md", "peers", head, [[row["way"], *(megabytes(row[key]) for key in keys)] for row in rows])
+
+
+def decode_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per family and method of decode: its peak, and the largest difference to the whole, of 255."""
+    for family in families:
+        with accelerator.fresh() as device:
+            request = LoadRequest(tiny.build(family, SCRATCH), precision="fp32", offload="model", device=device)
+            pipeline = load(request)
+            latents, whole = latents_for(pipeline), None
+            for form in FORMS:
+                if form.method == "chunked" and family not in ("mochi", "hunyuan_video_15"):
+                    continue
+                accelerator.reset_peak()
+                with torch.no_grad():
+                    frames = stages.decode(pipeline, latents, Silent(), form=form)
+                whole = frames if whole is None else whole
+                yield {
                     "family": family,
                     "method": form.method,
                     "tile": form.tile,
                     "peak_bytes": accelerator.memory().peak_bytes,
                     "difference_of_255": round(float((frames - whole).abs().max()) * 255, 4),
                 }
-            )
-    return found
 
 
 def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
@@ -152,77 +157,38 @@ def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
     return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
-def _diffusers(folder: Path) -> Any:
-    from diffusers import LTXPipeline
-    from heavy import build_heavy
-
-    pipe = LTXPipeline.from_pretrained(build_heavy("ltx", folder), local_files_only=True)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+def decode_page(rows: list[Row]) -> None:
+    """Write the table of methods."""
+    cells = [[f"`{r['family']}`", r["method"], r["tile"] or "", megabytes(r["peak_bytes"]), r["difference_of_255"]]
+             for r in rows]  # fmt: skip
+    write_table("memory.md", "decode", ["Family", "Method", "Tile", "Peak MB", "Largest difference of 255"], cells)
 
 
-def megabytes(count: float) -> str:
-    """Bytes as MB with one decimal."""
-    return f"{count / 1e6:.1f}"
+def fit_rows() -> Iterator[Row]:
+    """A row per published model and card."""
+    with published.large_host(), tempfile.TemporaryDirectory() as folder:
+        for model, size in RUNS.items():
+            pipeline = published.on_card(published.composed(model, Path(folder)))
+            for card in CARDS:
+                room = published.room_of(card)
+                best = fastest(forecasts(pipeline, size, room), room)
+                stages_by_name = {} if best is None else {stage.name: stage for stage in best.stages}
+                yield {
+                    "model": model,
+                    "width": size.width,
+                    "height": size.height,
+                    "frames": size.frames,
+                    "card_gb": card,
+                    "offload": "too much" if best is None else best.mode,
+                    "peak_gib": "" if best is None else f"{best.peak / 2**30:.1f}",
+                    "decode": stages_by_name["decoding"].form or "whole" if best else "",
+                }
 
 
-def written(name: str, head: list[str], rows: list[list[str]]) -> None:
-    """Put a table between its two marks on the page."""
-    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
-    text = PAGE.read_text(encoding="utf-8")
-    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    assert pattern.search(text), f"no place for the table {name!r} in {PAGE.name}"
-    PAGE.write_text(pattern.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], text), encoding="utf-8")
-
-
-def main() -> None:
-    """Measure, append the rows, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "memory")
-    parser.add_argument("--families", nargs="*", default=list(fitting.FAMILIES))
-    parser.add_argument("--tables", nargs="*", default=["modes", "peers", "decode"])
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    if "modes" in arguments.tables:
-        measured = [row for family in arguments.families for row in runs(family, arguments.folder)]
-        append("memory", measured)
-        written(
-            "modes",
-            ["Family", "Mode", "Weights MB", "Peak MB", "Forecast MB", "Forecast / peak", "Moved MB"],
-            [
-                [f"`{row['family']}`", row["mode"],
-                 *(megabytes(row[key]) for key in ("weights_bytes", "peak_bytes", "forecast_bytes")),
-                 str(row["forecast_ratio"]), megabytes(row["moved_bytes"])]
-                for row in measured
-            ],
-        )  # fmt: skip
-    if "peers" in arguments.tables:
-        ways = bare(arguments.folder)
-        append("memory_peers", ways)
-        written(
-            "peers",
-            ["Way", "Peak MB", "To the device MB", "To the host MB"],
-            [
-                [row["way"], *(megabytes(row[k]) for k in ("peak_bytes", "to_device_bytes", "to_host_bytes"))]
-                for row in ways
-            ],
-        )
-    if "decode" in arguments.tables:
-        decoded = [
-            row for family in arguments.families if family != "framepack" for row in forms(family, arguments.folder)
-        ]
-        append("memory_decode", decoded)
-        written(
-            "decode",
-            ["Family", "Method", "Tile", "Peak MB", "Largest difference of 255"],
-            [
-                [f"`{row['family']}`", row["method"], str(row["tile"] or ""), megabytes(row["peak_bytes"]),
-                 str(row["difference_of_255"])]
-                for row in decoded
-            ],
-        )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()
+DECODED = tuple(family for family in fitting.FAMILIES if family != "framepack")  # which has hunyuan_video's decoder
+CASES = [
+    Case("memory", mode_rows, {"families": fitting.FAMILIES}, "memory", page=mode_page),
+    Case("memory_peers", peer_rows, {}, "memory_peers", page=peer_page),
+    Case("memory_decode", decode_rows, {"families": DECODED}, "memory_decode", page=decode_page),
+    Case("fits", fit_rows, {}, "fits", replaces=True, about=dict),
+]

@@ -1,34 +1,26 @@
-"""The factors of the forecasts, measured and fitted anew: ``python benchmarks/memory_fits.py``.
+"""The factors of the forecasts, measured and fitted anew.
 
-Every family runs on the simulated device at sizes that no test uses. The rows go to ``results/memory_fits.csv``, each
-with the terms that `pipelines/sizes.py` counts copies of; the copies that fit the last rows of each family best
-are written into the `spec.py` of each family, so nobody copies a number.
+Every family runs on the simulated device at sizes that no test uses. Each row has the terms that `pipelines/sizes.py`
+counts copies of; the copies that fit the last rows of each family best are written into its `spec.py`, so nobody copies
+a number. With no family they are fitted to the rows at hand.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from table import RESULTS, append, machine
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from anygpu.pipelines import sizes, stages  # noqa: E402
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent  # noqa: E402
-from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
-from anygpu.pipelines.registry import FAMILIES  # noqa: E402
-from anygpu.pipelines.sizes import Size  # noqa: E402
-from anygpu.pipelines.vae.plan import Form  # noqa: E402
-from simulated import accelerator, fitting  # noqa: E402
+from anygpu.pipelines import sizes, stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.sizes import Size
+from anygpu.pipelines.vae.plan import DecodeRequest
+from runner import SCRATCH, Case, Row, known_rows
+from simulated import accelerator, fitting
 
 TABLE = "memory_fits"
 SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, frames: none of them is a test's
@@ -39,7 +31,7 @@ SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, fram
     "framepack": ((96, 64, 5), (128, 96, 5), (128, 128, 5)),
 }
 SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
-FORMS = (Form("full"), Form("streaming", tile=16), Form("chunked", frames=1))
+FORMS = (DecodeRequest("full"), DecodeRequest("streaming", tile=16), DecodeRequest("chunked", frames=1))
 PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, morning light")
 ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
 PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not grow with the decoder's
@@ -47,17 +39,16 @@ PLAIN = {"ltx": 6.2, "hunyuan_video": 5.6}  # channels per pixel that do not gro
 FIT = re.compile(r"FIT = FitFactors\([^)]*\)")  # of a `spec.py`
 
 
-def measured(family: str, folder: Path) -> list[dict[str, Any]]:
+def rows(families: tuple[str, ...]) -> Iterator[Row]:
     """Activations of each stage of a few runs, beside the terms of their formulas."""
-    found = []
-    for index, (width, height, frames) in enumerate(SIZES[family]):
-        for guided, words in ((False, PROMPTS[index % 2]), (True, PROMPTS[(index + 1) % 2])):
-            with accelerator.fresh() as device:
-                pipeline = fitting.heavy(family, folder, device, "model")
-                size = Size(width, height, frames, guided, 2)
-                found += [{**machine(), "family": family, **row} for row in _stages(pipeline, size, words)]
-                fitting.forget(pipeline)
-    return found
+    for family in families:
+        for index, (width, height, frames) in enumerate(SIZES[family]):
+            for guided, words in ((False, PROMPTS[index % 2]), (True, PROMPTS[(index + 1) % 2])):
+                with accelerator.fresh() as device:
+                    pipeline = fitting.heavy(family, SCRATCH, device, "model")
+                    found = _stages(pipeline, Size(width, height, frames, guided, 2), words)
+                    fitting.forget(pipeline)
+                yield from ({"family": family, **row} for row in found)
 
 
 def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
@@ -154,28 +145,17 @@ def written(spec: str, mine: Mapping[str, float]) -> str:
     return FIT.sub(f"FIT = FitFactors({factors})", spec)
 
 
-def last_rows(path: Path = RESULTS / f"{TABLE}.csv") -> list[dict[str, str]]:
+def last_rows() -> list[dict[str, str]]:
     """The rows of each family's last run: the newest for each of its sizes."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
     names = ("family", "stage", "width", "height", "frames", "guided")
-    return list({tuple(row[name] for name in names): row for row in rows}.values())
+    return list({tuple(row[name] for name in names): row for row in known_rows(TABLE)}.values())
 
 
-def main() -> None:
-    """Measure, append the rows, fit, and write the factors; with no family they are fitted to what is there."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "memory")
-    parser.add_argument("--families", nargs="*", default=list(fitting.FAMILIES))
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
-    for family in arguments.families:
-        append(TABLE, measured(family, arguments.folder))
+def specs(_rows: list[Row]) -> None:
+    """Write the factors into each `spec.py`."""
     for family, mine in factors(last_rows()).items():
         spec = FAMILIES[family].folder / "spec.py"
         spec.write_text(written(spec.read_text(encoding="utf-8"), mine), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    main()
+CASES = [Case("memory_fits", rows, {"families": fitting.FAMILIES}, TABLE, page=specs)]

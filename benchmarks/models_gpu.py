@@ -1,29 +1,29 @@
-"""Whole transformers and decoders of full size with random weights on a GPU: neither, kernels, compile and both.
+"""Upstream's forwards, fused kernels, torch.compile, and both: whole transformers and decoders.
 
-    python benchmarks/models_gpu.py            # appends to benchmarks/results/models_gpu.csv, draws models_gpu.png
-    python benchmarks/models_gpu.py --dry      # tiny sizes on the CPU: only whether the script works; writes nothing
-
-A step is one call of the transformer. Every form is timed at least 20 times by events, in a new random order each
-round; medians. Bars: LTX-Video at 6,144 tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least
+Published shapes with random weights on a GPU; a step is one call of the transformer, timed by events,
+medians. Targets: LTX-Video at 6,144 tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least
 1.04 of compile on LTX-Video and Mochi, nowhere below 1.00; HunyuanVideo's attention without its mask 1.8; LTX-Video's
-decode 1.5 at 55 dB. `benchmarks/kernels_gpu.py` times single operations, `benchmarks/clips.py` whole clips.
+decode 1.5 at 55 dB. ``--dry``: tiny sizes on the CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from kernels_gpu import Clock, limits, reason_against, timed
-from table import RESULTS, append, machine
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.transforms.compile import Compilation, CompileSettings
+from anygpu.compat.transforms.fused import fuse
+from anygpu.compat.transforms.fused_vae import fuse_vae
+from anygpu.compat.transforms.order import replace_attention
+from kernels_gpu import Clock, limits
+from runner import Case, Row, in_turn, no_gpu
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -111,63 +111,34 @@ def prepared(model: Model, tiny: bool, device: torch.device, dtype: torch.dtype)
     return nn.Module.to(module.eval().requires_grad_(False), dtype)
 
 
-def forms_of(model: Model, module: nn.Module, tiny: bool) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """By name, what puts a form on ``module`` and returns what takes it off."""
-    from anygpu.compat.transforms.compile import Compilation, CompileSettings
-    from anygpu.compat.transforms.fused import fuse
-    from anygpu.compat.transforms.fused_vae import fuse_vae
-    from anygpu.compat.transforms.order import replace_attention
+def put_on(module: nn.Module, kernels: bool, graphs: Compilation | None, form: str, vae: bool = False) -> list[Any]:
+    """The ways back from a form that ``module`` now has.
 
-    def form(kernels: bool, graphs: Compilation | None) -> Callable[[], Callable[[], Any]]:
-        def put_on() -> Callable[[], Any]:
-            undo: list[Callable[[], Any]] = []
-            if kernels:
-                done = (fuse_vae if model.decodes else fuse)(module, "reference" if tiny else "auto")
-                if not done.sites or done.left:
-                    raise RuntimeError(f"{model.name}: {done}")
-                undo.append(done.restore)
-            if not model.decodes:
-                undo.append(replace_attention(module, functional.scaled_dot_product_attention))
-            if graphs is not None:
-                undo.append(graphs.attach(module) or (lambda: None))
-
-            def take_off() -> None:
-                while undo:
-                    undo.pop()()
-
-            return take_off
-
-        return put_on
-
-    settings = CompileSettings(vae=model.decodes, backend="eager" if tiny else "inductor")
-    return {name: form(kernels, Compilation(settings) if graphs else None) for name, (kernels, graphs) in FORMS.items()}
+    Args:
+        form: of the kernels, such as ``reference`` where nothing is launched.
+    """
+    undo: list[Callable[[], Any]] = []
+    if kernels:
+        done = (fuse_vae if vae else fuse)(module, form)
+        if not done.points or done.left:
+            raise RuntimeError(f"{type(module).__name__}: {done}")
+        undo.append(done.restore)
+    if not vae:
+        undo.append(replace_attention(module, functional.scaled_dot_product_attention))
+    if graphs is not None:
+        undo.append(graphs.attach(module) or (lambda: None))
+    return undo
 
 
-def shuffled(forms: dict[str, Callable[[], Callable[[], Any]]], call: Callable[[], Any], clock: Clock, rounds: int):
-    """Times of ``call`` under each form, in a new order each round, and its first result; compiling is not timed."""
-    times, results, names = {name: list[float]() for name in forms}, dict[str, Any](), list(forms)
-    for _ in range(rounds + 1):
-        for name in names:
-            take_off = forms[name]()
-            if name not in results:
-                results[name] = call()
-            else:
-                call()  # the form's own kernels are warm again
-                times[name].append(clock(call))
-            take_off()
-        random.shuffle(names)
-    return times, results
-
-
-def psnr(found: Tensor, expected: Tensor) -> float:
-    """Of ``found`` against ``expected``, whose own span is the peak, in dB."""
-    error = float((found.float() - expected.float()).square().mean())
+def psnr(result: Tensor, expected: Tensor) -> float:
+    """Of ``result`` against ``expected``, whose own span is the peak, in dB."""
+    error = float((result.float() - expected.float()).square().mean())
     span = float(expected.float().max() - expected.float().min())
     return math.inf if error == 0 else 10 * math.log10(span**2 / error)
 
 
-def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Rows of one model."""
+def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[Row]:
+    """A row per form; forms come in a new order each round, and compiling is not timed."""
     device = clock.device
     some = partial(_random, device=device, dtype=dtype)
     module, given = prepared(model, tiny, device, dtype), model.inputs(tiny, some)
@@ -178,7 +149,19 @@ def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iter
                 return module.decode(given["latents"], return_dict=False)[0]
             return module(**given, return_dict=False)[0]
 
-    times, results = shuffled(forms_of(model, module, tiny), call, clock, ROUNDS if not tiny else 2)
+    settings = CompileSettings(vae=model.decodes, backend="eager" if tiny else "inductor")
+    graphs = {name: Compilation(settings) if compiled else None for name, (_, compiled) in FORMS.items()}
+    times, results, names = {name: list[float]() for name in FORMS}, dict[str, Any](), list(FORMS)
+    for _ in range((ROUNDS if not tiny else 2) + 1):
+        for name in names:
+            undo = put_on(module, FORMS[name][0], graphs[name], "reference" if tiny else "auto", model.decodes)
+            result = call()  # the form's own kernels are warm again
+            if name in results:
+                times[name].append(clock(call))
+            results.setdefault(name, result)
+            while undo:
+                undo.pop()()
+        random.shuffle(names)
     for name, row in rows_of(model.name, times).items():
         near = psnr(results[name], results["neither"])
         short = [row["verdict"]] if row["verdict"] != "ok" else []
@@ -202,7 +185,7 @@ def rows_of(case: str, times: dict[str, list[float]]) -> dict[str, dict[str, Any
     return found
 
 
-def attention(clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def attention(clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[Row]:
     """HunyuanVideo's attention at 32,640 + 256 tokens, with upstream's mask of all tokens and without."""
     tokens = 64 if tiny else 32640 + 256
     q, k, v = (_random(1, 24, tokens, 128, device=clock.device, dtype=dtype) for _ in range(3))
@@ -211,64 +194,30 @@ def attention(clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[dict[str
         "masked": lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask),
         "no mask": lambda: functional.scaled_dot_product_attention(q, k, v),
     }
-    yield from rows_of("HunyuanVideo attention", timed(forms, clock, ROUNDS if not tiny else 2)).values()
+    yield from rows_of("HunyuanVideo attention", in_turn(forms, ROUNDS if not tiny else 2, clock)).values()
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def drawn(rows: list[dict[str, Any]]) -> None:
-    """Bars of how many times faster than the first form each one is, as a picture beside the table."""
-    from PIL import Image, ImageDraw
-
-    shown = [row for row in rows if row["form"] not in ("neither", "masked")]
-    picture = Image.new("RGB", (900, 40 + 26 * len(shown)), "white")
-    pen, scale = ImageDraw.Draw(picture), 250
-    for index, row in enumerate(shown):
-        top = 20 + 26 * index
-        pen.text((10, top + 4), f"{row['case']}, {row['form']}", fill="black")
-        pen.rectangle((260, top, 260 + int(scale * row["over_first"]), top + 18), fill="#3b7dd8")
-        pen.text((270 + int(scale * row["over_first"]), top + 4), f"{row['over_first']:.2f}x", fill="black")
-    pen.line((260 + scale, 10, 260 + scale, 30 + 26 * len(shown)), fill="black")
-    picture.save(RESULTS / "models_gpu.png")
-
-
-def main() -> int:
-    """0 also where there is nothing to measure with; the reason is printed."""
-    from anygpu.compat.device.facts import facts_for
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    asked = parser.parse_args()
-    reason = "" if asked.dry else reason_against()
-    if reason:
-        print(f"skipped: {reason}")
-        return 0
-    device, dtype = (
-        torch.device("cpu" if asked.dry else "cuda"),
-        getattr(torch, "bfloat16" if asked.dry else asked.dtype),
-    )
+def model_rows(dry: bool, dtype: str) -> Iterator[Row]:
+    """A row per model and form."""
+    device, kind = torch.device("cpu" if dry else "cuda"), torch.bfloat16 if dry else getattr(torch, dtype)
     clock, facts = Clock(device), facts_for(device)
-    copy, product = limits(clock, device, asked.dry)
-    print(f"{facts}: copy {copy:.0f} GB/s, product {product:.1f} TFLOP/s in bf16")
-    known = machine() | {"device": facts.name, "driver": facts.driver, "dtype": str(dtype).removeprefix("torch."),
-                         "copy_gb_per_s": round(copy, 1), "product_tflop_per_s": round(product, 1)}  # fmt: skip
-    found = [known | row for row in attention(clock, asked.dry, dtype)]
+    copied, product = limits(clock, device, dry)
+    known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch."),
+             "copy_gb_per_s": round(copied, 1), "product_tflop_per_s": round(product, 1)}  # fmt: skip
+    yield from (known | row for row in attention(clock, dry, kind))
     for model in models():
         try:
-            found += [known | row for row in measured(model, clock, asked.dry, dtype)]
+            yield from (known | row for row in measured(model, clock, dry, kind))
         except torch.OutOfMemoryError as error:
             print(f"{model.name}: skipped: {str(error).splitlines()[0]}")
-    if asked.dry:
-        for row in found:
-            print(f"{row['case']}, {row['form']}: {row['ms']} ms, {row['over_first']}x, {row['psnr_db']} dB")
-        return 0
-    append("models_gpu", found)
-    drawn(found)
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = [
+    Case(
+        "models_gpu", model_rows, {"dry": False, "dtype": "bfloat16"}, "models_gpu", lacks=no_gpu, gpu=True, threads=0
+    ),
+]

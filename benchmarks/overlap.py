@@ -1,8 +1,8 @@
-"""Modelled time of offload `group` at published sizes: ``python benchmarks/overlap.py [--families ltx ...]``.
+"""Modelled time of offload `group` at published sizes.
 
-The published transformers, text encoders and decoders run under our own hooks on the simulated accelerator, whose clock
-has the rates of `compat/device/rates.py`: without values, so neither weights nor a GPU are needed. No figure is
-measured. Rows go to ``results/overlap.csv``, and the table of `docs/performance.md` is written anew.
+The published transformers, text encoders and decoders run under our own offloader on the simulated accelerator, whose
+clock has the rates of `compat/device/rates.py`: without values, so neither weights nor a GPU are needed. No figure is
+measured.
 
 A block is run once by its operations; its like, on the same shapes, spend the time of these. Devices without bf16 units
 compute in fp16, at the cost of plain fp16. Attention counts its arithmetic and reads and writes its tensors once, as
@@ -14,42 +14,31 @@ flash kernels do. All weights are taken to be in locked host memory.
 
 from __future__ import annotations
 
-import argparse
-import csv
-import re
-import sys
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
-from table import RESULTS, append
+from anygpu.compat.device.rates import RATES, Rates
+from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on
+from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
+from anygpu.compat.memory.parts import Parts
+from anygpu.compat.memory.standalone import StandaloneOffloader
+from anygpu.pipelines.registry import FAMILIES
+from runner import Case, Row, known_rows, write_table
+from simulated import accelerator
+from simulated.clock import Clock, Times, clocked
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from anygpu.compat.device.rates import RATES, Rates  # noqa: E402
-from anygpu.compat.memory import standalone  # noqa: E402
-from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on, remove_hooks  # noqa: E402
-from anygpu.compat.memory.host_weights import PINNED, HostWeights  # noqa: E402
-from anygpu.compat.memory.offloader import OffloadOptions  # noqa: E402
-from anygpu.compat.memory.parts import Parts  # noqa: E402
-from anygpu.compat.memory.standalone import StandaloneOffloader  # noqa: E402
-from anygpu.pipelines.registry import FAMILIES  # noqa: E402
-from simulated import accelerator  # noqa: E402
-from simulated.clock import Clock, Times, clocked  # noqa: E402
-
-TABLE, PAGE = "overlap", ROOT / "docs" / "performance.md"
+TABLE = "overlap"
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
 PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
-TABLE_ON_PAGE = re.compile(r"(<!-- overlap -->).*?(<!-- /overlap -->)", re.DOTALL)
 DTYPE = torch.bfloat16
 ALLOWED = 1.05  # times the slower of copying and computing
 WINDOW = 64  # uses of a group that can still be waiting, or in use, when another comes
@@ -72,43 +61,36 @@ class Stage:
     call: Callable[[Any, Some], Any]
 
 
-def _config(family: str, part: str, index: int = 0) -> dict[str, Any]:
-    import json
-
-    return dict(json.loads((FAMILIES[family].folder / f"{part}.json").read_text(encoding="utf-8"))[index]["config"])
-
-
 def _diffusers(family: str, part: str, index: int = 0) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         import diffusers
 
-        config = _config(family, part, index)
+        file = FAMILIES[family].folder / f"{part}.json"
+        config = json.loads(file.read_text(encoding="utf-8"))[index]["config"]
         module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
         return module
 
     return make
 
 
-def _t5() -> nn.Module:
-    from transformers import T5Config, T5EncoderModel
+def _transformers(name: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
 
-    return T5EncoderModel(
-        T5Config(
-            d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu",
-            vocab_size=32128, use_cache=False,
-        )
-    )  # fmt: skip
+        module: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**settings, use_cache=False))
+        return module
+
+    return make
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaModel
-
-    return LlamaModel(
-        LlamaConfig(
-            hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128320, use_cache=False,
-        )
-    )  # fmt: skip
+_t5 = _transformers(
+    "T5EncoderModel", "T5Config", d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, vocab_size=32128,
+    feed_forward_proj="gated-gelu",
+)  # fmt: skip
+_llama = _transformers(
+    "LlamaModel", "LlamaConfig", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128320,
+    num_attention_heads=32, num_key_value_heads=8,
+)  # fmt: skip
 
 
 def _words(tokens: int) -> Callable[[Any, Some], Any]:
@@ -133,6 +115,10 @@ def _hunyuan(some: Some) -> dict[str, Any]:
         "guidance": some(1),
         "return_dict": False,
     }
+
+
+def _hunyuan_video(part: Any, some: Some) -> Any:
+    return part(hidden_states=some(1, 16, 19, 60, 106), **_hunyuan(some))
 
 
 def _framepack(part: Any, some: Some) -> Any:
@@ -167,40 +153,28 @@ def _mochi(part: Any, some: Some) -> Any:
     )  # fmt: skip
 
 
-def stages() -> Iterator[Stage]:
-    """What is clocked: every family at the size of its shipped workflow."""
-    ltx, hunyuan, newer, framepack, mochi = (
-        "704x480, 97 frames", "848x480, 73 frames", "848x480, 121 frames", "640x608, one section", "848x480, 85 frames",
-    )  # fmt: skip
-    yield Stage("ltx", "text", "T5-XXL, 128 tokens", _t5, _words(128))
-    yield Stage("ltx", "sampling", f"2B, {ltx}", _diffusers("ltx", "transformer"), _ltx(13, 15, 22))
-    yield Stage("ltx", "sampling", f"13B, {ltx}", _diffusers("ltx", "transformer", 1), _ltx(13, 15, 22))
-    yield Stage(
-        "ltx", "decoding", ltx, _diffusers("ltx", "vae"), lambda vae, some: vae.decode(some(1, 128, 13, 15, 22))
-    )
-    yield Stage("hunyuan_video", "text", "Llama 8B, 351 tokens", _llama, _words(351))
-    yield Stage(
-        "hunyuan_video", "sampling", hunyuan, _diffusers("hunyuan_video", "transformer"),
-        lambda part, some: part(hidden_states=some(1, 16, 19, 60, 106), **_hunyuan(some)),
-    )  # fmt: skip
-    yield Stage(
-        "hunyuan_video", "decoding", hunyuan, _diffusers("hunyuan_video", "vae"),
-        lambda vae, some: vae.decode(some(1, 16, 19, 60, 106)),
-    )  # fmt: skip
-    yield Stage("hunyuan_video_15", "sampling", newer, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15)
-    yield Stage(
-        "hunyuan_video_15", "decoding", newer, _diffusers("hunyuan_video_15", "vae"),
-        lambda vae, some: vae.decode(some(1, 32, 31, 30, 53)),
-    )  # fmt: skip
-    yield Stage("framepack", "sampling", framepack, _diffusers("framepack", "transformer"), _framepack)
-    yield Stage(
-        "framepack", "decoding", framepack, _diffusers("hunyuan_video", "vae"),
-        lambda vae, some: vae.decode(some(1, 16, 9, 76, 80)),
-    )  # fmt: skip
-    yield Stage("mochi", "sampling", mochi, _diffusers("mochi", "transformer"), _mochi)
-    yield Stage(
-        "mochi", "decoding", mochi, _diffusers("mochi", "vae"), lambda vae, some: vae.decode(some(1, 12, 15, 60, 106))
-    )
+def _decoded(*shape: int) -> Callable[[Any, Some], Any]:
+    return lambda vae, some: vae.decode(some(1, *shape))
+
+
+HUNYUAN = "hunyuan_video"
+LTX_SIZE, NEW_SIZE, MOCHI_SIZE = "704x480, 97 frames", "848x480, 121 frames", "848x480, 85 frames"
+OLD_SIZE, SECTION = "848x480, 73 frames", "640x608, one section"
+STAGES = (  # every family at the size of its shipped workflow
+    Stage("ltx", "text", "T5-XXL, 128 tokens", _t5, _words(128)),
+    Stage("ltx", "sampling", f"2B, {LTX_SIZE}", _diffusers("ltx", "transformer"), _ltx(13, 15, 22)),
+    Stage("ltx", "sampling", f"13B, {LTX_SIZE}", _diffusers("ltx", "transformer", 1), _ltx(13, 15, 22)),
+    Stage("ltx", "decoding", LTX_SIZE, _diffusers("ltx", "vae"), _decoded(128, 13, 15, 22)),
+    Stage(HUNYUAN, "text", "Llama 8B, 351 tokens", _llama, _words(351)),
+    Stage(HUNYUAN, "sampling", OLD_SIZE, _diffusers(HUNYUAN, "transformer"), _hunyuan_video),
+    Stage(HUNYUAN, "decoding", OLD_SIZE, _diffusers(HUNYUAN, "vae"), _decoded(16, 19, 60, 106)),
+    Stage("hunyuan_video_15", "sampling", NEW_SIZE, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15),
+    Stage("hunyuan_video_15", "decoding", NEW_SIZE, _diffusers("hunyuan_video_15", "vae"), _decoded(32, 31, 30, 53)),
+    Stage("framepack", "sampling", SECTION, _diffusers("framepack", "transformer"), _framepack),
+    Stage("framepack", "decoding", SECTION, _diffusers(HUNYUAN, "vae"), _decoded(16, 9, 76, 80)),
+    Stage("mochi", "sampling", MOCHI_SIZE, _diffusers("mochi", "transformer"), _mochi),
+    Stage("mochi", "decoding", MOCHI_SIZE, _diffusers("mochi", "vae"), _decoded(12, 15, 60, 106)),
+)
 
 
 def on_host(stage: Stage) -> nn.Module:
@@ -270,12 +244,8 @@ def remember_blocks(module: nn.Module) -> None:
     known: Known = {}
     for owner in module.modules():
         for block in owner if isinstance(owner, nn.ModuleList) else ():
-            block.forward = MethodType(
-                _remembered(
-                    type(block).forward if "forward" not in vars(block) else vars(block)["forward"].__func__, known
-                ),
-                block,
-            )
+            own = vars(block).get("forward")
+            block.forward = MethodType(_remembered(type(block).forward if own is None else own.__func__, known), block)
 
 
 def _remembered(forward: Callable[..., Any], known: Known) -> Callable[..., Any]:
@@ -299,15 +269,18 @@ def _remembered(forward: Callable[..., Any], known: Known) -> Callable[..., Any]
     return call
 
 
-class NotedHooks(GroupHooks):
-    """Hooks that note, for each use of a group, its bytes and the seconds that were computed until then."""
+@contextmanager
+def noted_uses() -> Iterator[list[tuple[int, float]]]:
+    """Bytes of each group that comes to the device, and the seconds computed until then."""
+    uses: list[tuple[int, float]] = []
+    onload = GroupHooks.onload
 
-    uses: list[tuple[int, float]]
+    def noted(hooks: GroupHooks, group: WeightGroup) -> None:
+        uses.append((group.total_bytes, Modelled.current.computing))
+        onload(hooks, group)
 
-    def bring(self, group: WeightGroup) -> None:
-        """Make the tensors of ``group`` their copies on the device."""
-        self.__dict__.setdefault("uses", []).append((group.total_bytes, Modelled.current.computing))
-        super().bring(group)
+    with mock.patch.object(GroupHooks, "bring", noted):
+        yield uses
 
 
 def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, room_bytes: int) -> float:
@@ -339,93 +312,81 @@ def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, roo
     return ends[-1] if ends else computed
 
 
-@contextmanager
-def held(stage: Stage, module: nn.Module, device: torch.device, unified: bool) -> Iterator[NotedHooks]:
-    """The part under our own offload ``group``; shared host weights stay unlocked."""
-    part = PARTS[stage.name]
-    options = OffloadOptions(host_weights=HostWeights({} if unified else {part: PINNED}, shared=unified))
-    offloader = StandaloneOffloader(Parts({part: lambda _: module}), device, "group", options)
-    try:
-        with mock.patch.object(standalone, "GroupHooks", NotedHooks), offloader.hold(part):
-            yield hooks_on(module)
-    finally:
-        remove_hooks(module)
-
-
 def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int, float]:
     """Seconds of the stage at ``rates``, the bytes that it moved, and the seconds that it could take at best."""
+    part = PARTS[stage.name]
+    host_weights = HostWeights({} if rates.unified else {part: PINNED}, shared=rates.unified)
     with (
         accelerator.fresh() as device,
         torch.no_grad(),
         launched(device),
         clocked(rates, values=False, kind=Modelled) as clock,
+        noted_uses() as uses,
     ):
 
         def some(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device=device)
 
-        with held(stage, module, device, rates.unified) as hooks:
-            before = clock.times()
+        parts = Parts({part: lambda _: module})
+        offloader = StandaloneOffloader(parts, device, "group", OffloadOptions(host_weights=host_weights))
+        with offloader.hold(part):  # hooks are made here, and host weights locked
+            uses.clear()
+            before, moved = clock.times(), offloader.memory_stats.moved_bytes
             for _ in range(FORWARDS[stage.name]):
                 stage.call(module, some)
-            times = clock.times() - before
-            best = attainable(hooks.uses, times.computing, rates, 2 * hooks.largest_bytes)
-            return times, hooks.memory_stats.moved_bytes, best
+            times, moved = clock.times() - before, offloader.memory_stats.moved_bytes - moved
+            best = attainable(uses, times.computing, rates, 2 * hooks_on(module).largest_bytes)
+        offloader.take_off(part)
+        return times, moved, best
 
 
-def rows_of(stage: Stage, profiles: list[str]) -> Iterator[dict[str, Any]]:
-    """A row per profile; times are of one forward."""
-    module = on_host(stage)
-    modelled(stage, module, RATES[profiles[0]])  # the first run of a process also tries what is tried once
-    for profile in profiles:
-        rates = RATES[profile]
-        rates = replace(rates, bf16=max(rates.fp16, rates.bf16))  # fp16 where bf16 has no units
-        times, moved, best = modelled(stage, module, rates)
-        count = FORWARDS[stage.name]
-        yield {
-            "family": stage.family,
-            "stage": stage.name,
-            "size": stage.size,
-            "profile": profile,
-            "copy_seconds": round(times.copying / count, 4),
-            "compute_seconds": round(times.computing / count, 4),
-            "waited_seconds": round((times.copying + times.computing) / count, 4),
-            "overlapped_seconds": round(times.elapsed / count, 4),
-            "over_bound": round(times.elapsed / times.bound, 3),
-            "over_attainable": round(times.elapsed / best, 3),
-            "stalled_seconds": round(times.waited_for_copies / count, 4),
-            "moved_gb": round(moved / count / 1e9, 2),
-        }
+def rows(families: tuple[str, ...], profiles: tuple[str, ...], missing: bool) -> Iterator[Row]:
+    """A row per stage and profile; times are of one forward.
+
+    Args:
+        missing: only what has no row yet.
+    """
+    there = {tuple(row[name] for name in KEYS) for row in known_rows(TABLE)} if missing else set()
+    for stage in STAGES:
+        wanted = [p for p in profiles if (stage.family, stage.name, stage.size, p) not in there]
+        if stage.family not in families or not wanted:
+            continue
+        module, count = on_host(stage), FORWARDS[stage.name]
+        modelled(stage, module, RATES[wanted[0]])  # the first run of a process also tries what is tried once
+        for profile in wanted:
+            rates = RATES[profile]
+            rates = replace(rates, bf16=max(rates.fp16, rates.bf16))  # fp16 where bf16 has no units
+            times, moved, best = modelled(stage, module, rates)
+            yield {
+                "family": stage.family,
+                "stage": stage.name,
+                "size": stage.size,
+                "profile": profile,
+                "copy_seconds": round(times.copying / count, 4),
+                "compute_seconds": round(times.computing / count, 4),
+                "waited_seconds": round((times.copying + times.computing) / count, 4),
+                "overlapped_seconds": round(times.elapsed / count, 4),
+                "over_bound": round(times.elapsed / times.bound, 3),
+                "over_attainable": round(times.elapsed / best, 3),
+                "stalled_seconds": round(times.waited_for_copies / count, 4),
+                "moved_gb": round(moved / count / 1e9, 2),
+            }
 
 
-def known_rows() -> list[dict[str, str]]:
-    """The last row of each stage and profile."""
-    path = RESULTS / f"{TABLE}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return list({tuple(row[name] for name in KEYS): row for row in rows}.values())
-
-
-def table() -> str:
-    """The rows as a Markdown table: a stage per line, a device per column."""
-    rows, names = known_rows(), list(RATES)
-    stages_known = list(dict.fromkeys((row["family"], row["stage"], row["size"]) for row in rows))
-    lines = [f"| Stage | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
-    for stage in stages_known:
-        cells = []
-        for name in names:
-            row = next((r for r in rows if (r["family"], r["stage"], r["size"], r["profile"]) == (*stage, name)), None)
-            told = "" if row is None else f"{_seconds(row['waited_seconds'])} → {_seconds(row['overlapped_seconds'])}"
-            cells.append(told and f"{told} ({_over(row)})")  # type: ignore[arg-type]
-        lines.append(f"| {stage[0]} {stage[1]}, {stage[2]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def page(_rows: list[Row]) -> None:
+    """Write the table of the last rows: a stage per line, a device per column."""
+    known: dict[str, dict[str, str]] = {}
+    for row in known_rows(TABLE):
+        seconds = " → ".join(_seconds(row[f"{name}_seconds"]) for name in ("waited", "overlapped"))
+        stage = f"{row['family']} {row['stage']}, {row['size']}"
+        known.setdefault(stage, {})[row["profile"]] = f"{seconds} ({_over(row)})"
+    cells = [[stage, *(told.get(name, "") for name in RATES)] for stage, told in known.items()]
+    write_table("performance.md", "overlap", ["Stage", *RATES], cells, end="/overlap")
 
 
 def _over(row: dict[str, str]) -> str:
-    bound, attainable = float(row["over_bound"]), float(row["over_attainable"])
-    return f"{bound:.2f}" if bound <= ALLOWED else f"{bound:.2f}; {attainable:.2f} of the attainable"
+    bound, best = float(row["over_bound"]), float(row["over_attainable"])
+    return f"{bound:.2f}" if bound <= ALLOWED else f"{bound:.2f}; {best:.2f} of the attainable"
 
 
 def _seconds(text: str) -> str:
@@ -433,22 +394,5 @@ def _seconds(text: str) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def main() -> None:
-    """Clock the stages, append the rows and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--profiles", nargs="*", default=list(RATES))
-    parser.add_argument("--missing", action="store_true", help="only what has no row yet")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    there = {tuple(row[name] for name in KEYS) for row in known_rows()} if arguments.missing else set()
-    for stage in stages():
-        wanted = [p for p in arguments.profiles if (stage.family, stage.name, stage.size, p) not in there]
-        if stage.family in arguments.families and wanted:
-            append(TABLE, rows_of(stage, wanted))
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(TABLE_ON_PAGE.sub(lambda mark: f"{mark[1]}\n{table()}\n{mark[2]}", page), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+OPTIONS = {"families": tuple(FAMILIES), "profiles": tuple(RATES), "missing": False}
+CASES = [Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page)]

@@ -1,43 +1,41 @@
 """Our path beside bare diffusers at published widths: each family's step and decode, side by side in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/peers.py                # appends to benchmarks/results/peers.csv
-    OMP_NUM_THREADS=1 python benchmarks/peers.py --families ltx --stages decoding
-
 One block of each kind with random weights, tiny text encoders, CPU, one thread. Both paths are called in turn; seconds
-are CPU time of the process, of the quickest call, so that other programs disturb them little. Steps are measured with
-a short text, whose padding we leave out, and with one that has no padding.
+are processor time of the quickest call. Steps are measured with a short text, whose padding we leave out, and with one
+that has no padding.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import tiny
 import torch
-from table import append, machine
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.registry import FAMILIES
+from runner import SCRATCH, Case, Row, in_turn, processor
 
 TEXTS = {"short": "a red fox walks through fresh snow", "full": "fox " * 1200}  # the latter fills every token
 SEED, STEPS = 7, 2
-ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ROOT / "pipelines" / "families"
 TEXT = ("caption_channels", "text_embed_dim", "text_embed_2_dim", "pooled_projection_dim", "image_proj_dim")
 NARROW = (*TEXT, "image_embed_dim")  # as wide as the tiny encoders
 DEPTH = ("num_layers", "num_single_layers")
 PICTURE = torch.rand(1, 3, 128, 192, generator=torch.Generator().manual_seed(0))
-clock = time.process_time
 
 
 @dataclass(frozen=True)
-class Case:
+class Peer:
     """What is measured of a family.
 
     Args:
@@ -55,21 +53,19 @@ class Case:
     height: int = 128
 
 
-CASES = {
-    "ltx": Case(9, (256, 192), 1.0, {"guidance_scale": 1.0, "width": 512, "height": 320}, width=512, height=320),
-    "hunyuan_video": Case(5, (96, 64), 1.0, {"guidance_scale": 6.0}),
-    "hunyuan_video_15": Case(5, (96, 96), 6.0, {}, decoder="bf16"),  # 5 GB in fp32
-    "framepack": Case(5, None, 1.0, {"guidance_scale": 10.0, "latent_window_size": 2}),
-    "mochi": Case(7, (96, 64), 1.0, {"guidance_scale": 1.0}),
+PEERS = {
+    "ltx": Peer(9, (256, 192), 1.0, {"guidance_scale": 1.0, "width": 512, "height": 320}, width=512, height=320),
+    "hunyuan_video": Peer(5, (96, 64), 1.0, {"guidance_scale": 6.0}),
+    "hunyuan_video_15": Peer(5, (96, 96), 6.0, {}, decoder="bf16"),  # 5 GB in fp32
+    "framepack": Peer(5, None, 1.0, {"guidance_scale": 10.0, "latent_window_size": 2}),
+    "mochi": Peer(7, (96, 64), 1.0, {"guidance_scale": 1.0}),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
     """Put ``part`` at its published widths, with one block of each kind and random weights, into its tiny folder."""
-    import diffusers
-
-    content = json.loads((FAMILIES / family / f"{part}.json").read_text(encoding="utf-8"))
+    content = json.loads((FAMILIES[family].folder / f"{part}.json").read_text(encoding="utf-8"))
     first = content[0] if isinstance(content, list) else content
     folder = home if (home / "config.json").is_file() else home / part
     small = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -89,27 +85,20 @@ def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
 
 def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Path:
     """A folder of tiny checkpoints, where ``part`` of ``family`` has its published widths."""
-    import tiny
-
     for name in (family, *tiny.TINY[family].beside):
-        shutil.copytree(tiny.build(name, ROOT / ".build" / "time"), scratch / name)
+        shutil.copytree(tiny.build(name, SCRATCH), scratch / name)
     widened(part, family, scratch / family, dtype)
     return scratch
 
 
 def ours(family: str, folder: Path, precision: str) -> Any:
     """Our pipeline."""
-    from anygpu.pipelines.load.folder import load
-    from anygpu.pipelines.requests import LoadRequest
-
     beside = {"base": folder / "hunyuan_video", "image_encoder": folder / "siglip"} if family == "framepack" else {}
     return load(LoadRequest(folder / family, **beside, precision=precision, device="cpu"))
 
 
 def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
     """The bare diffusers pipeline, which encodes a text once."""
-    import tiny
-
     pipe, known = tiny.one_shot(family, folder, dtype=dtype), {}
     encode = pipe.encode_prompt
 
@@ -123,11 +112,8 @@ def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
     return pipe
 
 
-def sampling(family: str, case: Case, folder: Path, text: str) -> dict[str, Callable[[], Any]]:
+def sampling(family: str, case: Peer, folder: Path, text: str) -> dict[str, Callable[[], Any]]:
     """Both ways to sample."""
-    from anygpu.pipelines import stages
-    from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
-
     pipeline, pipe = ours(family, folder, "fp32"), bare(family, folder, torch.float32)
     prompt = stages.encode_prompt(pipeline, PromptRequest(text), Silent())
     settings = SampleSettings(case.width, case.height, case.frames, STEPS, SEED, cfg=case.cfg)
@@ -150,11 +136,8 @@ def sampling(family: str, case: Case, folder: Path, text: str) -> dict[str, Call
     return {"ours": by_us, "bare": by_diffusers}
 
 
-def decoding(family: str, case: Case, folder: Path) -> dict[str, Callable[[], Any]]:
+def decoding(family: str, case: Peer, folder: Path) -> dict[str, Callable[[], Any]]:
     """Both ways to decode."""
-    from anygpu.pipelines import stages
-    from anygpu.pipelines.base import Latents, Silent
-
     dtype = DTYPES[case.decoder]
     pipeline, pipe = ours(family, folder, case.decoder), bare(family, folder, dtype)
     width, height = case.decode
@@ -176,41 +159,16 @@ def decoding(family: str, case: Case, folder: Path) -> dict[str, Callable[[], An
     return {"ours": by_us, "bare": by_diffusers}
 
 
-def in_turn(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each call of each way, after a first one of each."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name in sorted(ways, reverse=repeat % 2 == 1):
-            started = clock()
-            ways[name]()
-            if repeat:
-                taken[name].append(clock() - started)
-    return taken
-
-
-def rows(family: str, stages: list[str], repeats: int) -> Iterator[dict[str, Any]]:
-    """The rows of one family."""
-    case = CASES[family]
-    if "sampling" in stages:
-        for name, text in TEXTS.items():
-            make = partial(sampling, text=text)
-            yield row(family, "sampling", "transformer", "fp32", make, repeats) | {"text": name}
-    if "decoding" in stages and case.decode is not None:
-        yield row(family, "decoding", "vae", case.decoder, decoding, repeats) | {"text": ""}
-
-
-def row(family: str, stage: str, part: str, precision: str, make: Callable[..., Any], repeats: int) -> dict[str, Any]:
+def row(family: str, stage: str, part: str, precision: str, make: Callable[..., Any], repeats: int) -> Row:
     """One row.
 
     Args:
         make: from family, case and folder to both ways.
     """
-    import diffusers
-
-    case = CASES[family]
-    with tempfile.TemporaryDirectory(dir=ROOT / ".build") as scratch:
+    case = PEERS[family]
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:
         ways = make(family, case, checkpoints(family, part, Path(scratch), DTYPES[precision]))
-        taken = in_turn(ways, repeats)
+        taken = in_turn(ways, repeats, processor)
         del ways
         gc.collect()
     width, height = case.decode if stage == "decoding" else (case.width, case.height)
@@ -229,18 +187,15 @@ def row(family: str, stage: str, part: str, precision: str, make: Callable[..., 
     }
 
 
-def main() -> None:
-    """Measure, print and append the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", nargs="*", default=list(CASES))
-    parser.add_argument("--stages", nargs="*", default=["sampling", "decoding"])
-    parser.add_argument("--repeats", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    (ROOT / ".build" / "time").mkdir(parents=True, exist_ok=True)
-    for family in arguments.families:
-        append("peers", ({**machine(), **row} for row in rows(family, arguments.stages, arguments.repeats)))
+def rows(families: tuple[str, ...], stages: tuple[str, ...], repeats: int) -> Iterator[Row]:
+    """A row per family, stage and text."""
+    for family in families:
+        if "sampling" in stages:
+            for name, text in TEXTS.items():
+                make = partial(sampling, text=text)
+                yield row(family, "sampling", "transformer", "fp32", make, repeats) | {"text": name}
+        if "decoding" in stages and PEERS[family].decode is not None:
+            yield row(family, "decoding", "vae", PEERS[family].decoder, decoding, repeats) | {"text": ""}
 
 
-if __name__ == "__main__":
-    main()
+CASES = [Case("peers", rows, {"families": tuple(PEERS), "stages": ("sampling", "decoding"), "repeats": 2}, "peers")]

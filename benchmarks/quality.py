@@ -1,51 +1,134 @@
-"""What each lossy switch costs on a model that means something: the checker's score, PSNR and SSIM against fp32.
+"""The cost of each lossy switch on a model that means something: the checker's score, PSNR and SSIM against fp32.
 
     pip install --target ggml pywhispercpp        # for GGUF's K types, which the package gguf reads but cannot write
-    python benchmarks/quality.py --ggml ggml/libggml-base.so
+    python benchmarks/runner.py quality --write --ggml ggml/libggml-base.so
 
-For each demo model: the same prompts and seeds under each switch. Appends rows to ``results/quality.csv`` and writes
-``docs/quality.md`` of the newest row of each. What needs hardware that is not here is emulated, and says so. Prompts
-are in the words the model knows, so the checker can tell whether a switch still shows what was asked. ``--only GGUF 8``
-measures the switches with one of these in their names, and ``--models LTX`` the models with one of these in theirs; the
-strips are drawn of all.
+For each demo model: the same prompts and seeds under each switch; ``docs/quality.md`` has the newest row of each. What
+needs hardware that is not here is emulated, and says so. Prompts are in the words the model knows, so the checker can
+tell whether a switch still shows what was asked. ``--only GGUF 8`` measures the switches with one of these in their
+names, and ``--models LTX`` the models with one of these in theirs; the strips are drawn of all.
+
+int8 attention (``attention: sage``): keys without their mean over tokens, queries and keys in int8 with one scale for
+each 128 and 64 tokens, softmax in fp32, probabilities and values in fp16, as SageAttention's paper has it. fp16
+accumulation: operands in fp16, sums rounded to fp16 after each 16 products, as a tensor core hands them on. A GPU's own
+kernels differ in the order of sums.
+
+`stored_products`: torch's own 8-bit products, which it has on CPUs too, at 128 x 128 pixels, against the same weights
+unpacked; tiny models with random weights, since the demo models' clips have too few tokens.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import ctypes
-import sys
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import tiny
 import torch
 from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
+from anygpu.compat.transforms.products import NEEDS, multiply_as_stored
 from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
-from lossy import int8_attention, products
+from runner import DOCS, SCRATCH, Case, Row, known_rows, write_table
 from scene_scores import chosen_scenes, scores
-from steps import psnr, ssim
-from table import RESULTS, append, machine
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+QUERIES, KEYS, PRODUCTS = 128, 64, 16  # tokens that share a scale, and products between two roundings
+FRAMES = {"ltx": 9, "hunyuan_video": 5, "hunyuan_video_15": 5, "framepack": 5, "mochi": 7}
 GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # those that the package gguf can write
 K_TYPES = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL"}  # and what takes their place in short rows
 K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is not a multiple of it
 STRIP = 2  # clips in a strip
+STEPS = 20  # of a clip of a tiny model
 EQUAL = 99.0  # dB, of clips without a difference
+
+
+def psnr(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Peak signal to noise of frames in 0..1, in dB."""
+    error = float((found - expected).double().square().mean())
+    return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def ssim(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Mean structural similarity of frames (F, H, W, 3) in 0..1, over windows of 7 x 7 pixels."""
+    a, b = (t.permute(0, 3, 1, 2).double() for t in (found, expected))
+
+    def mean(t: torch.Tensor) -> torch.Tensor:
+        return functional.avg_pool2d(t, 7, stride=1)
+
+    first, second = mean(a), mean(b)
+    spread, other, shared = mean(a * a) - first**2, mean(b * b) - second**2, mean(a * b) - first * second
+    c, d = 0.01**2, 0.03**2
+    alike = (2 * first * second + c) * (2 * shared + d) / ((first**2 + second**2 + c) * (spread + other + d))
+    return float(alike.mean())
+
+
+def in_int8(x: Tensor, tokens: int) -> Tensor:
+    """``x`` (B, H, N, D) rounded to int8 with one scale per ``tokens``, as fp32."""
+    blocks = x.float().split(tokens, dim=2)
+    scales = [block.abs().amax(dim=(2, 3), keepdim=True).clamp(min=1e-12) / 127 for block in blocks]
+    return torch.cat([(block / scale).round() * scale for block, scale in zip(blocks, scales, strict=True)], dim=2)
+
+
+def int8_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention (B, H, N, D) as SageAttention computes it; a mask is left to exact attention, as in our kernels."""
+    if mask is not None:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    key = key - key.mean(dim=2, keepdim=True)
+    scores = in_int8(query, QUERIES) @ in_int8(key, KEYS).transpose(2, 3) * query.shape[-1] ** -0.5
+    result = scores.softmax(dim=-1).half().float() @ value.half().float()
+    return result.to(query.dtype)
+
+
+def linear(sums_in_fp16: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
+    """A Linear's forward on fp16 operands."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        narrow, weight = x.half().float(), layer.weight.half().float()
+        if not sums_in_fp16:
+            result = narrow @ weight.t()
+        else:
+            result = torch.zeros(*x.shape[:-1], weight.shape[0])
+            for part, other in zip(narrow.split(PRODUCTS, -1), weight.split(PRODUCTS, -1), strict=True):
+                result = (result + part @ other.t()).half().float()
+        result = result if layer.bias is None else result + layer.bias.half().float()
+        return result.half().to(x.dtype)
+
+    return forward
+
+
+@contextmanager
+def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
+    """Every Linear of the blocks of ``transformer`` on fp16 operands."""
+    blocks = [
+        block
+        for name in ("transformer_blocks", "single_transformer_blocks")
+        for block in getattr(transformer, name, ())
+    ]
+    layers = [layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear]
+    try:
+        for layer in layers:
+            layer.forward = MethodType(linear(sums_in_fp16), layer)
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 @dataclass(frozen=True)
@@ -81,18 +164,18 @@ def rounded_to(kind: str, across: bool, ggml: Path | None, transformer: nn.Modul
             else short rows have the type that llama.cpp's tools write in its place. ggml: what writes K types.
     """
     with torch.no_grad():
-        for leaf in rounded_linears(transformer):
-            weight = leaf.weight.float().numpy()
+        for layer in rounded_linears(transformer):
+            weight = layer.weight.float().numpy()
             rows = weight.reshape(-1, K_BLOCK) if across else weight
             own = K_TYPES[kind] if kind in K_TYPES and rows.shape[1] % K_BLOCK else kind
-            leaf.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
+            layer.weight.copy_(torch.from_numpy(rounded(rows, own, ggml).reshape(weight.shape)))
     yield
 
 
 def rounded_linears(transformer: nn.Module) -> list[nn.Linear]:
     """The Linears of the blocks whose rows are whole blocks of 32 values, which is what GGUF's types need."""
-    linears = [(name, leaf) for name, leaf in transformer.named_modules() if isinstance(leaf, nn.Linear)]
-    return [leaf for name, leaf in linears if "blocks" in name and leaf.in_features % 32 == 0]
+    linears = [(name, layer) for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
+    return [layer for name, layer in linears if "blocks" in name and layer.in_features % 32 == 0]
 
 
 def rounded(rows: np.ndarray, kind: str, ggml: Path | None) -> np.ndarray:
@@ -120,7 +203,7 @@ def gguf_switches(transformer: nn.Module, ggml: Path | None) -> list[Switch]:
 
     Where no row of the model takes a K type, such a file has the other type alone, which has its own row.
     """
-    widths = {leaf.in_features for leaf in rounded_linears(transformer)}
+    widths = {layer.in_features for layer in rounded_linears(transformer)}
     taking = [str(width) for width in sorted(widths) if width % K_BLOCK == 0]
     others = " and ".join(str(width) for width in sorted(widths) if width % K_BLOCK)
     every = [
@@ -169,40 +252,32 @@ def clips(folder: Path, switch: Switch, asked: list[Any]) -> list[torch.Tensor]:
         return [drawing.drawn(pipeline, scene.caption, seed=seed, **switch.sample) for seed, scene in enumerate(asked)]
 
 
-def measured(model: str, switch: Switch, shown: list[torch.Tensor], plain: list[torch.Tensor], asked: list[Any]) -> Any:
+def compared(model: str, switch: Switch, shown: list[Tensor], plain: list[Tensor], asked: list[Any]) -> Row:
     """A row of the table: how these clips compare with the plain ones."""
     how = switch.how
     if all(torch.equal(a, b) for a, b in zip(shown, plain, strict=True)):
         if switch is not PLAIN and "step cache" not in switch.name:
             raise RuntimeError(f"{switch.name} changed nothing")
         how = "" if switch is PLAIN else "no step was alike enough"
-    score = scores(shown, asked)
-    pairs = list(zip(shown, plain, strict=True))
+    score, pairs = scores(shown, asked), list(zip(shown, plain, strict=True))
     noise = sum(min(psnr(*pair), EQUAL) for pair in pairs) / len(pairs)
     alike = sum(ssim(*pair) for pair in pairs) / len(pairs)
     row = {"model": model, "switch": switch.name, "how": how, "prompts": len(asked)}
     row |= {name: round(score[key], 3) for name, key in (("right", "all"), ("shape", "shape"), ("motion", "motion"))}
-    return machine() | row | {"psnr_db": round(noise, 2), "ssim": round(alike, 4)}
+    return row | {"psnr_db": round(noise, 2), "ssim": round(alike, 4)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--only", nargs="+", default=[""], help="measure the switches with one of these in their names")
-    parser.add_argument("--models", nargs="+", default=[""], help="measure the models with one of these in their names")
-    parser.add_argument("--ggml", type=Path, help="ggml's library, which writes GGUF's K types")
-    parser.add_argument("--dry", action="store_true", help="print the rows, write nothing")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    asked, names, pictures = chosen_scenes(given.prompts), {}, {}
+def rows(prompts: int, only: tuple[str, ...], models: tuple[str, ...], ggml: str) -> Iterator[Row]:
+    """A row per model and switch; the strips of each model are kept for the page."""
+    asked, library = chosen_scenes(prompts), Path(ggml) if ggml else None
     for choice, folder in demo_models().items():
-        chosen = any(text in choice for text in given.models)
+        chosen = any(text in choice for text in models)
         plain = clips(folder, PLAIN, asked if chosen else asked[:STRIP])
-        strips = {PLAIN.name: strip(plain)}
+        strips = STRIPS[choice] = {PLAIN.name: strip(plain)}
         if chosen:
-            keep([measured(choice, PLAIN, plain, plain, asked)], given.dry)
-        for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), given.ggml):
-            whole = chosen and any(text in switch.name for text in given.only)
+            yield compared(choice, PLAIN, plain, plain, asked)
+        for switch in switches(load(LoadRequest(folder, precision="fp32", device="cpu")), library):
+            whole = chosen and any(text in switch.name for text in only)
             try:
                 shown = clips(folder, switch, asked if whole else asked[:STRIP])
             except UnsupportedError as error:
@@ -210,80 +285,74 @@ def main() -> int:
                 continue
             strips[switch.name] = strip(shown)
             if whole:
-                keep([measured(choice, switch, shown, plain, asked)], given.dry)
-        names[choice], picture = list(strips), f"images/quality_{folder.name}.webp"
-        pictures[choice] = picture
-        if not given.dry:
-            drawing.save_sheet(list(strips.values()), list(strips), DOCS / picture)
-    if not given.dry:
-        write_page(names, pictures)
-    return 0
+                yield compared(choice, switch, shown, plain, asked)
 
 
-def keep(rows: list[Any], dry: bool) -> None:
-    """Append rows to the table, or only print them."""
-    print(*rows, sep="\n", flush=True) if dry else append("quality", rows)
+STRIPS: dict[str, dict[str, Tensor]] = {}  # by model and switch, of the last run
 
 
-def write_page(names: dict[str, list[str]], pictures: dict[str, str]) -> None:
-    """``docs/quality.md`` of the newest row of each switch.
-
-    Args:
-        names: switches by model, in their order. pictures: of the strips, by model.
-    """
-    with (RESULTS / "quality.csv").open(newline="", encoding="utf-8") as file:
-        rows = {(row["model"], row["switch"]): row for row in csv.DictReader(file)}
-    page = [HEAD]
-    for model, switched in names.items():
-        lines = [line(rows[model, name]) for name in switched if (model, name) in rows]
-        page += [f"## {model.removeprefix('demo: ')}\n", f"<!-- {model} -->", *TABLE, *lines, "<!-- end -->"]
-        page += [f"\n![Strips]({pictures[model]})\n"]
-    (DOCS / "quality.md").write_text("\n".join(page) + FOOT, encoding="utf-8", newline="\n")
+def write_page(_rows: list[Row]) -> None:
+    """Write the tables of ``docs/quality.md``, of the newest row of each switch, and the strips."""
+    known = {(row["model"], row["switch"]): row for row in known_rows("quality")}
+    for model, folder in demo_models().items():
+        switched = list(STRIPS[model])
+        drawing.save_sheet(list(STRIPS[model].values()), switched, DOCS / f"images/quality_{folder.name}.webp")
+        lines = [line(known[model, name]) for name in switched if (model, name) in known]
+        write_table("quality.md", model, ("switch", "how", "right", "shape", "motion", "PSNR dB", "SSIM"), lines)
 
 
-HEAD = """# What each quality switch costs
-
-Measured on the demo models with 64 x 64 pixels and 9 frames. A checker, which is not a network, reads shape, colour,
-motion and background back from the frames. *Right* is the share of clips in which all four match the prompt. PSNR and
-SSIM compare each clip with the fp32 clip of the same seed; they also drop when a clip is different but just as good.
-The order of the switches carries over to large models; the figures may not.
-
-- **GGUF's K types** share scales among 256 values, which the demo models' short rows do not fill. Rows marked *file*
-  measure what llama.cpp's tools write, with another type for such rows; in the others a block continues into the next
-  row. Published models need neither.
-- **fp16-safe** ran on a CPU, where AnyGPU normally refuses it.
-- **Tiled decode** has no row: a tile is a whole clip here. [Memory](memory.md#decode) compares the ways to decode.
-
-What follows for the defaults:
-
-- `precision` `auto` is bf16 where a GPU computes it fast, otherwise fp16-safe, never plain fp16. The fp16 forms are
-  closer to fp32 here, but bf16 cannot overflow with the large activations of published models.
-- `weights` `auto` keeps the file's. If memory is short, int8 has a tenth of the squared error of fp8. Each bit less in
-  a GGUF doubles the error.
-- The step cache is off. At each preset `first_block` costs least.
-- `steps` 0 is the model's own 20; all but Mochi draw what was asked with 8.
-"""
-TABLE = (
-    "| switch | how | right | shape | motion | PSNR dB | SSIM |",
-    "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-)
-FOOT = "\nRepeat it with `python benchmarks/quality.py`; the rows are in `benchmarks/results/quality.csv`.\n"
-
-
-def line(row: dict[str, str]) -> str:
-    """A row of the page."""
-    cells = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
-    cells += [
-        "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}",
+def line(row: dict[str, str]) -> list[str]:
+    """The cells of a row of the page."""
+    shares = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
+    noise = float(row["psnr_db"])
+    return [
+        row["switch"],
+        row["how"],
+        *shares,
+        "equal" if noise == EQUAL else f"{noise:.1f}",
         f"{float(row['ssim']):.3f}",
     ]
-    return f"| {row['switch']} | {row['how']} | {' | '.join(cells)} |"
 
 
-def strip(shown: list[torch.Tensor]) -> torch.Tensor:
+def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per family and format of stored products."""
+    for family in families:
+        model, *others = [tiny.build(name, SCRATCH) for name in (family, *tiny.TINY[family].beside)]
+        base, encoder = others or (None, None)
+        for choice in ("int8", "fp8"):
+            pipeline = load(LoadRequest(model, base, encoder, precision="fp32", device="cpu", weights=choice))
+            plain = clip(pipeline, FRAMES[family])
+            count, restore = multiply_as_stored(pipeline.parts.read("transformer"), tuple(NEEDS))
+            quick = clip(pipeline, FRAMES[family])
+            restore()
+            if not count or torch.equal(quick, plain):
+                raise RuntimeError(f"{family}: stored products of {choice} changed nothing")
+            row = {"model": f"tiny {family}", "choice": f"stored products {choice}", "how": "torch's product on CPU"}
+            yield row | {"steps": STEPS, "psnr_db": round(psnr(quick, plain), 2), "ssim": round(ssim(quick, plain), 4)}
+
+
+def clip(pipeline: Any, frames: int, side: int = 128) -> Tensor:
+    """Frames (F, H, W, 3) of a tiny model."""
+    settings = SampleSettings(side, side, frames, STEPS, 7, cfg=1.0)
+    picture = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox walks through fresh snow"), Silent())
+        if pipeline.spec.recipes.sections:
+            image = stages.encode_image(pipeline, ImageRequest(picture, side, side), "stretch", Silent())
+            framepack = FramePackSettings(13 / 30, 2)
+            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, Silent())
+        else:
+            latents = stages.sample(pipeline, prompt, None, settings, Silent())
+        return stages.decode(pipeline, latents, Silent())
+
+
+def strip(shown: list[Tensor]) -> Tensor:
     """Some clips side by side, for the sheet."""
     return torch.cat(shown[:STRIP], dim=2)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+OPTIONS = {"prompts": 40, "only": ("",), "models": ("",), "ggml": ""}
+CASES = [
+    Case("quality", rows, OPTIONS, "quality", page=write_page),
+    Case("stored_products", stored_rows, {"families": tuple(FRAMES)}, "lossy"),
+]

@@ -23,7 +23,7 @@ from .report import LAYERS, dtypes_in_use
 from .transforms.attention import attention_for, avoided_by
 from .transforms.attention_chunks import chunked
 from .transforms.conv3d_choice import Conv3dLayer, choose_by, form_error
-from .transforms.conv3d_forms import Conv3dForm, Geometry, covers
+from .transforms.conv3d_methods import Conv3dMethod, Geometry, covers
 
 PASSED, AVOIDED, FAILED, NEWS = "ok", "avoided", "FAILED", "news"
 ATTENTION_BOUND = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 1e-2}
@@ -107,10 +107,10 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
             layer = Conv3dLayer(
                 name=kind, in_channels=32, out_channels=32, kernel=kernel, geometry=Geometry(stride), dtype=dtype
             )
-            forms = [form for form in Conv3dForm if covers(form, kernel, layer.geometry)]
+            forms = [form for form in Conv3dMethod if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)
-            taken = Conv3dForm.NATIVE if choice is None else choice.form
+            taken = Conv3dMethod.NATIVE if choice is None else choice.form
             wrong = [form.value for form in forms if form not in right]
             detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
             bad = FAILED if name in used else AVOIDED

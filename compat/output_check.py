@@ -13,7 +13,7 @@ from .errors import InputError
 
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
 CAST = "values that this device changes when casting to fp32 or back"
-Judge = Callable[[torch.Tensor], str]
+Validator = Callable[[torch.Tensor], str]
 
 
 class InvalidOutputError(Exception):
@@ -81,7 +81,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
+def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
     """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
 
     Raises:
@@ -89,7 +89,7 @@ def checked_parts(coder: nn.Module, judge: Judge) -> Iterator[None]:
     """
 
     def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        fault = judge(output[0] if isinstance(output, tuple) else output)
+        fault = validate(output[0] if isinstance(output, tuple) else output)
         if fault:
             raise InvalidOutputError(fault)
 

@@ -130,7 +130,7 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     Raises:
         RuntimeError: other shapes.
     """
-    wide = _kept_wide(module, dtype)
+    wide = _kept_in_fp32(module, dtype)
     values = {
         name: tensor.float() if tensor.is_floating_point() and wide and wide.search(name) else tensor
         for name, tensor in tensors.items()
@@ -147,7 +147,7 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     return sorted(missing)
 
 
-def _kept_wide(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     """Pattern that matches the parameters which the class keeps in fp32 in a model of ``dtype``.
 
     Source: ``PreTrainedModel._get_dtype_plan``.

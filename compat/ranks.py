@@ -102,10 +102,10 @@ class Ranks:
             return flag
         from torch import distributed
 
-        told = torch.tensor([float(flag)], device=self.device)
+        reported = torch.tensor([float(flag)], device=self.device)
         with self._exchanging():
-            distributed.all_reduce(told, op=distributed.ReduceOp.MAX, group=self.group)
-            return bool(told)
+            distributed.all_reduce(reported, op=distributed.ReduceOp.MAX, group=self.group)
+            return bool(reported)
 
     def collected(self, value: Any) -> list[Any] | None:
         """The values of all ranks in order, on the leader; None on the others."""

@@ -17,7 +17,7 @@ from .errors import PackError
 from .probe_results import GELU
 from .transforms.attention import attention_for, avoided_by
 from .transforms.conv3d_choice import Conv3dLayer, choose_by
-from .transforms.conv3d_forms import Geometry
+from .transforms.conv3d_methods import Geometry
 
 HEAD_WIDTH = 128
 OPTIONAL = (
@@ -102,24 +102,24 @@ def changes_for(
     """Changes by which the user can make more work: another torch, another driver."""
     policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
-    said = [note] if note else []
+    messages = [note] if note else []
     if not has_kernels(facts):
         kinds = ", ".join(facts.compiled)
-        said.append(f"This torch was compiled for {kinds}, not for {facts.arch}. {install(index)} ({why})")
+        messages.append(f"This torch was compiled for {kinds}, not for {facts.arch}. {install(index)} ({why})")
     if facts.backend == "cpu" and "+cpu" in facts.torch_version:
-        said.append(
+        messages.append(
             "This build of torch supports no GPU. If you have one, install the build for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
     mended = {row.name for row in fixed(policy, probes)}
-    said += [row.remedy for row in policy.rows if row.remedy and row.name not in mended]
+    messages += [row.remedy for row in policy.rows if row.remedy and row.name not in mended]
     expected = {*policy.wrong, *policy.costly, *OPTIONAL}
     surprises = [name for name in probes if name not in expected and probes[name].status not in (OK, UNKNOWN)]
     if surprises and facts.backend in PROMISED:
         driver = f" (now {facts.driver})" if facts.driver else ""
         torch = f" and torch: {install(index)}" if index else " and torch"
-        said.append(f"{', '.join(surprises)}: should work on this device. Update the driver{driver}{torch}")
-    return list(dict.fromkeys(said))
+        messages.append(f"{', '.join(surprises)}: should work on this device. Update the driver{driver}{torch}")
+    return list(dict.fromkeys(messages))
 
 
 def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, ModelPrecision]) -> set[str]:
@@ -154,7 +154,7 @@ def _kernels(
     """The Conv3d implementation and the attention kernel for each dtype in use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
-        forms = conv3d_forms(facts, probes, dtype, policy)
+        forms = conv3d_methods(facts, probes, dtype, policy)
         lines += [replace(form, subject=f"Conv3d, {kind}, {NAMES[dtype]}") for kind, form in forms.items()]
     for dtype in dict.fromkeys(precision.compute or precision.transformer for precision in precisions):
         try:
@@ -165,7 +165,7 @@ def _kernels(
     return lines
 
 
-def conv3d_forms(
+def conv3d_methods(
     facts: DeviceFacts, probes: Probes, dtype: torch.dtype, policy: DevicePolicy | None = None
 ) -> dict[str, Decision]:
     """Kind of Conv3d to the form it takes in ``dtype``, and why."""
@@ -183,7 +183,7 @@ def conv3d_forms(
 
 def conv3d_decision(facts: DeviceFacts, probes: Probes, dtype: torch.dtype) -> Decision:
     """The form of 3-D convolutions in ``dtype``: one where all kinds agree, else each kind with its own."""
-    forms = conv3d_forms(facts, probes, dtype)
+    forms = conv3d_methods(facts, probes, dtype)
     first = next(iter(forms.values()))
     if len({form.verdict for form in forms.values()}) == 1:
         return first

@@ -50,7 +50,7 @@ def watch(arguments: argparse.Namespace) -> int:
     folder.root.mkdir(parents=True, exist_ok=True)
     driver = _driver(folder, arguments)
     driver.watching = True
-    driver.say_what_lacks()
+    driver.report_lacking()
     gateway = open_gateway(driver)  # an actor lives as long as it is referenced
     driver.watch()
     return 0 if gateway else 1

@@ -165,7 +165,7 @@ class Driver:
             if self.watching:
                 self._try("the jobs", self._read_jobs)
         if now - self._shown >= SHOW_SECONDS:
-            self.say_what_lacks()
+            self.report_lacking()
             self._give_up_what_nobody_can()
             self._try("what the workers do", self._show)
         if not self._calls:
@@ -402,7 +402,7 @@ class Driver:
                 self._open.discard(task.key)
                 self.say(f"{task.key[:12]} waits for a machine that can do it: {said}")
 
-    def say_what_lacks(self) -> None:
+    def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
 
         Raises:

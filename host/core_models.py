@@ -32,7 +32,7 @@ from .families import FAMILIES
 from .memory_manager import PartPatcher, comfy_offloader
 from .patches import patched
 from .progress import NodeProgress
-from .recovery import keep_what_core_samples
+from .recovery import save_core_samples
 
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 
@@ -61,7 +61,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     made = row.model(config)
     made.set_pipeline(pipeline)
     patcher = offloader.patcher_of(TRANSFORMER, made)
-    keep_what_core_samples(patcher, pipeline.family, pipeline.spec.sizes.defaults.fps)
+    save_core_samples(patcher, pipeline.family, pipeline.spec.sizes.defaults.fps)
     patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
     if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
@@ -79,7 +79,7 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    shape, said = given["latent_image"].shape, []
+    shape, messages = given["latent_image"].shape, []
     if len(given["latent_shapes"] or [0]) == 1:
         windows, usual = guider.model_options.get("context_handler"), (own.frames - 1) // pipeline.spec.sizes.stride + 1
         frames = shape[-3] if windows is not None and windows.context_length <= usual else 0
@@ -90,13 +90,13 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
         if drawn != shape:
             (spatial, temporal), (count, rows, columns) = pipeline.spec.sizes.ratios, drawn[-3:]
             size = f"{columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"
-            said.append(f"draws at its own size: {size}")
+            messages.append(f"draws at its own size: {size}")
     if type(guider) is CFGGuider and guider.cfg != own.cfg:
-        said.append(f"draws at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
+        messages.append(f"draws at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
         guider.set_cfg(own.cfg)
-    if said:
+    if messages:
         progress = _progress()
-        progress.notify(f"the demo model {'; it '.join(said)}")
+        progress.notify(f"the demo model {'; it '.join(messages)}")
         progress.show()
     return executor(*call.args, **call.kwargs)
 

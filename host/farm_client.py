@@ -43,7 +43,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
                 farm.answer(farm.gateway.put_input.remote(file.read_bytes(), file.suffix.lower()), FILE_SECONDS)
             farm.answer(farm.gateway.submit.remote(jobs.name, list(missing.values())))
         try:
-            farm.bring(jobs, list(missing))
+            farm.fetch(jobs, list(missing))
         except BaseException:
             with suppress(Exception):  # waited for: else it may be lost with the connection
                 farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)
@@ -83,7 +83,7 @@ class _Farm:
             self.call = self.gateway.preview.remote(self.worker)
         return self.frames
 
-    def bring(self, jobs: JobList, keys: list[str]) -> None:
+    def fetch(self, jobs: JobList, keys: list[str]) -> None:
         """Fetch each result as soon as it is there, until all jobs are done or have failed."""
         left, progress = keys, self.progress
         while left:

@@ -221,14 +221,14 @@ def picture_sides(name: object) -> tuple[int, int] | None:
     return None
 
 
-def kept_folder() -> Path:
+def saved_folder() -> Path:
     """Folder of saved latents: not ComfyUI's temporary folder, which is emptied at each start."""
     return state_folder() / "kept"
 
 
 def unfinished_folder() -> Path:
     """Folder for the steps of unfinished samplings."""
-    return kept_folder() / FOLDER
+    return saved_folder() / FOLDER
 
 
 def state_folder() -> Path:

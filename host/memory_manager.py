@@ -43,21 +43,21 @@ def compute_device() -> torch.device:
     return value_or(lambda: torch.device(comfy.model_management.get_torch_device()), default_device())
 
 
-def told_bytes(ask: Callable[[], Any], unknown: float) -> float:
+def known_bytes(ask: Callable[[], Any], unknown: float) -> float:
     """An amount of bytes that ComfyUI reports; ``unknown`` if it fails or reports something else."""
-    told = value_or(lambda: float(ask()), -1.0)
-    return told if told >= 0 else unknown
+    reported = value_or(lambda: float(ask()), -1.0)
+    return reported if reported >= 0 else unknown
 
 
 def free_on(device: torch.device) -> float:
     """Bytes free on ``device`` as ComfyUI reports them, else as the device does; everything if unknown."""
     known = free_bytes(device)
-    return told_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
+    return known_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
 
 
 def reserve() -> float:
     """Bytes that ComfyUI keeps free beside models; 0 where it does not tell."""
-    return told_bytes(lambda: comfy.model_management.minimum_inference_memory(), 0)
+    return known_bytes(lambda: comfy.model_management.minimum_inference_memory(), 0)
 
 
 def make_room(needed_bytes: int, device: torch.device) -> None:
@@ -82,7 +82,7 @@ def evictable_bytes(device: torch.device) -> int:
     """Bytes of models on ``device``, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
     listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
     held = [item.model for item in listed if item.device == device and device.type != HOST.type]
-    return sum(int(told_bytes(model.loaded_size, 0)) for model in held if model is not None)
+    return sum(int(known_bytes(model.loaded_size, 0)) for model in held if model is not None)
 
 
 class PartHolder:
@@ -243,7 +243,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         """
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
-        more = told_bytes(lambda: comfy.model_management.extra_reserved_memory(), 0)
+        more = known_bytes(lambda: comfy.model_management.extra_reserved_memory(), 0)
         room = free_on(device) - max(self.beside + more, reserve())
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
@@ -338,13 +338,13 @@ class ComfyOffloader:
         """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
         with (
             current(self.device_of(part)),
-            adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
+            adapters_on(self.parts, part, self.adapters, self.detach, progress) as module,
         ):
-            self._bring(part, module, activation_bytes + self.options.keep_free_bytes, progress)
+            self._onload(part, module, activation_bytes + self.options.keep_free_bytes, progress)
             yield module
             self._refused.pop(part, None)  # another program may have had them for a moment
 
-    def _bring(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
+    def _onload(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
         """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
         patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read again, or never seen
@@ -395,7 +395,7 @@ class ComfyOffloader:
         self._refused[part] = int(free - needed - left) - self._short.get(part, 0)
         return amount(size - left, size)
 
-    def take_off(self, part: str) -> None:
+    def detach(self, part: str) -> None:
         """Take the part off the device, with its own classes back, so that it can be changed; it stays in memory."""
         patcher = self.patchers.get(part)
         if patcher is not None:
@@ -404,7 +404,7 @@ class ComfyOffloader:
 
     def release(self, part: str) -> None:
         """Take the part off the device; where that is the host, free its memory."""
-        self.take_off(part)
+        self.detach(part)
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)
 
@@ -420,7 +420,7 @@ class ComfyOffloader:
             fix="Choose it on the load node.",
         )
 
-    def step_down(self, part: str, *beside: str) -> str:
+    def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: unload all other models, then half of its own weights.
 
         Args:

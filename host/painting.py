@@ -15,7 +15,7 @@ import torch
 from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
-from .folders import kept_folder
+from .folders import saved_folder
 from .progress import NodeProgress
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
@@ -45,12 +45,12 @@ class PaintProgress(NodeProgress):
         """Save what was sampled, (B, 4, h, w), for AnyGPU Recover Latents, before it is decoded."""
         height, width = (side * 8 for side in latents.shape[-2:])
         kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format="SD15")
-        recovery.keep_plain(kept_folder(), kept, self.notify)
+        recovery.save_plain_recovery(saved_folder(), kept, self.notify)
 
 
 def saved_views(painted: Painted) -> AbstractContextManager[None]:
     """:func:`texturing.saved_views` in a folder beside the saved latents."""
     from ..paint import texturing
 
-    folder = kept_folder() / f"views-{uuid.uuid4().hex[:8]}"
-    return texturing.saved_views(painted, folder, folder.relative_to(kept_folder().parent.parent).as_posix())
+    folder = saved_folder() / f"views-{uuid.uuid4().hex[:8]}"
+    return texturing.saved_views(painted, folder, folder.relative_to(saved_folder().parent.parent).as_posix())

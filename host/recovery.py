@@ -22,22 +22,22 @@ from comfy.patcher_extension import WrappersMP
 
 from ..compat.device.execution import to_host
 from ..pipelines.latents import recovery
-from ..pipelines.latents.recovery import Kept, Sampled
+from ..pipelines.latents.recovery import Sampled, SavedLatents
 from ..pipelines.latents.store import NESTED
 from .families import latent_format_of
-from .folders import kept_folder
+from .folders import saved_folder
 
 log = logging.getLogger(__name__)
 
 NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 WRAPPER = "anygpu_recovery"
-_kept_lately: deque[tuple[Any, ...]] = deque(maxlen=32)  # marks of latents that were kept
+_saved_lately: deque[tuple[Any, ...]] = deque(maxlen=32)  # marks of latents that were kept
 
 
-def listing() -> list[Kept]:
+def listing() -> list[SavedLatents]:
     """The saved latents, newest first."""
-    return recovery.listing(kept_folder())
+    return recovery.listing(saved_folder())
 
 
 def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") -> dict[str, Any]:
@@ -46,14 +46,14 @@ def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") 
     Raises:
         CheckpointError: none of that id is kept.
     """
-    latent = recovery.load(kept_folder(), name, notify, family)
+    latent = recovery.load(saved_folder(), name, notify, family)
     more = latent.pop(NESTED, None)
     if more:
         latent["samples"] = comfy.nested_tensor.NestedTensor([latent["samples"], *more])
     return latent
 
 
-def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
+def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
     """Have every sampling of core's samplers with ``patcher``, or a clone of it, saved for AnyGPU Recover Latents.
 
     Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
@@ -82,13 +82,13 @@ def keep_what_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> 
     patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER, sampled)
 
 
-def keep_for_decode(samples: torch.Tensor) -> None:
+def save_for_decode(samples: torch.Tensor) -> None:
     """Keep latents that are about to be decoded, unless they are those that were kept last."""
     try:
         mark = _mark(samples)
-        if mark not in _kept_lately:
-            recovery.keep_plain(kept_folder(), Sampled([samples], "decode"), log.warning)
-            _kept_lately.append(mark)
+        if mark not in _saved_lately:
+            recovery.save_plain_recovery(saved_folder(), Sampled([samples], "decode"), log.warning)
+            _saved_lately.append(mark)
     except Exception as error:  # a disk, or latents of another kind: it must not cost the decode
         log.warning("AnyGPU: latents could not be saved: %s", error)
 
@@ -124,8 +124,8 @@ def _keep(
         model, shapes = guider.model_patcher.model, given.get("latent_shapes")
         latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
         found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
-        recovery.keep_plain(kept_folder(), replace(found, unfinished=unfinished), log.warning)
-        _kept_lately.append(_mark(latents[0]))
+        recovery.save_plain_recovery(saved_folder(), replace(found, unfinished=unfinished), log.warning)
+        _saved_lately.append(_mark(latents[0]))
     except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
         log.warning("AnyGPU: latents could not be saved: %s", error)
 
@@ -148,7 +148,7 @@ def choices() -> list[str]:
 
 def stamp(name: str) -> tuple[str, int]:
     """Changes when another file is meant: the id, and when it was written."""
-    path = recovery.path_of(kept_folder(), name)
+    path = recovery.path_of(saved_folder(), name)
     return path.stem, path.stat().st_mtime_ns
 
 
@@ -161,7 +161,7 @@ def thumbnail(name: str) -> bytes | None:
     from PIL import Image
 
     item = next((item for item in listing() if item.id == name), None)
-    samples = recovery.load(kept_folder(), name, log.info)["samples"]
+    samples = recovery.load(saved_folder(), name, log.info)["samples"]
     rough = latent_format_of(item.family if item else None) or _latent_format(item.latent_format if item else "")
     factors = rough.latent_rgb_factors
     if factors is None or samples.ndim not in (4, 5) or len(factors) != samples.shape[1]:

@@ -67,16 +67,16 @@ class FitModel(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
         """The model, fitted."""
-        node_id, said = cls.hidden.unique_id, list[str]()
+        node_id, messages = cls.hidden.unique_id, list[str]()
 
         def tell(line: str) -> None:  # while a sampler runs, below what was decided
             progress = NodeProgress(node_id)
-            progress.lines += said
+            progress.lines += messages
             progress.notify(line)
             progress.show()
 
         fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, tell=tell)
-        said += map(str, decisions)
+        messages += map(str, decisions)
         return output_of(cls, model, fitted, decisions)
 
 

@@ -13,7 +13,7 @@ from ..pipelines.decisions import in_short
 from ..pipelines.latents import batch
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.records.receipts import decoded_receipt
-from ..pipelines.vae.plan import METHODS, Form
+from ..pipelines.vae.plan import METHODS, DecodeRequest
 from .inputs import Pipeline, schema
 
 
@@ -81,7 +81,7 @@ class Decode(io.ComfyNode):
     ) -> io.NodeOutput:
         """Frames and the video, for each video of the latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        form = Form(method, tile_size, tile_overlap, frames_per_chunk)
+        form = DecodeRequest(method, tile_size, tile_overlap, frames_per_chunk)
 
         videos, clips, receipts = batch.videos_of(latent), [], []
         for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True):

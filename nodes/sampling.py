@@ -19,7 +19,7 @@ from ..pipelines.decisions import in_short
 from ..pipelines.demo.stand_in import own_inputs, own_latents
 from ..pipelines.latents import batch, recovery
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.latents.steps import KeptSteps
+from ..pipelines.latents.steps import SavedSteps
 from ..pipelines.registry import FAMILIES
 from ..pipelines.settings import with_step_cache
 from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
@@ -91,10 +91,10 @@ class Sample(io.ComfyNode):
         def sample(index: int, seed: int, part: Any) -> Latents:
             start = starts[index % len(starts)]
             asked = replace(chosen, seed=seed, **start)
-            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             latents = stages.sample(pipeline, encoded, image, asked, part, steps)
             latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)
-            recovery.keep(folders.kept_folder(), latents, progress.notify)
+            recovery.keep(folders.saved_folder(), latents, progress.notify)
             return latents
 
         return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample, len(starts)))
@@ -168,8 +168,8 @@ class SampleFramePack(io.ComfyNode):
             asked = replace(chosen, seed=seed)
             made = dict(pipeline=pipeline, prompt=encoded, image=image, settings=asked, framepack=framepack)
             sign = partial(saved.signed, **made)
-            keeper = recovery.KeptSections(folders.kept_folder(), progress.notify, describe=sign)
-            steps = KeptSteps(folders.unfinished_folder(), progress.notify)
+            keeper = recovery.SavedSections(folders.saved_folder(), progress.notify, describe=sign)
+            steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             return sign(stages.sample_framepack(pipeline, encoded, image, asked, framepack, part, keeper, steps))
 
         return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample))

@@ -424,7 +424,7 @@ class Rewrites:
         causal_decoder: whether its decoder never looks ahead, so that a video can be decoded in chunks.
         vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
         published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
-        published_vae_sites: sites that are fused in the decoder of its published VAE.
+        published_vae_fusion_points: those fused in the decoder of its published VAE.
         split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
         returns_alone: whether its blocks return their tokens without the text.
     """
@@ -433,7 +433,7 @@ class Rewrites:
     causal_decoder: bool = False
     vae_settings: Mapping[str, int] = field(default_factory=dict)
     published_blocks: tuple[tuple[str, int, bool], ...] = ()
-    published_vae_sites: int = 0
+    published_vae_fusion_points: int = 0
     split: SplitPlan | None = None
     returns_alone: bool = False
 

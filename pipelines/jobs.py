@@ -17,7 +17,7 @@ from .demo.stand_in import own_inputs
 from .files.single_file import Files
 from .forecast import page
 from .latents import recovery
-from .latents.steps import FOLDER, KeptSteps
+from .latents.steps import FOLDER, SavedSteps
 from .latents.store import load_latent
 from .load import lora
 from .load.placed import load_placed
@@ -40,7 +40,7 @@ from .sampling.resume import LeaderSections, LeaderSteps, StepStore
 from .settings import of_checkpoint, with_step_cache
 from .sizes import Size
 from .vae.fallback import serve_decoding
-from .vae.plan import Form
+from .vae.plan import DecodeRequest
 from .vae.tiled import dismiss
 
 VIDEO_FIT = "crop"
@@ -115,7 +115,7 @@ def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence
     return Result(made.frames, ".mp4", lambda path: write_mp4(made.frames, made.latents.fps, path, tags))
 
 
-def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form) -> torch.Tensor:
+def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
     group = pipeline.run.group
     if group is None:
@@ -140,7 +140,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     settings = replace(job.settings, width=size[0], height=size[1], latents=video)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
-    steps: StepStore = KeptSteps(unfinished / FOLDER, progress.notify)
+    steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderSteps(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
@@ -154,7 +154,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         signed = partial(
             with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
-        keeper = recovery.KeptSections(unfinished, progress.notify, describe=signed)
+        keeper = recovery.SavedSections(unfinished, progress.notify, describe=signed)
         sections = keeper if group is None else LeaderSections(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
         latents = signed(latents)

@@ -240,7 +240,7 @@ def make_room_and_retry(
     pipeline: Pipeline,
     progress: Progress,
     parts: tuple[str, ...] = (),
-    told: str = "sampling ran out of memory: continuing {}, after the last finished step",
+    message: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
     """Handler that a stage calls after an error: frees memory and returns True to try again.
 
@@ -249,7 +249,7 @@ def make_room_and_retry(
 
     Args:
         parts: those that come in pieces; none means the transformers.
-        told: what is said, with a place for what was done.
+        message: shown before the retry, with a place for what was done.
     """
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
@@ -260,7 +260,7 @@ def make_room_and_retry(
         if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
-            done = pipeline.offloader.step_down(*parts)
+            done = pipeline.offloader.reduce_memory(*parts)
         except DEVICE_ERRORS:  # no room for that either, and the part may have left while its inputs stayed
             done, once_more = "", False
         if not done and once_more:
@@ -270,7 +270,7 @@ def make_room_and_retry(
             return False
         gc.collect()
         empty_cache(pipeline.offloader.device)
-        progress.notify(told.format(done))
+        progress.notify(message.format(done))
         return True
 
     return again

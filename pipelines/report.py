@@ -14,7 +14,7 @@ from ..compat.device.facts import GIBIBYTE, DeviceFacts, accelerators, facts_for
 from ..compat.device.precision import DTYPES, PAINT, PLAIN, ModelPrecision
 from ..compat.device.probe_store import ProbeStore
 from ..compat.device.work import pace_of
-from ..compat.memory.statistics import kept_stages
+from ..compat.memory.statistics import saved_stages
 from ..compat.probe_results import probe_results_of
 from ..compat.report import DEVICE, Report, dtypes_in_use, report_on
 from .base import Progress
@@ -54,11 +54,11 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
-    told = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
-    costs = [] if state is None else [cost for cost in kept_stages(state) if cost.beside_forecast][-MOST_RUNS:]
-    runs = tuple(Decision(f"{cost.date} {cost.pipeline}", cost.beside_forecast) for cost in costs)
+    page = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
+    costs = [] if state is None else [cost for cost in saved_stages(state) if cost.against_forecast][-MOST_RUNS:]
+    runs = tuple(Decision(f"{cost.date} {cost.pipeline}", cost.against_forecast) for cost in costs)
     times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", runs))
-    sections = ((name, (*rows, *_further(facts.device)) if name == DEVICE else rows) for name, rows in told.sections)
+    sections = ((name, (*rows, *_further(facts.device)) if name == DEVICE else rows) for name, rows in page.sections)
     return Report((*sections, *(section for section in times if section[1])))
 
 

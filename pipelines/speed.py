@@ -27,10 +27,10 @@ from ..compat.transforms import fused
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import Compilation, CompileSettings
 from ..compat.transforms.fp16 import require_fp16_sums
-from ..compat.transforms.fused import FusedSites
+from ..compat.transforms.fused import FusionPoints
 from ..compat.transforms.fused_vae import fuse_vae
 from ..compat.transforms.order import Order, Step, Undo
-from ..compat.transforms.products import multiply_as_stored, require_products
+from ..compat.transforms.products import multiply_as_stored, require_stored_matmuls
 
 RANGE = "anygpu"  # begins the name of every range of ours
 HostOffloader = Callable[..., Any]
@@ -190,7 +190,7 @@ class Speed:
     ) -> None:
         self.formats, self.multiplied, self.epilogue = formats, 0, epilogue
         self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
-        self.fused: dict[str, FusedSites] = {}
+        self.fused: dict[str, FusionPoints] = {}
         self.compiled: dict[str, Compilation] = {}
         off = Decision("compile", "off", "as set on the load node")  # the default, which needs no reason
         self.compile = Decision("compile", "on", "", CHOSEN) if request.compile else off
@@ -242,7 +242,7 @@ class Speed:
         return self.kernels, self.compile
 
     def line(self, title: str) -> str:
-        """Summary such as ``LTX-Video: 168 of 168 sites fused (triton), attention cuDNN, compile off``."""
+        """Summary such as ``LTX-Video: 168 of 168 fusion points (triton), attention cuDNN, compile off``."""
         kernels = self.fused.get(TRANSFORMER) or self.kernels
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
@@ -304,7 +304,7 @@ def speed_for(
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
-    formats = require_products(facts) if request.stored_products else ()
+    formats = require_stored_matmuls(facts) if request.stored_products else ()
     form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere

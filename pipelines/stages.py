@@ -50,7 +50,7 @@ from .settings import (
 )
 from .sizes import TRANSFORMER, VAE, Size
 from .text.t5 import described, texts_of
-from .vae.plan import Form
+from .vae.plan import DecodeRequest
 
 MOST_TOKENS = 1024
 MOST_STG = 20.0
@@ -294,7 +294,7 @@ def sample_framepack(
 
 
 def decode(
-    pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: Form | None = None
+    pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: DecodeRequest | None = None
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
@@ -315,7 +315,7 @@ def decode(
             expected=f"(1, {expected}, T, H, W) for {family.title}",
             fix="Decode them with the model that made them.",
         )
-    chosen = form or Form(method)
+    chosen = form or DecodeRequest(method)
     smallest = chosen.method in ("auto", "streaming", "cpu")
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
@@ -396,7 +396,7 @@ def tokens_in(prompt: Prompt) -> int:
 
 def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
     """Return the result of ``run``; retries in fp32 after broken values, and with more room after a shortage."""
-    more_room = make_room_and_retry(pipeline, progress, told=SAMPLING.again)
+    more_room = make_room_and_retry(pipeline, progress, message=SAMPLING.again)
 
     def again(error: BaseException) -> bool:
         return fall_back_to_fp32(pipeline, progress, error) or more_room(error)

@@ -169,8 +169,8 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_conv3d.py::test_no_conv3d_for_the_mochi_decoder": ("group",),
     "test_conv3d.py::test_no_conv3d_for_other_decoders": ("none-hunyuan_vae-size0", "sequential-ltx_vae-size1"),
     "test_conv3d.py::test_probes_lead_to_a_form_that_works": (
-        "turing-dtype0-Conv3dForm.FP32",
-        "mps-like-dtype4-Conv3dForm.FRAMES",
+        "turing-dtype0-Conv3dMethod.FP32",
+        "mps-like-dtype4-Conv3dMethod.FRAMES",
     ),
     "test_two_cards.py::test_parts_on_different_devices_give_the_same_video": (
         "ltx-acc:1-acc:0-acc:0", "hunyuan_video-acc:1-cpu-cpu", "hunyuan_video_15 image-acc:1-acc:0-acc:0",

@@ -11,8 +11,8 @@ import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.latents.recovery import KeptSections
-from anygpu.pipelines.latents.steps import KeptSteps
+from anygpu.pipelines.latents.recovery import SavedSections
+from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
@@ -66,10 +66,10 @@ def sampled(
     frames = pipeline.spec.sizes.stride + 1
     settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
     settings = replace(settings, **changes)
-    steps = None if kept is None else KeptSteps(kept / "steps", progress.notify, share=share)
+    steps = None if kept is None else SavedSteps(kept / "steps", progress.notify, share=share)
     if not pipeline.spec.recipes.sections:
         return stages.sample(pipeline, prompt, image, settings, progress, steps)
-    sections = None if kept is None else KeptSections(kept, progress.notify)
+    sections = None if kept is None else SavedSections(kept, progress.notify)
     framepack = FramePackSettings(0.6, window=2)
     assert image is not None
     return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)

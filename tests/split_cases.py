@@ -25,7 +25,7 @@ from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.split import on_group, require_exact
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 from safetensors.torch import save_file
 from simulated import accelerator
 from tiny.weights import randomise
@@ -234,11 +234,11 @@ def _key_too_few(_right: Any) -> Any:
 
 
 DECODES = {  # model: form of the decode, and latent frames; each gives several regions
-    "hunyuan_video": (Form("tiled", tile=64), 3),
-    "hunyuan_video, windows": (Form("full"), 20),
-    "ltx": (Form("tiled", tile=128), 2),
-    "mochi": (Form("tiled", tile=64, frames=1), 3),
-    "hunyuan_video_15": (Form("tiled", tile=64), 2),
+    "hunyuan_video": (DecodeRequest("tiled", tile=64), 3),
+    "hunyuan_video, windows": (DecodeRequest("full"), 20),
+    "ltx": (DecodeRequest("tiled", tile=128), 2),
+    "mochi": (DecodeRequest("tiled", tile=64, frames=1), 3),
+    "hunyuan_video_15": (DecodeRequest("tiled", tile=64), 2),
 }
 
 

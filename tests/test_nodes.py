@@ -16,7 +16,7 @@ from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.repairs import Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.loading.folder import LoadRequest, load
+from anygpu.pipelines.load.folder import LoadRequest, load
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
 
@@ -121,13 +121,13 @@ def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: 
     casting, stats = core.module("host.casting"), MemoryStats()
     layer, x = nn.Linear(4, 3), torch.randn(2, 4)
     expected = layer(x)
-    assert casting.install_cast_leaves(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
-    assert not casting.install_cast_leaves(layer, torch.device("cpu"), stats), "nothing had to change"
+    assert casting.install_cast_layers(layer, torch.device("cpu"), stats) and torch.equal(layer(x), expected)
+    assert not casting.install_cast_layers(layer, torch.device("cpu"), stats), "nothing had to change"
     layer.comfy_cast_weights = True
     assert torch.equal(layer(x), expected) and stats.moved_bytes == 0, "they were here"
     layer.weight_function, layer.bias_function = [torch.zeros_like], [lambda bias: bias + 1]
     assert torch.equal(layer(x), (layer.bias + 1).expand(2, 3))
-    casting.restore_leaves(layer)
+    casting.restore_layers(layer)
     assert type(layer) is nn.Linear and torch.equal(layer(x), expected)
 
 
@@ -143,12 +143,18 @@ def test_latents_are_saved_loaded_and_rendered_again(core: ComfyUI, loaded, late
 
 def test_the_doctor_says_what_is_kept_and_what_is_forgotten(core: ComfyUI, loaded) -> None:
     store, repair = RepairStore(core.module("host.folders").state_folder()), Repair("vae.decoder", "fp32")
-    for choice, kept, line in (("forget", (), ""), ("keep", (repair,), "kept: "), ("forget", (repair,), "forgotten")):
+    for choice, kept, line in (
+        ("forget", (), ""),
+        ("keep", (repair,), "saved repair: "),
+        ("forget", (repair,), "repairs are deleted"),
+    ):
         for one in kept:
             store.add(str(loaded[0].model.source), one)
         watched = core.run("Doctor", pipeline=loaded[0], repair=choice)
         assert watched.result[0].run.doctor is not None and core.said.startswith("watching")
-        assert [text for text in ("kept: ", "forgotten") if text in core.said] == ([line] if line else [])
+        assert [text for text in ("saved repair: ", "repairs are deleted") if text in core.said] == (
+            [line] if line else []
+        )
     assert all("connect" in str(blocked.given) for blocked in watched.result[1:])
 
 

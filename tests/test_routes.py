@@ -661,7 +661,7 @@ def test_the_last_run_of_another_window_is_not_told(pack, monkeypatch):
 
 
 def test_what_changed_since_the_sampling_before_is_told(pack):
-    folder = importlib.import_module("anygpu.host.folders").kept_folder()
+    folder = importlib.import_module("anygpu.host.folders").saved_folder()
     for torch_version in ("1.0", "2.0"):
         assert pack.ask("GET", "/anygpu/run")[1]["changed"] is None
         record = {"anygpu_receipt": 1, "latents": "00", "made_with": {"torch": torch_version}}

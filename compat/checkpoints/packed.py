@@ -196,7 +196,7 @@ def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
     return bool(named) and len(entry.shape) == 2
 
 
-def kept_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
+def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
     """Tell whether a weight's own dtype in the file is what the choice keeps, so that reading casts nothing."""
     own = STORED[entry.dtype]
     if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
@@ -214,7 +214,7 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
         dense: the dtype that computes.
     """
     count = math.prod(entry.shape)
-    if kept_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
+    if stays_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
         scale = 0 if entry.scale is None else 4 * math.prod(entry.scale.shape)
         return entry.total_bytes + scale
     if not is_eligible(name, entry):

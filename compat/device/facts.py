@@ -448,9 +448,9 @@ def _driver(backend: str) -> str:
         stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
         if stated:
             return stated
-    told = value_or(_nvml_driver, "") if backend == "cuda" else ""
-    if told:
-        return told
+    reported = value_or(_nvml_driver, "") if backend == "cuda" else ""
+    if reported:
+        return reported
     release = value_or(lambda: str(platform.release()), "")
     if backend != "cuda" and sys.platform == "linux" and "microsoft" not in release.lower():
         return "Linux " + ".".join(release.split(".")[:2])  # amdgpu and xe change with it

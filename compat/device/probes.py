@@ -90,7 +90,7 @@ def matmul(dtype: torch.dtype, device: torch.device) -> str:
     return _off(home(a.to(dtype).to(device) @ b.to(dtype).to(device)), a @ b, dtype)
 
 
-def wide_sums(dtype: torch.dtype, device: torch.device) -> str:
+def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
     """P3: whether products are summed in fp32: partial sums that overflow fp16, and ones that fp16 cannot count."""
     swing = torch.tensor([240.0] * 32 + [-240.0] * 32)
     count = torch.ones(4096)
@@ -106,7 +106,7 @@ def wide_sums(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def wide_output(device: torch.device) -> str:
+def fp32_output_probe(device: torch.device) -> str:
     """P3: a product of fp16 operands that is written in fp32, beyond what fp16 can hold."""
     ones = torch.full((16, 16), 300.0, dtype=FP16).to(device)
     product = torch.mm(ones, ones, out_dtype=FP32).cpu()
@@ -207,8 +207,8 @@ def standard() -> dict[str, Probe]:
         suite[f"masked_attention.{name}"] = partial(attention, dtype, masked=True)
         suite[f"groupnorm.{name}"] = partial(groupnorm, dtype)
         suite[f"pad3d.{name}"] = partial(time_pad, dtype)
-    suite |= {f"sums.{name}": partial(wide_sums, NAMES[name]) for name in ("bf16", "fp16")}
-    return suite | {"output.fp16_to_fp32": wide_output, "float64": double, "float8": eight_bits}
+    suite |= {f"sums.{name}": partial(fp32_sums, NAMES[name]) for name in ("bf16", "fp16")}
+    return suite | {"output.fp16_to_fp32": fp32_output_probe, "float64": double, "float8": eight_bits}
 
 
 def _patterns(dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from .probe_store import ProbeStore
 HOPELESS = 4.0  # times the best so far: measured once, not again
 
 
-def kept_times(
+def stored_times(
     key: str, measure: Callable[[], Mapping[str, float]], facts: DeviceFacts, store: ProbeStore | None
 ) -> Mapping[str, float]:
     """Milliseconds by name as ``measure`` gives them, asked once and kept under ``key``.

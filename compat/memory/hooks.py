@@ -59,7 +59,7 @@ class WeightGroup:
         if self.depth == 0:
             with _as_they_are():
                 try:
-                    self.hooks.bring(self)
+                    self.hooks.onload(self)
                 except BaseException:
                     self.restore()
                     raise
@@ -137,7 +137,7 @@ class GroupHooks:
         """Bytes of the largest group inside a list of blocks; of all where there is none."""
         return max((group.total_bytes for group in self._inner or self.groups), default=0)
 
-    def bring(self, group: WeightGroup) -> None:
+    def onload(self, group: WeightGroup) -> None:
         """Make the tensors of ``group`` their copies on the device, which the computation waits for."""
         if self._last is not None:
             self._next[self._last] = group
@@ -160,7 +160,7 @@ class GroupHooks:
         for (tensor, _), place in zip(group.host_weights, group.layout.places, strict=True):
             set_data(tensor, place.within(memory))
         if starts:
-            self._bring_ahead(self.copies)
+            self._prefetch(self.copies)
 
     def leave(self, group: WeightGroup) -> None:
         """Bring the next groups ahead, behind what is computing now, and give ``group`` up."""
@@ -168,12 +168,12 @@ class GroupHooks:
             group.restore()
             return
         try:
-            self._bring_ahead(self.copies)
+            self._prefetch(self.copies)
         finally:
             group.restore()
             self.copies.leave()
 
-    def _bring_ahead(self, copies: CopyStream) -> None:
+    def _prefetch(self, copies: CopyStream) -> None:
         """Copy the groups that come next, as many as there is room for; those in use are there already."""
         room = self.ahead_bytes
         if self.room_bytes is not None and self._last is not None:

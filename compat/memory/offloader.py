@@ -260,7 +260,7 @@ class Offloader(Protocol):
             InputError: a mode that cannot be switched to, or a part is in use.
         """
 
-    def step_down(self, part: str, *beside: str) -> str:
+    def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room for ``part``, which is in use or about to be.
 
         Args:

@@ -185,7 +185,7 @@ class ActiveAdapters:
 
 @contextmanager
 def adapters_on(
-    parts: Parts, part: str, adapters: Adapters | None, take_off: Callable[[str], None], progress: Any = None
+    parts: Parts, part: str, adapters: Adapters | None, detach: Callable[[str], None], progress: Any = None
 ) -> Iterator[nn.Module]:
     """The part with these adapters; layers that can be switched off are, when the block ends.
 
@@ -200,11 +200,11 @@ def adapters_on(
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
     if wanted is not None:
         if active is None or active.key != wanted.key:
-            _change(parts, part, wanted, take_off)
+            _change(parts, part, wanted, detach)
         parts.active_adapters[part].owner = weakref.ref(wanted)
         wanted.tune(module, True)
     elif active is not None and (active.in_weights or active.owner() is None):
-        _change(parts, part, None, take_off)
+        _change(parts, part, None, detach)
     try:
         yield module
     finally:
@@ -212,7 +212,7 @@ def adapters_on(
             wanted.tune(module, False)
 
 
-def _change(parts: Parts, part: str, wanted: Adapters | None, take_off: Callable[[str], None]) -> None:
+def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[str], None]) -> None:
     """Undo the adapters and all later steps of the order, then apply them again with the wanted adapters."""
     active, module = parts.active_adapters.get(part), parts[part]
     plain: Any = parts.prepare if active is None else active.plain
@@ -220,7 +220,7 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, take_off: Callable
     undo: Any = parts.undo[part]
     order = active.order if active is not None and step is None else step.order
     with torch.inference_mode(False), torch.no_grad():
-        take_off(part)
+        detach(part)
         undo.back_to(order)
         parts.active_adapters.pop(part, None)
         try:

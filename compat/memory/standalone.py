@@ -122,7 +122,7 @@ class StandaloneOffloader:
         try:
             with (
                 current(self.device_of(part)),
-                adapters_on(self.parts, part, self.adapters, self.take_off, progress) as module,
+                adapters_on(self.parts, part, self.adapters, self.detach, progress) as module,
                 self._moved(part, module, activation_bytes, progress),
             ):
                 yield module
@@ -139,9 +139,9 @@ class StandaloneOffloader:
         if part in self.parts and self.device_of(part).type == HOST.type:
             self.parts.drop(part)
         elif self.mode != "model":  # in which a part has left already, or is in use
-            self.take_off(part)
+            self.detach(part)
 
-    def take_off(self, part: str) -> None:
+    def detach(self, part: str) -> None:
         """Take the hooks off the part and bring its weights to host memory, where it stays: it is about to change."""
         if part in self.parts:
             module = self.parts.read(part)
@@ -171,7 +171,7 @@ class StandaloneOffloader:
         empty_cache(self.device)
         self._state.mode = mode
 
-    def step_down(self, part: str, *beside: str) -> str:
+    def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
         device = self.device_of(part)
         if device.type == HOST.type:
@@ -179,7 +179,7 @@ class StandaloneOffloader:
         staying = (part, *beside, *self._state.in_use)
         others = [name for name, module in self.parts.items() if name not in staying and on_device(module, device)]
         for name in others:
-            self.take_off(name)
+            self.detach(name)
         if others:
             return f"without {', '.join(others)} on the device"
         mode = STEP_DOWN.get(self.mode, "")

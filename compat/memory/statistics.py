@@ -87,7 +87,7 @@ class StageCost:
         return self.seconds - self.reading_seconds
 
     @property
-    def beside_forecast(self) -> str:
+    def against_forecast(self) -> str:
         """Time taken against the forecast, such as ``sampling took 61.0 s, 58.3 s forecast``; empty without one."""
         if not self.forecast_seconds:
             return ""
@@ -180,7 +180,7 @@ class MemoryStats:
     def _keep(self, cost: StageCost) -> None:
         if self.state is None:
             return
-        rows = [*kept_stages(self.state), cost][-KEPT:]
+        rows = [*saved_stages(self.state), cost][-KEPT:]
         try:
             with replacing(self.state / FILE) as temporary:
                 temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
@@ -226,11 +226,11 @@ def stage_cost(
     tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
     if tell is not None and offloader.device.type != HOST.type:
         tell(str(cost))
-    if progress is not None and max(cost.own_seconds, cost.forecast_seconds) >= WORTH_TELLING and cost.beside_forecast:
-        progress.notify(cost.beside_forecast)
+    if progress is not None and max(cost.own_seconds, cost.forecast_seconds) >= WORTH_TELLING and cost.against_forecast:
+        progress.notify(cost.against_forecast)
 
 
-def kept_stages(state: Path) -> list[StageCost]:
+def saved_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
         rows = json.loads((state / FILE).read_text(encoding="utf-8"))

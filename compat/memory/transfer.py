@@ -29,7 +29,7 @@ from ..device.execution import BITS, HALVES, HOST, carried, to_host
 from ..device.facts import DeviceFacts
 from ..device.failures import DEVICE_ERRORS
 from ..device.probe_store import ProbeStore
-from ..device.timed_choice import fastest, kept_times, milliseconds
+from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import UnsupportedError
 from .offloader import ALIGNED_BYTES, SLICE_BYTES, views_of
 from .parts import StageText
@@ -348,7 +348,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
     """
     if store is not None and store.folder is not None:
         folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
-        times = kept_times(key, lambda: copy_times(folder, facts.device), facts, store)
+        times = stored_times(key, lambda: copy_times(folder, facts.device), facts, store)
         if len(times) > 1:
             return fastest(times, "mapped", WORTH) == "mapped"
     return facts.backend in MAPPED

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
-from ..device.timed_choice import fastest, kept_times, milliseconds
+from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import InputError, PackError, UnsupportedError
 from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, require_usable
@@ -190,7 +190,7 @@ def by_time(
     if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
         return attention
     name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
-    times = kept_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
+    times = stored_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
     if DEFAULT not in times:
         return attention
     best, decision = fastest(times, DEFAULT, WORTH), attention.decision

@@ -22,7 +22,7 @@ from ..device.execution import HOST, carried, hooked_device, placed, to_host
 from ..errors import UnsupportedError
 from ..memory.hooks import misplaced, weights_on
 from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
-from .conv3d_forms import Conv3dForm, Geometry, convolve, padded
+from .conv3d_methods import Conv3dMethod, Geometry, convolve, padded
 
 logger = logging.getLogger(__name__)
 ADDED = ("conv3d_choice", "conv3d_reported")  # attributes that a swapped layer has besides its own
@@ -65,7 +65,7 @@ class SwapUnit:
     """The convolutions that the inputs of ``owner`` go into, one by one."""
 
 
-def swap_conv3d(root: nn.Module, choose: Conv3dForm | Mapping[str, Any] | Chooser) -> Swapped:
+def swap_conv3d(root: nn.Module, choose: Conv3dMethod | Mapping[str, Any] | Chooser) -> Swapped:
     """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
 
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
@@ -79,7 +79,7 @@ def swap_conv3d(root: nn.Module, choose: Conv3dForm | Mapping[str, Any] | Choose
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
     """
     choose = choose_by(choose) if isinstance(choose, Mapping) else choose
-    chooser = always(choose) if isinstance(choose, Conv3dForm) else choose
+    chooser = always(choose) if isinstance(choose, Conv3dMethod) else choose
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
@@ -281,7 +281,7 @@ class SwappedConv3d(SwappedModule):
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)
         if edges is not None:
-            x = padded(x, edges, mode, choice.form is Conv3dForm.FRAMES)
+            x = padded(x, edges, mode, choice.form is Conv3dMethod.FRAMES)
         if self.weight.device == x.device and not hasattr(self, "weights_on"):
             out = convolve(choice.form, x, self.weight, self.bias, geometry_of(self), choice.chunk_bytes)
         else:
@@ -414,7 +414,7 @@ def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
 
 def _reads_frames_first(layer: nn.Module) -> bool:
     choice = getattr(layer, "conv3d_choice", None)
-    return choice is not None and choice.form is Conv3dForm.FRAMES
+    return choice is not None and choice.form is Conv3dMethod.FRAMES
 
 
 def history_tables(

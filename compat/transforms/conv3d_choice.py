@@ -16,8 +16,8 @@ from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for
-from ..device.timed_choice import fastest, kept_times, milliseconds
-from .conv3d_forms import MATMUL_BYTES, OWN, Conv3dForm, Geometry, Triple, convolve, covers
+from ..device.timed_choice import fastest, milliseconds, stored_times
+from .conv3d_methods import MATMUL_BYTES, OWN, Conv3dMethod, Geometry, Triple, convolve, covers
 
 TF32_EPS = 2.0**-10  # tensor cores may take fp32 operands with ten bits of mantissa
 WORTH = 0.8  # of the time of what would be taken without a clock: a smaller gain may be the noise of one morning
@@ -40,9 +40,9 @@ class Conv3dLayer:
     @property
     def kind(self) -> str:
         """``pointwise``, ``patches`` (kernel = stride) or ``general``."""
-        if covers(Conv3dForm.POINTWISE, self.kernel, self.geometry):
+        if covers(Conv3dMethod.POINTWISE, self.kernel, self.geometry):
             return "pointwise"
-        return "patches" if covers(Conv3dForm.PATCHES, self.kernel, self.geometry) else "general"
+        return "patches" if covers(Conv3dMethod.PATCHES, self.kernel, self.geometry) else "general"
 
     @property
     def key(self) -> str:
@@ -57,34 +57,37 @@ class Conv3dLayer:
 class Conv3dChoice:
     """An implementation and the reason for it; ``chunk_bytes`` bounds what it copies at a time, 0 for its own bound."""
 
-    form: Conv3dForm
+    form: Conv3dMethod
     why: str
     chunk_bytes: int = 0
 
 
 Chooser = Callable[[Conv3dLayer], "Conv3dChoice | None"]
-Timings = Callable[[Conv3dLayer, "tuple[Conv3dForm, ...]"], Mapping[str, float]]
+Timings = Callable[[Conv3dLayer, "tuple[Conv3dMethod, ...]"], Mapping[str, float]]
 
-PREFERRED: dict[tuple[str, str], tuple[Conv3dForm, str]] = {  # (backend, kind of layer) where conv3d itself works too
-    ("cuda", "patches"): (Conv3dForm.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
-    ("rocm", "patches"): (Conv3dForm.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
-    ("rocm", "pointwise"): (Conv3dForm.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
-    ("rocm", "general"): (Conv3dForm.FRAMES, "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)"),
-    ("mps", "patches"): (Conv3dForm.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("mps", "pointwise"): (Conv3dForm.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("mps", "general"): (Conv3dForm.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("xla", "pointwise"): (Conv3dForm.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
+PREFERRED: dict[tuple[str, str], tuple[Conv3dMethod, str]] = {  # (backend, kind of layer) where conv3d itself works too
+    ("cuda", "patches"): (Conv3dMethod.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
+    ("rocm", "patches"): (Conv3dMethod.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "pointwise"): (Conv3dMethod.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
+    ("rocm", "general"): (
+        Conv3dMethod.FRAMES,
+        "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)",
+    ),
+    ("mps", "patches"): (Conv3dMethod.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "pointwise"): (Conv3dMethod.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("mps", "general"): (Conv3dMethod.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
+    ("xla", "pointwise"): (Conv3dMethod.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
 }
 INSTEAD = (  # of a conv3d that does not run
-    Conv3dForm.POINTWISE,
-    Conv3dForm.PATCHES,
-    Conv3dForm.FRAMES,
-    Conv3dForm.CHANNELS_LAST,
-    Conv3dForm.FP32,
-    Conv3dForm.MATMUL,
+    Conv3dMethod.POINTWISE,
+    Conv3dMethod.PATCHES,
+    Conv3dMethod.FRAMES,
+    Conv3dMethod.CHANNELS_LAST,
+    Conv3dMethod.FP32,
+    Conv3dMethod.MATMUL,
 )
 # In fp16 a CPU takes up to 90 times as long as in fp32, for matmuls too (benchmarks/results/conv3d.csv).
-INSTEAD_ON_CPU = (Conv3dForm.FP32, *INSTEAD)
+INSTEAD_ON_CPU = (Conv3dMethod.FP32, *INSTEAD)
 
 
 def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
@@ -96,7 +99,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
             ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may get,
             0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
-        timings: milliseconds by implementation, as :func:`kept_timings` measures them; the fastest wins where it gains
+        timings: milliseconds by implementation, as :func:`stored_timings` measures them; the fastest wins if it gains
             enough over what the facts alone would choose.
     """
 
@@ -104,10 +107,10 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     order = INSTEAD_ON_CPU if backend == "cpu" else INSTEAD
 
     def choice(layer: Conv3dLayer) -> Conv3dChoice | None:
-        usable = [form for form in Conv3dForm if runs(form, layer, facts)]
-        form, why = PREFERRED.get((backend, layer.kind), (Conv3dForm.NATIVE, ""))
+        usable = [form for form in Conv3dMethod if runs(form, layer, facts)]
+        form, why = PREFERRED.get((backend, layer.kind), (Conv3dMethod.NATIVE, ""))
         if form not in usable:
-            form, why = Conv3dForm.NATIVE, ""
+            form, why = Conv3dMethod.NATIVE, ""
         if form not in usable:
             form = next(form for form in order if form in usable)
             missing = "5-D padding" if _able(facts, "conv3d", layer.dtype) else "conv3d"
@@ -117,9 +120,9 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         timed = {name: ms for name, ms in measured.items() if name in known}
         if timed:
             best = fastest(timed, form.value, WORTH) if form.value in timed else min(timed, key=timed.__getitem__)
-            form, ranked = Conv3dForm(best), sorted(timed.items(), key=lambda item: item[1])
+            form, ranked = Conv3dMethod(best), sorted(timed.items(), key=lambda item: item[1])
             why = f"timed here: {', '.join(f'{name} {ms:.2f} ms' for name, ms in ranked)}"
-        return _guarded(facts) if form is Conv3dForm.NATIVE else Conv3dChoice(form, why, _bound(form, facts))
+        return _guarded(facts) if form is Conv3dMethod.NATIVE else Conv3dChoice(form, why, _bound(form, facts))
 
     return choice
 
@@ -131,7 +134,7 @@ def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bo
     return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
 
 
-def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
+def stored_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
     """Timings of a real accelerator, each shape of layer measured once and saved with the probes; None without one.
 
     They are taken near the size of a real decode and under the switches that it runs under.
@@ -140,7 +143,7 @@ def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None
         return None
     policy = policy_for(facts)
 
-    def timings(layer: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> Mapping[str, float]:
+    def timings(layer: Conv3dLayer, forms: tuple[Conv3dMethod, ...]) -> Mapping[str, float]:
         if len(forms) < 2:
             return {}
         size = sample_size(layer)
@@ -149,28 +152,28 @@ def kept_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None
             with convolution_switches(policy):
                 return form_times(layer, facts.device, size, forms)
 
-        return kept_times(f"conv3d {'x'.join(map(str, size))} {layer.key}", measured, facts, store)
+        return stored_times(f"conv3d {'x'.join(map(str, size))} {layer.key}", measured, facts, store)
 
     return timings
 
 
-def always(form: Conv3dForm) -> Chooser:
+def always(form: Conv3dMethod) -> Chooser:
     """A chooser that gives ``form`` to every layer it covers and leaves the others alone."""
     return lambda layer: Conv3dChoice(form, "chosen") if covers(form, layer.kernel, layer.geometry) else None
 
 
-def runs(form: Conv3dForm, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
+def runs(form: Conv3dMethod, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
     """True where ``layer`` can be computed in ``form`` on the device of ``facts``."""
     if not covers(form, layer.kernel, layer.geometry):
         return False
-    if form is Conv3dForm.NATIVE:
+    if form is Conv3dMethod.NATIVE:
         return _able(facts, "conv3d", layer.dtype) and _able(facts, "pad3d", layer.dtype)
-    if form is Conv3dForm.CHANNELS_LAST:
+    if form is Conv3dMethod.CHANNELS_LAST:
         return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
-    if form is Conv3dForm.FP32:
+    if form is Conv3dMethod.FP32:
         cast = facts.get("cast", {}).get(f"{NAMES.get(layer.dtype, '')}_to_fp32", True)
         return cast and _able(facts, "conv3d", torch.float32)
-    return form is not Conv3dForm.FRAMES or _able(facts, "conv2d", layer.dtype)
+    return form is not Conv3dMethod.FRAMES or _able(facts, "conv2d", layer.dtype)
 
 
 def sample_size(layer: Conv3dLayer) -> Triple:
@@ -186,7 +189,7 @@ def form_times(
     layer: Conv3dLayer,
     device: torch.device,
     size: Triple,
-    forms: tuple[Conv3dForm, ...] = tuple(Conv3dForm),
+    forms: tuple[Conv3dMethod, ...] = tuple(Conv3dMethod),
     repeats: int = 5,
 ) -> dict[str, float]:
     """Milliseconds by form at ``size`` (T, H, W), for the forms that run, are right, and take little beside."""
@@ -195,7 +198,7 @@ def form_times(
     weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, (1, 1, 1))[1:])
     beside: dict[str, int] = {}
 
-    def weighed(form: Conv3dForm) -> torch.Tensor:
+    def weighed(form: Conv3dMethod) -> torch.Tensor:
         """The result; the first call, which is not timed, notes what the form holds beside operands and result."""
         if form.value in beside:
             return convolve(form, x, weight, bias, layer.geometry)
@@ -215,7 +218,7 @@ def form_times(
     return {name: ms for name, ms in milliseconds(ways, device, repeats).items() if beside[name] <= most}
 
 
-def form_error(form: Conv3dForm, layer: Conv3dLayer, device: torch.device) -> float | None:
+def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> float | None:
     """The largest error of ``form`` on ``device`` as a share of the largest value, or None if it fails or is wrong."""
     x, weight, bias = _sample(layer, tuple(2 * k + s for k, s in zip(layer.kernel, layer.geometry.stride, strict=True)))
     x, weight, bias = (tensor.to(layer.dtype) for tensor in (x, weight, bias))
@@ -246,10 +249,10 @@ def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
     """The device's own conv3d, left alone where it has no limits."""
     why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
     why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
-    return Conv3dChoice(Conv3dForm.NATIVE, why, _bound(Conv3dForm.NATIVE, facts)) if why else None
+    return Conv3dChoice(Conv3dMethod.NATIVE, why, _bound(Conv3dMethod.NATIVE, facts)) if why else None
 
 
-def _bound(form: Conv3dForm, facts: Mapping[str, Any]) -> int:
+def _bound(form: Conv3dMethod, facts: Mapping[str, Any]) -> int:
     """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
     return int(facts.get("conv_bytes", 0)) if form in OWN else 0
 

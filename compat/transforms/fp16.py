@@ -33,8 +33,8 @@ from .fp16_layers import (
     LayerSettings,
     RotaryTables,
     adapted_value,
+    fp32_swiglu,
     rms_norm,
-    wide_swiglu,
 )
 
 UPSTREAM = "diffusers.models.transformers."
@@ -164,7 +164,7 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
         if path.rpartition(".")[2] in QK_NORMS:
             applied.undo.patch(module, rms_norm)
         elif type(module).__name__ == "SwiGLU":
-            applied.undo.patch(module, wide_swiglu)
+            applied.undo.patch(module, fp32_swiglu)
     for path in {path.rpartition(".")[0] for path, kind in layers.items() if kind is LayerKind.ROTATED}:
         attention: Any = block.get_submodule(path)
         if full_name(attention.processor) == LTX_PROCESSOR:

@@ -77,7 +77,7 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
     return _power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
 
 
-def wide_linear(layer: Any, x: Tensor) -> Tensor:
+def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
     settings: LayerSettings = getattr(layer, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
@@ -96,7 +96,7 @@ def wide_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _divided_linear(layer: Any, x: Tensor) -> Tensor:
-    """:func:`wide_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
+    """:func:`fp32_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
 
     What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
     """
@@ -144,7 +144,7 @@ def rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
     return y.to(HALF) if narrow else y
 
 
-def wide_swiglu(gated: Any, x: Tensor) -> Tensor:
+def fp32_swiglu(gated: Any, x: Tensor) -> Tensor:
     """Upstream's ``SwiGLU.forward`` in fp32 from fp16: a gated product leaves fp16's range."""
     value, gate = gated.proj(x).chunk(2, dim=-1)
     return functional.silu(gate.float(), inplace=True).mul_(value)
@@ -177,9 +177,9 @@ def turn(x: Tensor, pairs: Tensor) -> Tensor:
 
 
 FORWARD_OF = {
-    LayerKind.WIDE: wide_linear,
-    LayerKind.RESIDUAL: wide_linear,
-    LayerKind.ROTATED: wide_linear,
+    LayerKind.WIDE: fp32_linear,
+    LayerKind.RESIDUAL: fp32_linear,
+    LayerKind.ROTATED: fp32_linear,
     LayerKind.VALUE: value_linear,
     LayerKind.FULL: full_linear,
 }

@@ -61,7 +61,7 @@ class BlockFusion:
         gated: paths of feed-forwards, whose SwiGLU is replaced.
     """
 
-    sites: Mapping[str, int]
+    points: Mapping[str, int]
     attention: Mapping[str, str]
     processor: type
     layers: tuple[str, ...] = ()
@@ -70,44 +70,44 @@ class BlockFusion:
 
 
 @dataclass(slots=True)
-class FusedSites:
+class FusionPoints:
     """The fusion points replaced in one transformer, by kind, and the blocks that were left, by reason.
 
     ``gelus`` counts those that moved into the matmul before them, where ``epilogue`` says that matmuls can.
     """
 
     form: str
-    sites: Counter[str] = field(default_factory=Counter)
+    points: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
-    left_sites: int = 0
+    left_points: int = 0
     epilogue: bool = False
     gelus: int = 0
     undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
-        done = self.sites.total()
+        done = self.points.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
         why += "".join(f"; the kernel {name} failed, its reference runs: {fault}" for name, fault in FAULTS.items())
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
         gelus = f", {self.gelus} GELUs in products" if self.gelus else ""
-        return f"{done} of {done + self.left_sites} sites fused ({form}){gelus}{why}"
+        return f"{done} of {done + self.left_points} fusion points ({form}){gelus}{why}"
 
     def patch(self, module: Any, forward: Callable[..., Any]) -> None:
         """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
         self.undo.set(module, FORM, self.form)
         self.undo.patch(module, forward)
 
-    def leave(self, reason: str, sites: int) -> None:
+    def leave(self, reason: str, points: int) -> None:
         """Count a block that stays as it is."""
         self.left[reason] += 1
-        self.left_sites += sites
+        self.left_points += points
 
     def restore(self) -> None:
         """Put every forward and processor back, the newest change first."""
         self.undo.restore()
 
 
-def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
+def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
     """The fusion points by kind in a published transformer.
 
     Args:
@@ -115,8 +115,8 @@ def published_sites(published: Iterable[tuple[str, int, bool]]) -> dict[str, int
     """
     total: Counter[str] = Counter()
     for name, count, alone in published:
-        for kind, sites in (LAST_MOCHI if alone else FUSIONS[name].sites).items():
-            total[kind] += count * sites
+        for kind, points in (LAST_MOCHI if alone else FUSIONS[name].points).items():
+            total[kind] += count * points
     return dict(total)
 
 
@@ -161,7 +161,7 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
     return f"GELU with tanh is off by {error:.1e}, and by {separate:.1e} after the product"
 
 
-def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusedSites:
+def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusionPoints:
     """Rewrite every known block of ``transformer`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the transformer.
@@ -170,7 +170,7 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
         form: one of ``kernels.library.FORMS``.
         epilogue: whether products may end in GELU, as :func:`gelu_fault` says.
     """
-    fused, whole = FusedSites(form, epilogue=epilogue), True
+    fused, whole = FusionPoints(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is None:
@@ -180,26 +180,26 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
             whole = _attach_rotation(block, fusion, fused) and whole
             _attach_gelu(block, fused)
         elif reason := _unfit(block, fusion):
-            fused.leave(reason, sum(sites_of(block, fusion).values()))
+            fused.leave(reason, sum(points_of(block, fusion).values()))
             whole = False
         else:
             _attach(block, fusion, fused)
     rope: Any = getattr(transformer, "rope", None)
-    if whole and fused.sites and full_name(rope) in HALVED and "forward" not in vars(rope):
+    if whole and fused.points and full_name(rope) in HALVED and "forward" not in vars(rope):
         fused.patch(rope, half_rope)
     return fused
 
 
-def sites_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
+def points_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
     """Kinds of fusion points of ``block`` with their counts; Mochi's last block does not work on its text."""
-    return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.sites
+    return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.points
 
 
 def _forward_of(block: nn.Module) -> Callable[..., Any]:
     return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
 
 
-def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
+def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
     fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
     fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
     _attach_gelu(block, fused)
@@ -210,10 +210,10 @@ def _attach(block: nn.Module, fusion: BlockFusion, fused: FusedSites) -> None:
         feed: Any = getattr(block, path, None)
         if feed is not None:
             fused.patch(feed.net[0], gated_feed)
-    fused.sites.update(sites_of(block, fusion))
+    fused.points.update(points_of(block, fusion))
 
 
-def _attach_gelu(block: Any, fused: FusedSites) -> None:
+def _attach_gelu(block: Any, fused: FusionPoints) -> None:
     """Let the products of feed-forwards end in their GELU."""
     for path in FEEDS if fused.epilogue else ():
         gated: Any = submodule_at(block, f"{path}.net.0")
@@ -222,7 +222,7 @@ def _attach_gelu(block: Any, fused: FusedSites) -> None:
             fused.gelus += 1
 
 
-def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool:
+def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
     """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys; False where one is unknown."""
     done, kind = 0, full_name(block).rpartition(".")[2]
     for path, stock in fusion.attention.items():
@@ -231,8 +231,8 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusedSites) -> bool
         if full_name(attention.processor) in own and not _unfit_attention(attention):
             fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
             done += 1
-    fused.sites.update({QK_ROTARY: done})
-    fused.leave(f"fp16-safe replaces the rest of {kind}", sum(sites_of(block, fusion).values()) - done)
+    fused.points.update({QK_ROTARY: done})
+    fused.leave(f"fp16-safe replaces the rest of {kind}", sum(points_of(block, fusion).values()) - done)
     return done == len(fusion.attention)
 
 
@@ -295,15 +295,15 @@ def _unfit_attention(attention: Any) -> str:
 _LTX, _VIDEO, _VIDEO15 = "transformer_ltx.", "transformer_hunyuan_video.", "transformer_hunyuan_video15."
 LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
 _JOINT = BlockFusion(
-    sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+    points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
     attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
     processor=FusedJoint,
     layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
 )
-_SINGLE = replace(_JOINT, sites={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1}, layers=("norm.norm",))
+_SINGLE = replace(_JOINT, points={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1}, layers=("norm.norm",))
 FUSIONS: dict[str, BlockFusion] = {
     f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
-        sites={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
+        points={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
         attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
         processor=FusedCross,
         means=("norm1", "norm2"),
@@ -316,7 +316,7 @@ FUSIONS: dict[str, BlockFusion] = {
         _JOINT, attention={"attn": f"{_VIDEO15}HunyuanVideo15AttnProcessor2_0"}
     ),
     f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
-        sites={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
+        points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
         attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
         processor=FusedJoint,
         means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),

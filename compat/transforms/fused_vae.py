@@ -33,8 +33,8 @@ from ...kernels.terms import (
 from ..memory.hooks import own_tensors, weights_on
 from ..memory.parts import full_name
 from .blocks import norm_of
-from .conv3d_forms import Conv3dForm
-from .fused import FusedSites, is_rms_norm, other_forward
+from .conv3d_methods import Conv3dMethod
+from .fused import FusionPoints, is_rms_norm, other_forward
 from .fused_attention import FORM
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
@@ -47,9 +47,9 @@ REPLICATING = (
     f"{HUNYUAN15}HunyuanVideo15CausalConv3d",
     f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",
 )
-SITE = "norm, SiLU and padding"
+FUSION_POINT = "norm, SiLU and padding"
 LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
-READS: Mapping[Conv3dForm, str] = {Conv3dForm.CHANNELS_LAST: CHANNELS_LAST, Conv3dForm.FRAMES: FRAMES_FIRST}
+READS: Mapping[Conv3dMethod, str] = {Conv3dMethod.CHANNELS_LAST: CHANNELS_LAST, Conv3dMethod.FRAMES: FRAMES_FIRST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class VaeFusion:
     """
 
     forward: Callable[..., Any]
-    sites: tuple[tuple[str, str], ...]
+    points: tuple[tuple[str, str], ...]
     activation: str
 
 
-def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
+def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
     """Rewrite the known modules of the decoder of ``vae`` in place; returns what was done.
 
     To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
@@ -75,7 +75,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
     Args:
         form: one of ``kernels.library.FORMS``.
     """
-    fused = FusedSites(form)
+    fused = FusionPoints(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
         fusion = FUSIONS.get(full_name(module))
@@ -83,10 +83,10 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusedSites:
             continue
         reason = _unfit(module, fusion)
         if reason:
-            fused.leave(reason, len(fusion.sites))
+            fused.leave(reason, len(fusion.points))
         else:
             fused.patch(module, fusion.forward)
-            fused.sites[SITE] += len(fusion.sites)
+            fused.points[FUSION_POINT] += len(fusion.points)
     return fused
 
 
@@ -99,7 +99,7 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
         return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
     if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:
         return "it uses dropout"
-    for path, other in fusion.sites:
+    for path, other in fusion.points:
         norm, conv = getattr(module, path), getattr(module, other)
         if not _known_norm(norm):
             return f"{path} is a {type(norm).__name__}"

@@ -33,7 +33,7 @@ def formats_on(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least)
 
 
-def require_products(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
+def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     """The formats whose products the device has.
 
     Raises:

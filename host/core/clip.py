@@ -41,7 +41,7 @@ class FittedEncoder:
     fp32_output: bool
     hooks: ByNetwork = field(default_factory=ByNetwork)
 
-    def put_on(self, patcher: Any) -> None:
+    def attach(self, patcher: Any) -> None:
         """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
         handles = []
         if self.fit.attention is not None:
@@ -56,7 +56,7 @@ class FittedEncoder:
                 layer.__dict__["forward"] = functools.partial(forward, layer)
                 layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
 
-    def take_off(self, patcher: Any) -> None:
+    def detach(self, patcher: Any) -> None:
         """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
         for handle in self.hooks.pop(patcher.model, ()):
             handle.remove()
@@ -118,8 +118,8 @@ def fit_clip(
     chosen = precision if precision == SAFE else AS_LOADED
     fit = fit_for(machine, FP32, chosen, attention, offered=CLIP_PRECISIONS)
     why = "core computes text in fp32, which is finite everywhere" if precision == AUTO else ""
-    said = Decision("precision", "fp32 as loaded", why, AUTO if precision == AUTO else CHOSEN)
-    decisions = [fit.decisions[0] if fit.safe else said, fit.decisions[1], *_faults(clip.cond_stage_model)]
+    as_loaded = Decision("precision", "fp32 as loaded", why, AUTO if precision == AUTO else CHOSEN)
+    decisions = [fit.decisions[0] if fit.safe else as_loaded, fit.decisions[1], *_faults(clip.cond_stage_model)]
     if clip.patcher.get_injections(KEY):
         clip = clip.clone()
         clip.patcher.remove_injections(KEY)
@@ -130,7 +130,7 @@ def fit_clip(
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
     fitted, encoder = of_fitted_class(clip.clone()), FittedEncoder(fit, fit.safe and machine.fp32_output)
-    fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.put_on, eject=encoder.take_off)])
+    fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])
     return fitted, decisions
 
 

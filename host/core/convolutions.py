@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
-from ...compat.transforms.conv3d_forms import convolve, padded
+from ...compat.transforms.conv3d_methods import convolve, padded
 from .ownership import is_own_convolution
 
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called

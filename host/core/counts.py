@@ -62,10 +62,10 @@ class Counts:
         if not (calls := max(reached, self.attention)):
             return layers
         ways = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
-        said = f"attention {reached} of {calls}" + (f" ({ways})" if ways else "")
+        message = f"attention {reached} of {calls}" + (f" ({ways})" if ways else "")
         if reached < calls:
-            said += ", the rest is core's own: it passes no options to its attention there"
-        return ", ".join(filter(None, (layers, said)))
+            message += ", the rest is core's own: it passes no options to its attention there"
+        return ", ".join(filter(None, (layers, message)))
 
 
 def note_call(layer: nn.Module, safe: bool) -> None:

@@ -87,11 +87,11 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         result = executor(*args, **kwargs)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        said = ""
+        message = ""
         if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            said = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+            message = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
-        NodeProgress(_shown(node_id)).finish(said or f"no fault in {steps} steps")
+        NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result
 
     watched = model.clone()

@@ -22,7 +22,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
-from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, scales_for, wide_linear
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
 from .convolutions import HOOK
 from .counts import COUNTS, Counts, note_call
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
@@ -96,7 +96,7 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     smoothing = getattr(layer, "pre_quant_scale", None)
     if smoothing is not None:
         x = x * comfy.model_management.cast_to_device(smoothing, x.device, x.dtype)
-    return wide_linear(layer, x)
+    return fp32_linear(layer, x)
 
 
 def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:

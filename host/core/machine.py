@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from ...compat.device.quirks import Abilities, abilities, abilities_of
 from ...compat.probe_results import probe_results_of
 from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
-from ...compat.transforms.conv3d_choice import Chooser, choose_by, kept_timings
+from ...compat.transforms.conv3d_choice import Chooser, choose_by, stored_timings
 from ..folders import state_folder
 from .attention import BUILDS_SCORES
 
@@ -28,6 +28,19 @@ PRECISIONS = (AUTO, SAFE, "fp32", AS_LOADED)  # grows at the end
 ATTENTIONS = (AUTO, "bounded", AS_LOADED)
 FLAGS = ("use_split_cross_attention", "use_quad_cross_attention")  # by which users choose core's kernel
 TOKENS = 16  # of the small tensors with which torch is asked for a kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels that one device has for one dtype.
+
+    Args:
+        attention: that ``auto`` gives operands of it.
+        fused: whether torch has a fused kernel for it that is right here, with a mask too.
+    """
+
+    attention: Attention
+    fused: bool
 
 
 @dataclass(frozen=True)
@@ -48,14 +61,19 @@ class ModelDevice:
         return abilities_of(self.facts, self.probes)
 
     @cached_property
+    def able(self) -> Mapping[str, Any]:
+        """The same as plain values, by operation and dtype."""
+        return abilities(self.facts, self.probes)
+
+    @cached_property
     def convolutions(self) -> Chooser:
         """The form of each 3-D convolution here; None for a layer that is best left as it is."""
-        return choose_by(abilities(self.facts, self.probes), kept_timings(self.facts, self.probes))
+        return choose_by(self.able, stored_timings(self.facts, self.probes))
 
     def convolves(self, dtype: torch.dtype) -> bool:
         """True if the device's own 3-D convolution works in ``dtype``; another implementation may still be faster."""
-        name, able = NAMES.get(dtype, ""), abilities(self.facts, self.probes)
-        return bool(able["conv3d"].get(name, True) and able["pad3d"].get(name, True))
+        name = NAMES.get(dtype, "")
+        return bool(self.able["conv3d"].get(name, True) and self.able["pad3d"].get(name, True))
 
     @cached_property
     def fp32_output(self) -> bool:
@@ -65,17 +83,32 @@ class ModelDevice:
     @cached_property
     def fp16_convolutions(self) -> bool:
         """True if 2-D convolutions in fp16 are right here: on some GTX 16xx they are NaN."""
-        return bool(abilities(self.facts, self.probes)["conv2d"].get("fp16", True))
+        return bool(self.able["conv2d"].get("fp16", True))
 
-    def attention(self, dtype: torch.dtype) -> Attention:
-        """The attention that ``auto`` gives operands of this dtype."""
-        return attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
+    @cached_property
+    def _kernels(self) -> dict[torch.dtype, Kernels]:
+        return {}
+
+    def kernels(self, dtype: torch.dtype) -> Kernels:
+        """The kernels for operands of this dtype, asked once."""
+        if dtype not in self._kernels:
+            chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
+            fused = _has_kernels(self.facts.device, dtype) and dtype not in chosen.avoided
+            self._kernels[dtype] = Kernels(chosen, fused)
+        return self._kernels[dtype]
+
+
+_machines: dict[torch.device, ModelDevice] = {}
 
 
 def machine_of(device: Any) -> ModelDevice:
-    """The machine behind the device on which a patcher loads its model."""
+    """The machine behind the device on which a patcher loads its model; another one once other answers are kept."""
     facts = facts_for(device)
-    return ModelDevice(facts, probe_results_of(facts, state_folder()))
+    probes, made = probe_results_of(facts, state_folder()), _machines.get(facts.device)
+    same = made is not None and (made.facts, made.probes.path) == (facts, probes.path)
+    if made is None or not same or made.probes.known() != probes.known():
+        made = _machines[facts.device] = ModelDevice(facts, probes)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +157,8 @@ def fit_for(
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     operands = FP16 if safe else compute or dtype
-    bounded, said = _attention(machine, operands, attention, safe)
-    return Fit(safe, compute, bounded, (decided, said))
+    bounded, attention_decision = _attention(machine, operands, attention, safe)
+    return Fit(safe, compute, bounded, (decided, attention_decision))
 
 
 def _precision(
@@ -158,9 +191,9 @@ def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool
     if choice == AUTO and flag:
         return None, Decision("attention", "as loaded", f"ComfyUI was started with --{flag.replace('_', '-')}", AUTO)
     cores = core_attention.optimized_attention.__name__
-    chosen = machine.attention(dtype)
-    kernels = _has_kernels(machine.facts.device, dtype) and dtype not in chosen.avoided
-    if choice == AUTO and kernels and not safe:
+    kernels = machine.kernels(dtype)
+    chosen = kernels.attention
+    if choice == AUTO and kernels.fused and not safe:
         why = f"torch has fused kernels for {NAMES[dtype]} here; core takes {cores}"
         return None, Decision("attention", "as loaded", why, AUTO)
     source = AUTO if choice == AUTO else CHOSEN

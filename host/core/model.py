@@ -26,7 +26,7 @@ from ...compat.device.precision import SAFE
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
 from ..diffusion_model import CoreModel
-from ..recovery import WRAPPER, keep_what_core_samples
+from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, with_override
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
@@ -171,14 +171,15 @@ def fit_model(
         decisions.append(Decision("an earlier fit", "taken back"))
     machine = machine or machine_of(model.load_device)
     loaded = model.get_model_object(CAST)
-    fit = _fit_of(network, machine, loaded or model.model_dtype(), precision, attention)
+    left = why_left(network)
+    fit = _fit_of(network, machine, loaded or model.model_dtype(), precision, attention, left)
     stream = torch.float32 if fit.safe else fit.dtype or loaded or model.model_dtype()
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
     if not fit.needed and machine.convolves(stream):
         forms.clear()  # they would only be faster, in the smallest layers of the network
     damage = damage_to_bf16(network, machine)
     sound = _sound_clone(model, fit.safe) if damage and precision != AS_LOADED else None
-    decisions += [*fit.decisions, *_convolutions(forms), *_left(network, fit), *weights_decision(damage, sound)]
+    decisions += [*fit.decisions, *_convolutions(forms), *_left(network, fit, left), *weights_decision(damage, sound)]
     needed = fit.needed or bool(forms) or sound is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
@@ -191,20 +192,23 @@ def fit_model(
     if needed:
         fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, FittedNetwork(fit, machine, loaded, tell))
     if keeps:
-        keep_what_core_samples(fitted)
+        save_core_samples(fitted)
     return fitted, decisions
 
 
-def _fit_of(network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str) -> Fit:
+def _fit_of(
+    network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
+) -> Fit:
     """Run :func:`fit_for` on a network parts of which may belong to other packs.
 
     Args:
         dtype: in which core computes it.
+        left: why ``auto`` leaves it as loaded; empty where it does not.
     """
     if precision == SAFE and not reached_by_safe(network):
         why = "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
-    fit = fit_for(machine, dtype, precision, attention, why_left(network) or unfit_for_safe(network))
+    fit = fit_for(machine, dtype, precision, attention, left or unfit_for_safe(network))
     fixed = fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""
     if precision != AUTO and fixed:
         raise UnsupportedError(
@@ -212,11 +216,11 @@ def _fit_of(network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precis
             expected="layers that compute in the dtype of their input",
             fix=f"Choose auto or {AS_LOADED}.",
         )
-    why = why_left(network) or (f"{fixed} takes no other dtype" if fixed else "")
+    why = left or (f"{fixed} takes no other dtype" if fixed else "")
     if precision != AUTO or not why or not (fit.safe or fit.dtype):
         return fit
-    left = fit_for(machine, dtype, AS_LOADED, attention)
-    return replace(left, decisions=(replace(left.decisions[0], why=why, source=AUTO), *left.decisions[1:]))
+    plain = fit_for(machine, dtype, AS_LOADED, attention)
+    return replace(plain, decisions=(replace(plain.decisions[0], why=why, source=AUTO), *plain.decisions[1:]))
 
 
 MISSING = object()
@@ -288,9 +292,9 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
         yield Decision("Conv3d", named, "exact forms that this device has", AUTO)
 
 
-def _left(network: nn.Module, fit: Fit) -> Iterator[Decision]:
+def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
     """Decisions on layers that safe fp16 does not reach or other packs compute, and on ComfyUI's --fast."""
-    if fit.needed or (fit.decisions[0].source == AUTO and why_left(network)):
+    if fit.needed or (fit.decisions[0].source == AUTO and left):
         yield from left_decisions(network)
     if not fit.safe:
         return

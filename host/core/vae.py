@@ -82,7 +82,7 @@ class FittedVAE:
         if name.startswith("decode"):
             require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
-                recovery.keep_for_decode(given)
+                recovery.save_for_decode(given)
         while True:
             try:
                 result = self._run(method, name, given, args, kwargs)
@@ -164,7 +164,7 @@ class FittedVAE:
         if self.masks:
             from .masks import lost_masks
 
-            yield from lost_masks(network, self.machine.attention(method.dtype))
+            yield from lost_masks(network, self.machine.kernels(method.dtype).attention)
 
 
 @functools.cache
@@ -207,7 +207,7 @@ def fit_vae(
     fitted.first_stage_model = fitted.patcher.model
     from .masks import lost_masks
 
-    masks = list(lost_masks(fitted.first_stage_model, machine.attention(FP32))) if causal_masks else []
+    masks = list(lost_masks(fitted.first_stage_model, machine.kernels(FP32).attention)) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
     forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)

@@ -31,7 +31,7 @@ from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager
 from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
-from .panel import facts, said
+from .panel import error_message, facts
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
@@ -118,7 +118,7 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
-        return {"node": node, "model": str(named), "error": said(error)}, None
+        return {"node": node, "model": str(named), "error": error_message(error)}, None
 
 
 def _widget(value: Any, name: str, default: Any) -> Any:
@@ -174,7 +174,7 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
             plain |= _ended(prompt, node)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
-        return {"error": said(error)}
+        return {"error": error_message(error)}
     mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
     least = stages_in(mode, room)
     most = stages_in("none", room) if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
@@ -184,13 +184,13 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     found = f"{run}, offload {mode}"
     times = times_in(mode, room)
     time = times.get(mode)
-    told = f", {time or times.unknown}" if time or times.unknown else ""
+    summary = f", {time or times.unknown}" if time or times.unknown else ""
     seconds = {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages}
     return {
         "found": found,
         "stages": stages,
         "verdict": verdict,
-        "headline": f"{_headline(stages, room, told)}{_apart(least)}",
+        "headline": f"{_headline(stages, room, summary)}{_apart(least)}",
         "seconds": seconds,
     }
 
@@ -205,10 +205,10 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) 
     if way == TOO_MUCH:
         return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(room)} free. {LESS.get(name, LESS_OF_ALL)}"
     peak = max(stages, key=lambda stage: stage["peak"])
-    told = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
+    summary = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
     if way == STREAMS:
-        return f"Fits, streaming weights in {name}: slower{time}. {told} {FASTER.get(name, '')}".strip()
-    return f"Fits, {name} in parts{time}. {told}" if way == PARTS else f"Fits{time}. {told}"
+        return f"Fits, streaming weights in {name}: slower{time}. {summary} {FASTER.get(name, '')}".strip()
+    return f"Fits, {name} in parts{time}. {summary}" if way == PARTS else f"Fits{time}. {summary}"
 
 
 def _apart(needs: Sequence[StageNeed]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.memory.statistics import StageCost, saved_stages
 from ...compat.probe_results import probe_results_of
 from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
@@ -80,7 +80,7 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
     """Costs of the stages that ended after ``before``, the earlier list of all costs."""
-    kept, marks = kept_stages(folders.state_folder()), before[-1:]
+    kept, marks = saved_stages(folders.state_folder()), before[-1:]
     first = next((place + 1 for place in reversed(range(len(kept))) if kept[place : place + 1] == marks), 0)
     return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in kept[first:]]
 
@@ -89,7 +89,7 @@ def last_changes() -> dict[str, Any] | None:
     """Changes of the last sampling from the one before it; None unless two receipts are stored."""
     from ...pipelines.records import changes
 
-    compared = changes.last_two(folders.kept_folder())
+    compared = changes.last_two(folders.saved_folder())
     return None if compared is None else {**asdict(compared), "headline": compared.headline}
 
 
@@ -105,7 +105,7 @@ def shared_machine() -> dict[str, str]:
     return {"text": here.text(), "file": machines.FILE, "form": machines.FORM}
 
 
-def said(error: PackError) -> dict[str, str]:
+def error_message(error: PackError) -> dict[str, str]:
     """An error as its three parts."""
     return {"found": error.found, "expected": error.expected, "fix": error.fix}
 

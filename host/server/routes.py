@@ -201,7 +201,7 @@ def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
             result = await handler(request)
             return result if isinstance(result, web.Response) else web.json_response(result, headers=FRESH)
         except PackError as error:
-            return web.json_response({"error": panel.said(error)}, status=400)
+            return web.json_response({"error": panel.error_message(error)}, status=400)
         except web.HTTPException as refusal:
             return web.Response(status=refusal.status, text=refusal.text, content_type="application/json")
 

@@ -9,7 +9,7 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...compat.memory.statistics import StageCost, kept_stages
+from ...compat.memory.statistics import StageCost, saved_stages
 from .. import folders
 
 _lock = threading.Lock()
@@ -88,5 +88,5 @@ def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
         if _last["prompt"] != prompt:
             client = getattr(getattr(PromptServer, "instance", None), "client_id", None)
             _last.update(prompt=prompt, client=client, nodes={})
-            _before[:] = kept_stages(folders.state_folder())
+            _before[:] = saved_stages(folders.state_folder())
         _last["nodes"][node_id] = entry

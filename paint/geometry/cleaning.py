@@ -48,11 +48,11 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
         (settings.degenerate, solid, "without area"),
         (settings.degenerate, single, "that were duplicates"),
     )
-    for wanted, keep, said in steps:
+    for wanted, keep, message in steps:
         before = faces.shape[0]
         if wanted and before:
             faces = faces[keep(vertices, faces)]
-            notes += [f"{before - faces.shape[0]} faces {said} removed"] if faces.shape[0] < before else []
+            notes += [f"{before - faces.shape[0]} faces {message} removed"] if faces.shape[0] < before else []
     if settings.floaters and faces.shape[0]:
         faces, pieces = _without_floaters(vertices, faces, settings.floaters)
         notes += [f"{pieces} loose pieces removed"] if pieces else []

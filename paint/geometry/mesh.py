@@ -395,8 +395,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
     vertices, moved = _near_origin(vertices)
     textured = "with" if uvs is not None else "no"
-    said = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
-    return Mesh(vertices, faces, uvs), (said, *moved, *size_notes(len(faces)))
+    message = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
+    return Mesh(vertices, faces, uvs), (message, *moved, *size_notes(len(faces)))
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:

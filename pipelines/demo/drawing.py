@@ -19,7 +19,7 @@ from ..movie import read_frames, write_mp4
 from ..pipeline import Pipeline
 from ..requests import LoadRequest
 from ..settings import of_checkpoint
-from ..vae.plan import Form
+from ..vae.plan import DecodeRequest
 from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of
 from .stand_in import FIT, one_section
 
@@ -82,7 +82,9 @@ def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
     return seen == asked, seen.caption if seen.shape else "no shape"
 
 
-def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: Form | None = None, **settings: Any) -> torch.Tensor:
+def drawn(
+    pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | None = None, **settings: Any
+) -> torch.Tensor:
     """The frames (F, H, W, 3) in 0..1 of one clip, in the size and steps of the model's own unless ``settings`` say.
 
     A model that starts from a picture is given that of the scene.

@@ -29,9 +29,9 @@ def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]
     if not pipeline.is_demo:
         return dict(inputs)
     changes = (_sizes(pipeline, inputs), _words(inputs), _picture(pipeline, inputs))
-    said = [text for _, texts in changes for text in texts]
-    if said:
-        notify(f"the demo model {'; it '.join(said)}")
+    messages = [text for _, texts in changes for text in texts]
+    if messages:
+        notify(f"the demo model {'; it '.join(messages)}")
     return {**inputs, **{name: value for own, _ in changes for name, value in own.items()}}
 
 
@@ -83,14 +83,14 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
 
 def _words(inputs: Inputs) -> Change:
     own: dict[str, Any] = {"negative": ""} if "negative" in inputs else {}
-    said = ["knows no negative prompt: it is left out"] if inputs.get("negative", "").strip() else []
+    messages = ["knows no negative prompt: it is left out"] if inputs.get("negative", "").strip() else []
     if "text" in inputs and scene_in(inputs["text"]) is None:
         own["text"] = EXAMPLE.caption
         unknown = ", ".join(unknown_words(inputs["text"]))
         why = f"does not know {unknown}" if unknown else "draws one shape that does one thing"
         words = "; ".join(", ".join(words) for words in (SHAPES, COLOURS, MOTIONS.values()))
-        said.append(f"draws {EXAMPLE.caption!r} instead of this text, since it {why}. Its words: {words}")
-    return own, said
+        messages.append(f"draws {EXAMPLE.caption!r} instead of this text, since it {why}. Its words: {words}")
+    return own, messages
 
 
 def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:

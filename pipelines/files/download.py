@@ -215,11 +215,11 @@ def fetched(
     for download in offer.downloads:
         folder = folder_of(download, roots)
         if choice == "no" or is_checked(folder, download):
-            lines.append(_told(download, folder))
+            lines.append(_in_one_line(download, folder))
             continue
         files = _fetch(download, folder, progress, endpoint)
         whole = f"{folder} is whole: {len(files)} files as {download.repository} has them"
-        lines.append(whole if files else _told(download, folder))
+        lines.append(whole if files else _in_one_line(download, folder))
     if choice == "download":
         return lines
     advice = filter(None, (stored_for(offer, card_bytes), variants_of(title)))
@@ -261,7 +261,7 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-def _told(download: Download, folder: Path) -> str:
+def _in_one_line(download: Download, folder: Path) -> str:
     if is_checked(folder, download):
         return f"{folder} is complete and was checked against {download.repository}"
     there = "is there, but not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"

@@ -45,7 +45,7 @@ class Match:
     total: int = 0
     filtered: int = 0
 
-    def said(self, name: str) -> str:
+    def message(self, name: str) -> str:
         """One line: how many matched, and some that did not."""
         text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
         text += f"{self.total} keys match"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from ...compat.checkpoints.headers import STORED, TensorEntry, described
-from ...compat.checkpoints.packed import dense_bytes, kept_plain, memory_bytes, stays_packed
+from ...compat.checkpoints.packed import dense_bytes, memory_bytes, stays_packed, stays_plain
 from ...compat.checkpoints.weights import is_view, read_json, weight_files
 from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
@@ -117,7 +117,7 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
     """Tell whether a layer's weight stays in memory as the file has it."""
     if files.keeps_packed and stays_packed(name, entry):
         return True
-    return files.dtype_of is None and kept_plain(name, entry, files.storage, files.dtype)
+    return files.dtype_of is None and stays_plain(name, entry, files.storage, files.dtype)
 
 
 def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..sizes import SPARE, VAE, Size, sampling_bytes
-from ..vae.plan import Form, planned_decode
+from ..vae.plan import DecodeRequest, planned_decode
 from . import times
 from .counts import (
     IMAGE_ENCODER,
@@ -48,7 +48,7 @@ class Run:
     size: Size
     settings: SampleSettings
     texts: PromptRequest | None = None
-    form: Form | None = None
+    form: DecodeRequest | None = None
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
@@ -66,7 +66,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
             "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
         }
     elif stage == DECODING:
-        own = {"form": None if run.form == Form() else run.form}  # one that no forecast knows beforehand
+        own = {"form": None if run.form == DecodeRequest() else run.form}  # one that no forecast knows beforehand
     return key_of(
         precision=str(pipeline.precision),
         fallbacks=sorted(pipeline.parts.fallbacks),

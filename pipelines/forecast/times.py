@@ -19,7 +19,7 @@ from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, TIMED, Work, pace_of
 from ...compat.errors import PackError, UnsupportedError, first_line
 from ...compat.memory.offloader import HOSTED
-from ...compat.memory.statistics import StageCost, duration, kept_stages
+from ...compat.memory.statistics import StageCost, duration, saved_stages
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
@@ -186,7 +186,7 @@ def stage_time(pipeline: Any, stage: PlannedStage, mode: str, room: int | None, 
             expected="a device that was timed, or one of compat/device/rates.py",
             fix="Run a model on it once.",
         )
-    rows = [] if state is None else kept_stages(state)
+    rows = [] if state is None else saved_stages(state)
     modelled = pace.seconds(stage.work())
     if link := 0.0 if stays else link_of(facts, rows):
         modelled = _with_copies(stage, modelled, link, mode, room, facts.unified)

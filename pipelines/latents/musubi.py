@@ -263,8 +263,8 @@ def _save_sections(
     plan, left = family.code.training_plan(samples.shape[2], cut.window, cut.order)
     kind = _architecture_of(family.id, "latents")
     film = _scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
-    told = f"{plan.count} sections of {plan.window} latent frames"
-    notify(f"{told}; the last {left} frames are left out" if left else told)
+    summary = f"{plan.count} sections of {plan.window} latent frames"
+    notify(f"{summary}; the last {left} frames are left out" if left else summary)
     return [
         _write_latents(folder, name, kind, known, tensors, {}, place)
         for place, tensors in family.code.training_sections(film, cut.image, plan)

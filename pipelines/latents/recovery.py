@@ -37,7 +37,7 @@ UNLISTED = (OSError, PackError, LookupError, AttributeError, TypeError, ValueErr
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedLatents:
     """One kept sampling.
 
     ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
@@ -89,7 +89,9 @@ def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_by
     return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify, limit_bytes) else ""
 
 
-def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
+def save_plain_recovery(
+    folder: Path, sampled: Sampled, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES
+) -> str:
     """Save latents of core's samplers and of paint like :func:`keep`; they are loaded as a plain LATENT."""
     name = _new_id(sampled.family, sampled.seed)
     listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
@@ -97,9 +99,9 @@ def keep_plain(folder: Path, sampled: Sampled, notify: Callable[[str], None], li
     return name if saved else ""
 
 
-def listing(folder: Path) -> list[Kept]:
+def listing(folder: Path) -> list[SavedLatents]:
     """The saved samplings, newest first; files that are not ours or damaged are left out. Reads headers only."""
-    dated: list[tuple[float, Kept]] = []
+    dated: list[tuple[float, SavedLatents]] = []
     for path in folder.glob("*.safetensors"):
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
@@ -156,7 +158,7 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
 
 
 @dataclass(slots=True)
-class KeptSections:
+class SavedSections:
     """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`.
 
     Args:
@@ -258,9 +260,9 @@ def _new_id(family: str, seed: int) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}_{model}_{seed}_{uuid.uuid4().hex[:6]}"
 
 
-def _kept(name: str, size: int, whole: Mapping[str, Any]) -> Kept:
+def _kept(name: str, size: int, whole: Mapping[str, Any]) -> SavedLatents:
     record = whole.get(LISTED, whole)
-    kept = Kept(
+    kept = SavedLatents(
         **{name: int(record[name]) for name in ("frames", "seed", "width", "height")},
         id=name,
         name="",

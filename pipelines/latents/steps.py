@@ -29,7 +29,7 @@ LATENTS, SOLVER = "latents", "solver"
 
 
 @dataclass(slots=True)
-class KeptSteps:
+class SavedSteps:
     """Unfinished samplings in a folder, which several machines may share.
 
     Args:

@@ -37,7 +37,7 @@ from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.standalone import offloader_for
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
-from ...compat.transforms.conv3d_choice import kept_timings
+from ...compat.transforms.conv3d_choice import stored_timings
 from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Progress, Silent
@@ -75,7 +75,7 @@ def load(
     """
     progress = progress or Silent()
     with reading(request.model):
-        single, family, folders, tools, told = _sources(request, progress)
+        single, family, folders, tools, source_decisions = _sources(request, progress)
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
@@ -89,7 +89,7 @@ def load(
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
-    convolutions = conv3d_step(abilities(facts, probes), kept_timings(facts, probes))
+    convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
@@ -112,7 +112,7 @@ def load(
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
-    decisions += (*told, *recipe_decisions(pipeline, guessed))
+    decisions += (*source_decisions, *recipe_decisions(pipeline, guessed))
     return replace(pipeline, plan=replace(plan, decisions=decisions))
 
 

@@ -103,7 +103,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         biased = {name for name, layer in layers.items() if layer.bias is not None}
         match = matched(path, shapes, _shapes_of(layers), pipeline.spec, blocks, biased)
         match = _without_packed(match, pipeline, path, progress)
-        progress.notify(match.said(path.stem))
+        progress.notify(match.message(path.stem))
         if mode == "separate":
             attribute("peft", "LoraConfig")
         if strength == 0.0:

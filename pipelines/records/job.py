@@ -23,7 +23,7 @@ from ...compat.transforms.step_cache import OFF, StepCacheSettings
 from ..base import FramePackSettings, PromptRequest, SampleSettings
 from ..family import FITS
 from ..requests import LOAD_INPUTS, LORA_MODES
-from ..vae.plan import Form
+from ..vae.plan import DecodeRequest
 
 VERSION, HEAD = 1, "anygpu_job"
 MOST_BYTES = 16 * 1024**2  # of a job file; the prompts are in it
@@ -152,7 +152,7 @@ class VideoJob(Job):
     fit: str = FITS[0]
     video: Content | None = None
     framepack: FramePackSettings | None = None
-    decode: Form = field(default_factory=Form)
+    decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0
     decode_noise_scale: float = -1.0
 

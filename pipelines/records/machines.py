@@ -12,7 +12,7 @@ from typing import Any
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
 from ...compat.device.precision import ModelPrecision, precision_for
 from ...compat.device.probe_store import ProbeResult
-from ...compat.memory.statistics import kept_stages
+from ...compat.memory.statistics import saved_stages
 from ...compat.probe_results import probe_results_of
 from ...compat.records import parse, plain
 from ...compat.redaction import own_names, redact
@@ -108,7 +108,7 @@ def machine_of(
             peak_gb=round(cost.peak_bytes / 1e9, 2),
             moved_gb=round(cost.moved_bytes / 1e9, 2),
         )
-        for cost in ([] if state is None else kept_stages(state))
+        for cost in ([] if state is None else saved_stages(state))
         if cost.device == str(facts.device)
     ]
     kernel = re.match(r"\d+(\.\d+)*", facts.versions.get("kernel", ""))  # after it comes its builder's own text

@@ -37,7 +37,7 @@ from ..load import lora
 from ..movie import tags_of
 from ..pipeline import Pipeline
 from ..requests import LoadRequest, inputs_of
-from ..vae.plan import Form
+from ..vae.plan import DecodeRequest
 from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
 
 VERSION, HEAD = 1, "anygpu_receipt"
@@ -70,7 +70,7 @@ def with_receipt(
         record["job"] = job.record()
     except (PackError, OSError, TypeError) as error:
         missing.append(f"a request that can be written down ({type(error).__name__})")
-    record |= redact(_told(pipeline), own_names())
+    record |= redact(_report_of(pipeline), own_names())
     if missing:
         record["missing"] = missing
     return replace(latents, extra={**latents.extra, RECEIPT: record})
@@ -85,7 +85,9 @@ def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[P
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 
-def decoded_receipt(latents: Latents, form: Form, timestep: float = -1.0, scale: float = -1.0) -> dict[str, Any] | None:
+def decoded_receipt(
+    latents: Latents, form: DecodeRequest, timestep: float = -1.0, scale: float = -1.0
+) -> dict[str, Any] | None:
     """The receipt of a video of ``latents``, decoded so; None where they have none."""
     record = latents.extra.get(RECEIPT)
     if not isinstance(record, dict):
@@ -151,7 +153,7 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
     """The differences in versions, device and decisions between the machine of a receipt and this one."""
-    here = redact(_told(pipeline), own_names())
+    here = redact(_report_of(pipeline), own_names())
     return [
         f"{name} {shown(then)}, here {now!r}"
         for name, then, now in differing(record, here)
@@ -253,7 +255,7 @@ def _named(path: Path) -> Content:
     return Content(path.name, content_of(path))
 
 
-def _told(pipeline: Pipeline) -> dict[str, Any]:
+def _report_of(pipeline: Pipeline) -> dict[str, Any]:
     """The versions, device and decisions of a receipt, not redacted yet."""
     decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
     return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}

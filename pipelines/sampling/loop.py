@@ -216,7 +216,7 @@ def denoise(
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)
-    with nullcontext() if steps is None else steps.kept_when_cut_short(count):
+    with nullcontext() if steps is None else steps.saved_when_interrupted(count):
         for index, time in enumerate(schedule.timesteps):
             if index < done:
                 continue

@@ -171,7 +171,7 @@ class Steps:
             self.resuming.store.keep(self.resuming.key, self.last)
 
     @contextmanager
-    def kept_when_cut_short(self, count: int) -> Iterator[None]:
+    def saved_when_interrupted(self, count: int) -> Iterator[None]:
         """Around the loop of ``count`` steps: a cancel or an error keeps the last step that was finished.
 
         Values that are not finite keep none: the fault may be in the steps before.

@@ -21,7 +21,7 @@ from torch.nn import functional
 from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.compile import uncompiled
-from ...compat.transforms.conv3d_forms import padded
+from ...compat.transforms.conv3d_methods import padded
 
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 MOCHI_CONV = f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d"

@@ -25,7 +25,7 @@ from ...compat.output_check import (
     CAST,
     COLOUR,
     InvalidOutputError,
-    Judge,
+    Validator,
     checked_parts,
     fault_in_frames,
     fault_in_latents,
@@ -37,10 +37,21 @@ from ..base import Progress, StageText, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, Form, Ladder, checked_form, decoder_size
+from .plan import (
+    CHUNKED,
+    FULL,
+    METHODS,
+    ON_CPU,
+    STREAMING,
+    STRIDE,
+    DecodeRequest,
+    Ladder,
+    checked_request,
+    decoder_size,
+)
 from .tiled import RegionTask, ResumableDecode, decoded_together, serve
 
-LEAVES_PER_REPORT = 8
+LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
     "use_tiling",
@@ -97,7 +108,7 @@ class VaeRunner:
         plan, watch = self.plan, progress or self.progress
         plain = is_flat(samples)  # flat latents may well decode to one colour
 
-        def judge(video: torch.Tensor) -> str:
+        def validate(video: torch.Tensor) -> str:
             fault = fault_in_frames(video, plan.ratios[0])
             return "" if plain and fault == COLOUR else fault
 
@@ -118,7 +129,7 @@ class VaeRunner:
             latents=samples,
             ratios=plan.ratios,
             guard=guard,
-            judge=self._judged(judge),
+            validate=self._validated(validate),
             smaller=smaller,
             check=watch.check,
             together=together,
@@ -128,7 +139,7 @@ class VaeRunner:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
-        video = self._through(run, judge, "decoding", watch, work)
+        video = self._through(run, validate, "decoding", watch, work)
         method = plan.method
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
         if method.tile or method.frames or method.stream or method.window or plan.form.method == ON_CPU:
@@ -158,33 +169,33 @@ class VaeRunner:
             moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
             return moments
 
-        def judge(moments: torch.Tensor) -> str:
+        def validate(moments: torch.Tensor) -> str:
             return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
 
         def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
             with watched(vae.encoder, self.progress, stage):
                 return (run or usual)(vae, transfer)
 
-        return self._through(watching, judge, stage, self.progress)
+        return self._through(watching, validate, stage, self.progress)
 
     def _through(
-        self, run: Run, judge: Judge, stage: str, progress: Progress, work: ResumableDecode | None = None
+        self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> torch.Tensor:
-        """Return the result of ``run`` once ``judge`` finds no fault in it."""
+        """Return the result of ``run`` once ``validate`` finds no fault in it."""
         plan = self.plan
         while True:
             try:
-                return self._once(run, judge, stage, progress)
+                return self._once(run, validate, stage, progress)
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []
                 after = plan.follow(kind, text) if kind else None
                 if after is None and not others:
-                    told = self._told(error, kind, text, stage, self._first_fault(run, text, work))
-                    if told is None:
+                    final_error = self._final_error(error, kind, text, stage, self._first_fault(run, text, work))
+                    if final_error is None:
                         raise
-                    raise told from error
+                    raise final_error from error
             # Outside the block above, whose error holds every tensor of the failed method.
             gc.collect()
             self._alone = self._alone or bool(others)
@@ -199,12 +210,12 @@ class VaeRunner:
             if after is not None and not others:
                 plan.method = after
 
-    def _once(self, run: Run, judge: Judge, stage: str, progress: Progress) -> torch.Tensor:
+    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> torch.Tensor:
         if self._open is None:
             self._enter()
-        with checked_parts(getattr(self._vae, self.coder), self._judged(judge)):
+        with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
             result = self._transfer.to_host_fp32(run(self._vae, self._transfer))
-        fault = judge(result)
+        fault = validate(result)
         if fault == COLOUR and self._most_exact():
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
@@ -213,15 +224,15 @@ class VaeRunner:
             self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
-    def _judged(self, judge: Judge) -> Judge:
-        """Apply ``judge`` to a part, where something may be changed."""
+    def _validated(self, validate: Validator) -> Validator:
+        """Apply ``validate`` to a part, where something may be changed."""
 
-        def judged(part: torch.Tensor) -> str:
-            fault = judge(part)
+        def validated(part: torch.Tensor) -> str:
+            fault = validate(part)
             # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
             return fault if fault == BROKEN or (self.plan.automatic and not self._most_exact()) else ""
 
-        return judged
+        return validated
 
     def _most_exact(self) -> bool:
         method = self.plan.method
@@ -274,7 +285,7 @@ class VaeRunner:
             self._close()
         return f", {finding}" if finding is not None else ""
 
-    def _told(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
+    def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
         """Error for the user when nothing is left to try, in torch's own class if memory was the cause.
 
         None where the error says it best: it is not a matter of the device.
@@ -312,7 +323,7 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
         nonlocal count
         progress.check()
         count += 1
-        if count % LEAVES_PER_REPORT == 0:
+        if count % LAYERS_PER_REPORT == 0:
             progress.step(min(count, total), total, stage)
 
     with checked_layers(module, called):
@@ -321,7 +332,11 @@ def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]
 
 
 def decoding(
-    pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: Form | None = None, tile: int = 0
+    pipeline: Pipeline,
+    shape: torch.Size | tuple[int, ...],
+    progress: Progress,
+    form: DecodeRequest | None = None,
+    tile: int = 0,
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
 
@@ -329,7 +344,7 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    form = checked_form(form or Form(), pipeline.spec.sizes.ratio)
+    form = checked_request(form or DecodeRequest(), pipeline.spec.sizes.ratio)
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
@@ -351,12 +366,13 @@ def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
     return VaeRunner(
-        Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=Form(), advised=tile), progress
+        Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile),
+        progress,
     )
 
 
 def decoded(
-    pipeline: Pipeline, samples: torch.Tensor, progress: Progress, form: Form | None = None, tile: int = 0
+    pipeline: Pipeline, samples: torch.Tensor, progress: Progress, form: DecodeRequest | None = None, tile: int = 0
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
 

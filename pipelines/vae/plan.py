@@ -33,7 +33,7 @@ SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class DecodeRequest:
     """User's choices for a decode.
 
     Args:
@@ -49,7 +49,7 @@ class Form:
     frames: int = 0
 
 
-def checked_form(form: Form, cell: int) -> Form:
+def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
     """``form``, whose values are in range for latents of ``cell`` pixels.
 
     Raises:
@@ -194,7 +194,7 @@ class Ladder:
         pipeline: Pipeline,
         coder: str,
         size: tuple[int, int, int],
-        form: Form,
+        form: DecodeRequest,
         advised: int,
         room: int | None = None,
     ) -> None:
@@ -340,7 +340,7 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMet
         pipeline=pipeline,
         coder="decoder",
         size=decoder_size(pipeline, cells),
-        form=Form(),
+        form=DecodeRequest(),
         advised=spec.sizes.tile_for(cells),
         room=room,
     )

@@ -21,7 +21,7 @@ from ...compat.device.execution import to_host
 from ...compat.device.failures import DEVICE_ERRORS
 from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
-from ...compat.output_check import InvalidOutputError, Judge
+from ...compat.output_check import InvalidOutputError, Validator
 from ...compat.ranks import Group
 from .chunked import AUTOENCODERS, MOCHI, SPATIAL_PADDING, CausalCache, mochi_up_from_the_start, remembering
 from .plan import STRIDE, DecodeMethod
@@ -107,7 +107,7 @@ class ResumableDecode:
     latents: Tensor
     ratios: tuple[int, int]
     guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
-    judge: Judge = lambda video: ""
+    validate: Validator = lambda video: ""
     smaller: Callable[[int], int] = lambda side: 0
     check: Callable[[], None] = lambda: None
     together: Callable[[list[RegionTask], Decode], list[Tensor | None]] | None = None
@@ -176,7 +176,7 @@ class ResumableDecode:
             return
         decoded = together(tasks, lambda task: self.region(task, transfer, decode))
         for (window, region), frames in zip(places, decoded, strict=True):
-            if frames is not None and not self.judge(frames):
+            if frames is not None and not self.validate(frames):
                 self._put(window, region, frames)
                 window.pending.remove(region)
 
@@ -227,7 +227,7 @@ class ResumableDecode:
                 transfer, method.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
             )
             video = streamed(stream, vae, latents, time)
-            if fault := self.judge(video):
+            if fault := self.validate(video):
                 raise InvalidOutputError(fault)
             return video.float()
 

@@ -178,8 +178,8 @@ def test_step_caches_act_on_both(folder, recorded):
 def test_kernels_are_put_into_both(folder, expected):
     pipeline = opened(folder, speed=SpeedRequest(kernels="reference"))
     latents = sampled(pipeline)
-    assert {part: fused.sites.total() for part, fused in pipeline.plan.speed.fused.items()} == dict.fromkeys(
-        SPEC.transformers, pipeline.plan.speed.fused["transformer"].sites.total()
+    assert {part: fused.points.total() for part, fused in pipeline.plan.speed.fused.items()} == dict.fromkeys(
+        SPEC.transformers, pipeline.plan.speed.fused["transformer"].points.total()
     )
     assert (latents.samples - expected[0].samples).abs().max() <= 1e-4 * expected[0].samples.abs().max()
 

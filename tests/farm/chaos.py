@@ -36,7 +36,7 @@ class Steady(Renderer):
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         from anygpu.pipelines.latents import steps
 
-        steps.KeptSteps.due = lambda self: True
+        steps.SavedSteps.due = lambda self: True
         return super().render(line, Slow(progress, self.folder / "resumed.txt"))
 
 

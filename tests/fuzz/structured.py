@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import random
-import runpy
 import shutil
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import machines_page
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
@@ -29,7 +29,7 @@ from anygpu.compat.checkpoints.weights import read_tensors, weight_files, write_
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import PackError
-from anygpu.compat.memory.statistics import FILE, kept_stages
+from anygpu.compat.memory.statistics import FILE, saved_stages
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
@@ -40,7 +40,7 @@ from anygpu.pipelines.files.evidence import evidence_of
 from anygpu.pipelines.files.formats import config_of, contents, layouts
 from anygpu.pipelines.latents import musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
-from anygpu.pipelines.latents.steps import KeptSteps
+from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load import lora
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import read_frames, write_mp4
@@ -54,7 +54,6 @@ from anygpu.pipelines.sampling.resume import SectionState
 from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = runpy.run_path(str(ROOT / "benchmarks" / "machines_page.py"))
 MOST_BYTES = 6 * 1024**3
 
 
@@ -63,10 +62,10 @@ def seed_files(folder: Path, prompt: Prompt) -> dict[str, list[Path]]:
     samples, own = torch.randn(1, 16, 2, 4, 4), folder / "seeds"
     extra = {"section_lengths": [2], "window": 9, "prompt": "x"}
     kept = Latents(samples, "framepack", "image", 5, 32, 32, 30.0, 1, extra=extra)
-    sections = recovery.KeptSections(own, lambda _: None)
+    sections = recovery.SavedSections(own, lambda _: None)
     sections.keep("key", 0, 3, kept, SectionState(samples, (2,), torch.Generator().get_state().numpy().tobytes()))
     whole = recovery.keep(own, Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 1), print)
-    plain = recovery.keep_plain(own, recovery.Sampled([samples], "Flux", latent_format="Wan21"), print)
+    plain = recovery.save_plain_recovery(own, recovery.Sampled([samples], "Flux", latent_format="Wan21"), print)
     latents = [own / f"{name}.safetensors" for name in (sections.names["key"], whole, plain)]
     core = {"latent_tensor": samples, "latent_format_version_0": torch.zeros(0)}
     latents.append(write_tensors(own / "core.safetensors", core, {"prompt": "{}", "workflow": "{}"}))
@@ -171,7 +170,7 @@ class Readers:
         path = varied(seed, self.folder / "kept" / seed.name, rng)
         store.kind_of(path)
         recovery.listing(path.parent)
-        recovery.KeptSections(path.parent, lambda _: None).found("key")
+        recovery.SavedSections(path.parent, lambda _: None).found("key")
         latent = store.load_latent(path, lambda _: None, rng.choice(("refuse", "clamp")), rng.choice(store.DTYPES))
         store.described(latent)
 
@@ -186,8 +185,8 @@ class Readers:
         content = json.dumps(record).encode()
         path = self.folder / "machine.json"
         path.write_bytes(damaged(content, rng) if rng.random() < 0.2 else content)
-        machine = PAGE["machine_in"](path.read_bytes())
-        assert PAGE["machine_in"](machine.text()) == machine and PAGE["page_of"]([machine]).count("<") == 0
+        machine = machines_page.machine_in(path.read_bytes())
+        assert machines_page.machine_in(machine.text()) == machine and machines_page.page_of([machine]).count("<") == 0
 
     def receipt(self, rng: Random) -> None:
         """The receipt of a video, and its job."""
@@ -215,7 +214,7 @@ class Readers:
         tensors = {name: tensor(rng) for name in names if rng.random() < 0.9} or {"latents": tensor(rng)}
         path = write_tensors(self.folder / "steps" / "ab.safetensors", tensors, {"anygpu": json.dumps(record)})
         rewritten(path, rng)
-        KeptSteps(path.parent, lambda _: None).found("ab")
+        SavedSteps(path.parent, lambda _: None).found("ab")
 
     def prompts(self, rng: Random) -> None:
         """Encoded prompts, read and sampled."""
@@ -332,7 +331,7 @@ class Readers:
         again.recall("t")
         row = {"stage": "x", "pipeline": "p", "mode": "none", "device": "cpu", "peak_bytes": 1, "seconds": 1.0}
         (self.folder / FILE).write_bytes(self._json([row], rng))
-        for cost in kept_stages(self.folder):
+        for cost in saved_stages(self.folder):
             str(cost)
 
     def stores(self, rng: Random) -> None:

@@ -40,7 +40,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.core_sampler import velocity
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 from paint.synthetic import photographs, torus
 from safetensors.torch import save_file
 from simulated import accelerator, profiles
@@ -345,11 +345,14 @@ LATENT_SHAPES = {  # of a clip that has tiles, chunks and borders: frames, rows,
     "hunyuan_video_15": (32, 3, 6, 7, 16, 4),
     "mochi": (12, 3, 12, 14, 8, 6),
 }
-FORMS: dict[str, Form] = {
-    "auto": Form(), "full": Form("full"), "tiled": Form("tiled", tile=64, overlap=16),
-    "streaming": Form("streaming", tile=64), "cpu": Form("cpu"),
-}  # fmt: skip
-CHUNKED = Form("chunked", frames=2)
+FORMS: dict[str, DecodeRequest] = {
+    "auto": DecodeRequest(),
+    "full": DecodeRequest("full"),
+    "tiled": DecodeRequest("tiled", tile=64, overlap=16),
+    "streaming": DecodeRequest("streaming", tile=64),
+    "cpu": DecodeRequest("cpu"),
+}
+CHUNKED = DecodeRequest("chunked", frames=2)
 CAUSAL = ("mochi", "hunyuan_video_15")  # whose decoders work in chunks of time
 
 
@@ -361,13 +364,13 @@ def drawn_latents(checkpoint: str) -> Latents:
     return Latents(samples, family, "text", (frames - 1) * temporal + 1, rows * spatial, columns * spatial, 24.0, 3)
 
 
-def decoded(places: Places, checkpoint: str, form: Form, **choices: Any) -> Results:
+def decoded(places: Places, checkpoint: str, form: DecodeRequest, **choices: Any) -> Results:
     """Frames of drawn latents."""
     pipeline = opened(places, Task((checkpoint,)), **choices)
     return {"frames": stages.decode(pipeline, drawn_latents(checkpoint), Silent(), form=form)}
 
 
-def decoded_offloaded(places: Places, checkpoint: str, form: Form, offload: str) -> Results:
+def decoded_offloaded(places: Places, checkpoint: str, form: DecodeRequest, offload: str) -> Results:
     """Frames of drawn latents, from the simulated accelerator."""
     with simulated_device() as device:
         return decoded(places, checkpoint, form, device=device, offload=offload)

@@ -29,7 +29,7 @@ def test_kernels_and_a_step_cache_are_said_and_changed_without_loading_again(ser
         run = client.run(graph.prompt)
         assert run.ending == "execution_success", run.message
         text = "\n".join(run.texts_of(sample))
-        assert "12 of 12 sites fused (reference)" in text
+        assert "12 of 12 fusion points (reference)" in text
         assert ("block passes skipped" in text) == expected, text
         assert "AnyGPULoadPipeline" not in text
 

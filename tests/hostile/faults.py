@@ -48,7 +48,7 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
     from anygpu.pipelines.forecast.page import memory_plan
     from anygpu.pipelines.latents import recovery
-    from anygpu.pipelines.latents.steps import KeptSteps
+    from anygpu.pipelines.latents.steps import SavedSteps
     from anygpu.pipelines.load.folder import load
     from anygpu.pipelines.requests import LoadRequest
     from anygpu.pipelines.sizes import Size
@@ -57,7 +57,7 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
     assert memory_plan(pipeline, Size(64, 64, 9))
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
-        steps = None if state is None else KeptSteps(state / "kept" / "steps", str, share=math.inf)
+        steps = None if state is None else SavedSteps(state / "kept" / "steps", str, share=math.inf)
         latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent(), steps)
         if state is not None:
             recovery.keep(state / "kept", latents, str)

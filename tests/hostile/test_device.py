@@ -20,7 +20,7 @@ from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ENDED, UNUSABLE, ProbeStore
 from anygpu.compat.device.quirks import active, policy_for
 from anygpu.compat.transforms import fused
-from anygpu.compat.transforms.fused import FusedSites
+from anygpu.compat.transforms.fused import FusionPoints
 from anygpu.kernels import library
 from simulated import profiles
 
@@ -250,7 +250,9 @@ def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException
     launch = library._Launch("broken", load, lambda x: x + 1)
     x = torch.zeros(2)
     assert torch.equal(launch(x), x + 1) and torch.equal(launch(x), x + 1)
-    assert str(FusedSites("auto")).endswith(f"the kernel broken failed, its reference runs: {library.FAULTS['broken']}")
+    assert str(FusionPoints("auto")).endswith(
+        f"the kernel broken failed, its reference runs: {library.FAULTS['broken']}"
+    )
     assert len(calls) == 1 and caplog.text.count("its reference runs from now on") == 1
     with library.failures_raise(), pytest.raises(type(error)):
         launch(x)

@@ -1,31 +1,18 @@
 """Bytes that a block moves, counted on meta tensors: what the benchmark counts, and how far below eager it is."""
 
-import csv
-import importlib.util
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+import kernels_bytes
 import pytest
 import torch
+from runner import known_rows
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels_bytes.py"
 NAMES = ("LTX", "HunyuanVideo double", "HunyuanVideo single", "Mochi")
 
 
-@cache
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("kernels_bytes", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kernels_bytes"] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def bytes_of(call: Any) -> int:
-    with torch.no_grad(), script().Attention(), script().Bytes() as count:
+    with torch.no_grad(), kernels_bytes.Attention(), kernels_bytes.Bytes() as count:
         call()
     return count.total
 
@@ -56,8 +43,8 @@ def test_a_fused_operation_reads_and_writes_each_tensor_once() -> None:
 
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])])
 def test_memory_bound_bytes_of_a_block(name: str) -> None:
-    case = next(case for case in script().cases() if case.name == name)
-    eager, fused = script().counted(case, False), script().counted(case, True)
+    case = next(case for case in kernels_bytes.blocks() if case.name == name)
+    eager, fused = kernels_bytes.counted(case, False), kernels_bytes.counted(case, True)
     found = eager.total / fused.total
     assert found >= case.demanded, f"{found:.2f}x, {case.demanded} demanded; fused: {fused.of.most_common(6)}"
 
@@ -65,22 +52,21 @@ def test_memory_bound_bytes_of_a_block(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_bound_bytes_of_a_block_under_safe_fp16(name: str) -> None:
-    case = next(case for case in script().cases() if case.name == name)
-    eager, fused = (script().counted(case, fused, True).total for fused in (False, True))
-    assert eager >= script().SAFE[name] * fused
+    case = next(case for case in kernels_bytes.blocks() if case.name == name)
+    eager, fused = (kernels_bytes.counted(case, fused, True).total for fused in (False, True))
+    assert eager >= kernels_bytes.SAFE[name] * fused
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(4))
 def test_memory_bound_bytes_of_a_decode(index: int) -> None:
-    case = script().DECODES[index]
-    (eager, frames), (fused, same) = (script().decoded(case, fused) for fused in (False, True))
+    case = kernels_bytes.DECODES[index]
+    (eager, frames), (fused, same) = (kernels_bytes.decoded(case, fused) for fused in (False, True))
     assert frames.shape == same.shape and eager.total >= case.demanded * fused.total, fused.of.most_common(6)
 
 
 def test_the_page_shows_what_the_benchmark_wrote() -> None:
-    page = (SCRIPT.parents[1] / "docs" / "performance.md").read_text(encoding="utf-8")
-    with (SCRIPT.parent / "results" / "kernels_bytes.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            shown = f"{float(row['eager_u']):.1f} u | {float(row['fused_u']):.1f} u | {float(row['ratio']):.2f}×"
-            assert f"| {row['block']} | {shown} |" in page
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    for row in known_rows("kernels_bytes"):
+        shown = f"{float(row['eager_u']):.1f} u | {float(row['fused_u']):.1f} u | {float(row['ratio']):.2f}×"
+        assert f"| {row['block']} | {shown} |" in page

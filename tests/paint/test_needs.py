@@ -9,13 +9,12 @@ import pytest
 import torch
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.parts import PartBytes
-from anygpu.compat.memory.statistics import kept_stages
+from anygpu.compat.memory.statistics import saved_stages
 from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
-from simulated.conftest import acc  # noqa: F401
 
 from paint.counting import GIBIBYTE, HALF, SAFE, stages
 from paint.test_offloader import INPUTS
@@ -106,7 +105,7 @@ def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
     assert [need.name for need in paint_needs(delight)] == ["encoding", "delighting", "decoding"]
 
 
-def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):  # noqa: F811
+def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))
     paint_views(pipeline, INPUTS, PaintSettings(size=64, steps=1))
     needs = paint_needs(pipeline, 64, 2)
@@ -114,7 +113,7 @@ def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, d
     assert [cost.stage for cost in costs] == [need.name for need in needs]
     for cost, need in zip(costs, needs, strict=True):
         assert need.weights < cost.peak_bytes <= MARGIN * need.total, cost.stage
-    assert [cost.stage for cost in kept_stages(tmp_path)] == [need.name for need in needs]
+    assert [cost.stage for cost in saved_stages(tmp_path)] == [need.name for need in needs]
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device=acc, offload="model"))
     delight_image(delight, INPUTS.references, DelightSettings(size=64, steps=1, text=torch.ones(1, 7, 64)))
     assert [cost.stage for cost in delight.offloader.memory_stats.stages] == [

@@ -8,7 +8,7 @@ import torch
 from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace, counting
 from anygpu.compat.memory.offloader import MODES
-from anygpu.compat.memory.statistics import FILE, kept_stages, stage_cost
+from anygpu.compat.memory.statistics import FILE, saved_stages, stage_cost
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import times
 from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
@@ -59,7 +59,7 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, t
     run = times.planned_run(pipeline, 64, len(INPUTS.normals), 2)
     before = times.paint_times(pipeline, run)
     paint_views(pipeline, INPUTS, PaintSettings(64, steps=2))
-    rows = kept_stages(tmp_path)
+    rows = saved_stages(tmp_path)
     assert [(row.stage, row.modelled_seconds) for row in rows] == [(each.name, each.modelled) for each in before.stages]
     after = times.paint_times(pipeline, run).stages[2]
     assert after.name == "painting" and after.seconds == pytest.approx(rows[2].own_seconds)

@@ -20,7 +20,7 @@ from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records.job import Adapter, Caching, Content, Picture, VideoJob, job_in, read_job, write_job
 from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.requests import LOAD_INPUTS
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 
 FULL = VideoJob(
     model=Content("video/LTX", "ab" * 16),
@@ -40,7 +40,7 @@ FULL = VideoJob(
     fit="crop",
     video=Content("v.mp4", "bc"),
     framepack=FramePackSettings(2.0, 5, "vanilla", 0.5, True),
-    decode=Form("tiled", 256, 64, 4),
+    decode=DecodeRequest("tiled", 256, 64, 4),
     decode_timestep=0.05,
     decode_noise_scale=0.025,
 )

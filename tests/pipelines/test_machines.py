@@ -2,11 +2,11 @@
 
 import json
 import random
-import runpy
 import string
 from dataclasses import replace
 from pathlib import Path
 
+import machines_page
 import pytest
 from anygpu import cli
 from anygpu.compat import redaction
@@ -19,7 +19,6 @@ from anygpu.pipelines.records.machines import machine_of
 from anygpu.pipelines.report import precisions
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = runpy.run_path(str(ROOT / "benchmarks" / "machines_page.py"))
 SECRETS = (
     *("/home/annette/models/x.safetensors", "~/secret/file", "C:\\Users\\Annette\\a.png", "\\\\nas\\films\\a.mp4"),
     *("annette@example.org", "https://me:pass@host.example/x?token=1", "192.168.178.20", "fe80:0:0:0:1:2:3:4"),
@@ -44,7 +43,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
         return " ".join(words)
 
     cost = StageCost(hidden(), hidden(), hidden(), "cpu", seconds=1.0)
-    monkeypatch.setattr(machines, "kept_stages", lambda _: [cost])
+    monkeypatch.setattr(machines, "saved_stages", lambda _: [cost])
     monkeypatch.setattr(machines, "versions", lambda: {"torch": hidden(), hidden(): "1"})
     facts = replace(FACTS, name=hidden(), driver=hidden(), versions={"cuda": hidden()})
     probes = {"conv3d.bf16": ProbeResult("wrong", hidden(), 1.5), hidden(): ProbeResult("ok")}
@@ -53,7 +52,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
         *NAMES, "example.org", "192.168", "fe80", "hf_abc", "sk-abc", "4f9c1a52", "aa:bb", "secret", "films", "pass@",
     ]  # fmt: skip
     assert not [secret for secret in (*SECRETS, *bare) if secret.lower() in text.lower()]
-    assert PAGE["machine_in"](text).text() == text
+    assert machines_page.machine_in(text).text() == text
 
 
 def test_plain_facts_stay(tmp_path: Path) -> None:
@@ -81,18 +80,18 @@ def test_plain_facts_stay(tmp_path: Path) -> None:
 def test_a_file_that_was_edited_is_refused_in_one_line(change: dict[str, object], said: str) -> None:
     record = json.loads(machine_of(FACTS, {}, None, NAMES, precisions()).text())
     with pytest.raises(InputError) as caught:
-        PAGE["machine_in"](json.dumps({**record, **change}))
+        machines_page.machine_in(json.dumps({**record, **change}))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_shared_text_cannot_leave_its_cell() -> None:
     machine = replace(machine_of(FACTS, {}, None, NAMES, precisions()), device="a | b\n<script>")
-    assert "| a \\| b &lt;script> |" in PAGE["page_of"]([machine])
+    assert "| a \\| b &lt;script> |" in machines_page.page_of([machine])
 
 
 def test_the_page_is_what_the_files_say() -> None:
     files = sorted((ROOT / "benchmarks" / "machines").glob("*.json"))
-    assert files and (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").endswith(PAGE["page"]())
+    assert files and (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").endswith(machines_page.page())
 
 
 def test_the_command_shows_the_file_before_it_writes_it(
@@ -106,4 +105,4 @@ def test_the_command_shows_the_file_before_it_writes_it(
         assert cli.main(["report", "--share", str(tmp_path / "a.json"), "--state", str(tmp_path)]) == 0
         assert machine.text() in capsys.readouterr().out
         assert (tmp_path / "a.json").exists() == (answer == "y")
-    assert PAGE["machine_in"]((tmp_path / "a.json").read_bytes()) == machine
+    assert machines_page.machine_in((tmp_path / "a.json").read_bytes()) == machine

@@ -32,7 +32,7 @@ from anygpu.pipelines.records.receipts import (
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 
 PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
 SETTINGS = SampleSettings(64, 64, 9, 2, seed=5)
@@ -92,12 +92,12 @@ def test_what_differs_is_named(made: Any, tiny_folder: Path, tmp_path: Path) -> 
 
 def test_a_video_carries_its_receipt_and_no_path(made: Any, tmp_path: Path, tiny_folder: Path) -> None:
     _, _, _, latents = made
-    record = decoded_receipt(latents, Form("tiled", 64), 0.05)
+    record = decoded_receipt(latents, DecodeRequest("tiled", 64), 0.05)
     path = write_mp4(torch.rand(3, 32, 32, 3), 8.0, tmp_path / "a.mp4", tags_for(record))
     assert read_receipt(path) == json.loads(json.dumps(record))
     job = job_of(read_receipt(path))
     assert (job.decode, job.decode_timestep, job.settings, job.prompt.negative) == (
-        Form("tiled", 64),
+        DecodeRequest("tiled", 64),
         0.05,
         SETTINGS,
         "blurry",
@@ -130,7 +130,7 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
         job_of(record)
     for part in ("a prompt that was not encoded", "the latents that it started from", "a noise mask", "the pictures"):
         assert part in str(caught.value)
-    changed = decoded_receipt(replace(latents, samples=latents.samples + 1), Form())
+    changed = decoded_receipt(replace(latents, samples=latents.samples + 1), DecodeRequest())
     with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
         job_of(changed or {})
 

@@ -175,9 +175,9 @@ def test_the_line_says_what_runs(tiny_folder, recorded):
     pipeline, progress = loaded_for("ltx", tiny_folder, asked), recorded()
     assert {"kernels reference: chosen", "compile on: chosen"} <= set(map(str, pipeline.plan.decisions))
     sampled(pipeline, progress)
-    lines = [line for line in progress.said if "sites" in line]
+    lines = [line for line in progress.said if "fusion points" in line]
     assert len(lines) == 1 and lines[0].startswith(
-        "LTX-Video: 12 of 12 sites fused (reference), attention flash, compile on:"
+        "LTX-Video: 12 of 12 fusion points (reference), attention flash, compile on:"
     )
     plain = loaded_for("ltx", tiny_folder)
     verdicts = {decision.subject: decision.verdict for decision in plain.plan.decisions}

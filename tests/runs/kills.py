@@ -33,7 +33,7 @@ def write(folder: Path) -> None:
         if seed % 3:
             name = recovery.keep(folder, made, print)
         else:
-            sections = recovery.KeptSections(folder, lambda _: None)
+            sections = recovery.SavedSections(folder, lambda _: None)
             for index in range(2):
                 sections.keep(f"key {seed}", index, 3, made, SectionState(made.samples, (1,), b"state"))
             name = sections.names[f"key {seed}"]

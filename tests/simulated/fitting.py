@@ -72,7 +72,7 @@ class LeafByLeaf(StandaloneOffloader):
     def release(self, part: str) -> None:
         """Nothing: it is on the host."""
 
-    def step_down(self, part: str, *beside: str) -> str:
+    def reduce_memory(self, part: str, *beside: str) -> str:
         """Nothing: it has the least already."""
         return ""
 

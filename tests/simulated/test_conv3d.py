@@ -16,7 +16,7 @@ from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
-from anygpu.compat.transforms.conv3d_forms import Conv3dForm, Geometry
+from anygpu.compat.transforms.conv3d_methods import Conv3dMethod, Geometry
 from anygpu.compat.transforms.order import conv3d_step
 from anygpu.pipelines.pipeline import Parts
 from compat.transforms.test_conv3d import randomised
@@ -106,7 +106,7 @@ def test_legacy_conv3d_in_a_vae(acc: torch.device) -> None:
     x, expected = sample(1, 8, 6, 7, 7), model(sample(1, 8, 6, 7, 7))
     model.bfloat16()
     swapped = swap_conv3d(model, LEGACY)
-    assert {choice.form for choice in swapped.choices.values()} == {Conv3dForm.FP32}
+    assert {choice.form for choice in swapped.choices.values()} == {Conv3dMethod.FP32}
     model.to(acc)
     with accelerator.hook(CONVOLUTIONS, before=no_bf16) as hook:
         found = model(x.to(acc, torch.bfloat16))
@@ -235,7 +235,7 @@ def test_weights_arrive_contiguous(acc: torch.device) -> None:
     with accelerator.hook(CONVOLUTIONS, before=crash):
         with pytest.raises(RuntimeError, match="segmentation"):
             on_device(x.to(acc))
-        for form in (Conv3dForm.NATIVE, Conv3dForm.FRAMES):
+        for form in (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES):
             swapped = swap_conv3d(model, form)
             assert close(model.to(acc)(x.to(acc)), expected)
             swapped.restore()
@@ -246,24 +246,24 @@ def test_a_swap_on_the_device_is_compared_there(acc: torch.device) -> None:
     """The original runs on the CPU, so a device that cannot run it can still be checked."""
     model = nn.Conv3d(4, 4, 3).requires_grad_(False).to(acc)
     with accelerator.hook(CONVOLUTIONS, before=no_volumes):
-        assert list(swap_conv3d(model, Conv3dForm.FRAMES).choices) == [""]
+        assert list(swap_conv3d(model, Conv3dMethod.FRAMES).choices) == [""]
     model = nn.Conv3d(4, 4, 3).requires_grad_(False).to(acc)
     with accelerator.hook(CONVOLUTIONS, after=spoiled(lambda arguments: True)):
-        assert "differs by nan" in swap_conv3d(model, Conv3dForm.FRAMES).left[""]
+        assert "differs by nan" in swap_conv3d(model, Conv3dMethod.FRAMES).left[""]
     assert type(model) is nn.Conv3d
 
 
 @pytest.mark.parametrize(
     ("machine", "dtype", "form"),
     [
-        ("turing", torch.bfloat16, Conv3dForm.FP32),
-        ("gtx16xx", torch.float16, Conv3dForm.FP32),
-        ("no-conv3d", torch.float32, Conv3dForm.FRAMES),
-        ("gfx1201", torch.bfloat16, Conv3dForm.FRAMES),
-        ("mps-like", torch.float32, Conv3dForm.FRAMES),
+        ("turing", torch.bfloat16, Conv3dMethod.FP32),
+        ("gtx16xx", torch.float16, Conv3dMethod.FP32),
+        ("no-conv3d", torch.float32, Conv3dMethod.FRAMES),
+        ("gfx1201", torch.bfloat16, Conv3dMethod.FRAMES),
+        ("mps-like", torch.float32, Conv3dMethod.FRAMES),
     ],
 )
-def test_probes_lead_to_a_form_that_works(machine: str, dtype: torch.dtype, form: Conv3dForm) -> None:
+def test_probes_lead_to_a_form_that_works(machine: str, dtype: torch.dtype, form: Conv3dMethod) -> None:
     """What the device answered, and nothing else, decides."""
     if reason := accelerator.reason():
         pytest.skip(reason)
@@ -283,7 +283,7 @@ def test_forms_are_timed_on_the_device(acc: torch.device) -> None:
     layer = Conv3dLayer("conv", 8, 8, (3, 3, 3), Geometry(), torch.float32)
     with accelerator.hook(CONVOLUTIONS, before=no_volumes):
         times = form_times(layer, acc, (3, 8, 8), repeats=1)
-        assert form_error(Conv3dForm.NATIVE, layer, acc) is None
+        assert form_error(Conv3dMethod.NATIVE, layer, acc) is None
     assert set(times) == {"frames", "matmul"}
     chosen = choose_by({}, lambda *_: times)(layer)
     assert chosen is not None and chosen.form.value == min(times, key=times.__getitem__), (
@@ -298,7 +298,7 @@ def test_an_input_on_the_host_is_moved_and_reported(acc: torch.device, caplog: p
     """What reads as a missing bf16 kernel is an input that stayed behind."""
     model, x = nn.Conv3d(4, 4, 3).requires_grad_(False), sample(1, 4, 4, 6, 6)
     expected = model(x)
-    swap_conv3d(model, Conv3dForm.FRAMES)
+    swap_conv3d(model, Conv3dMethod.FRAMES)
     model.to(acc)
     for _ in range(2):
         assert close(model(x), expected)
@@ -308,7 +308,7 @@ def test_an_input_on_the_host_is_moved_and_reported(acc: torch.device, caplog: p
 @pytest.mark.parametrize("away", ["cpu", "meta"])
 def test_an_input_never_goes_to_a_master_copy(away: str, acc: torch.device) -> None:
     model = nn.Conv3d(4, 4, 3).requires_grad_(False)
-    swap_conv3d(model, Conv3dForm.FRAMES)
+    swap_conv3d(model, Conv3dMethod.FRAMES)
     model.to(away)
     with pytest.raises(UnsupportedError, match=f"is on acc:0 and its weight on {away}.*offloader"):
         model(sample(1, 4, 4, 6, 6).to(acc))

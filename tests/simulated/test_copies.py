@@ -23,7 +23,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import EMBEDS, MASK, POOLED, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
-from anygpu.pipelines.latents.steps import KeptSteps
+from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
 from anygpu.pipelines.pipeline import Pipeline
@@ -225,7 +225,7 @@ def test_a_run_goes_on_from_its_step_file_with_the_same_bits(acc, tiny_folder, t
         pipeline = opened(case, tiny_folder, acc, "bf16", "model")
         prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
         prompt = load_prompt(save_prompt(tmp_path / "prompt.safetensors", prompt), print)
-        steps = None if kept is None else KeptSteps(kept, print, share=float("inf"))
+        steps = None if kept is None else SavedSteps(kept, print, share=float("inf"))
         settings = SampleSettings(64, 64, case.frames, steps=3, seed=3, cfg=2.0)
         return stages.sample(pipeline, prompt, None, settings, progress, steps).samples, previews
 

@@ -10,11 +10,11 @@ from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 from anygpu.pipelines.latents import convert, recovery
-from anygpu.pipelines.latents.steps import KeptSteps
+from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 
 from simulated import accelerator
 from simulated.test_families import MODES
@@ -31,11 +31,11 @@ def opened(device: Any = "cpu", **chosen: Any) -> Pipeline:
 def sampled(pipeline: Pipeline, progress: Any = None, kept: Path | None = None) -> Latents:
     with torch.no_grad():
         prompt = stages.encode_prompt(pipeline, PromptRequest(TEXT), Silent())
-        steps = None if kept is None else KeptSteps(kept, print, share=float("inf"))
+        steps = None if kept is None else SavedSteps(kept, print, share=float("inf"))
         return stages.sample(pipeline, prompt, None, SampleSettings(0, 0, 0, STEPS, 3), progress or Silent(), steps)
 
 
-def seen(pipeline: Pipeline, latents: Latents, form: Form | None = None) -> str:
+def seen(pipeline: Pipeline, latents: Latents, form: DecodeRequest | None = None) -> str:
     with torch.no_grad():
         return scene_of(stages.decode(pipeline, latents, Silent(), form=form)).caption
 
@@ -88,4 +88,4 @@ def test_recovered_and_decoded_in_every_form(tmp_path: Path, method: str) -> Non
     assert recovery.keep(tmp_path, sampled(opened()), print)
     pipeline = opened()
     latents = convert.from_core(pipeline, recovery.load(tmp_path, "newest", print), print)
-    assert seen(pipeline, latents, Form(method)) == TEXT
+    assert seen(pipeline, latents, DecodeRequest(method)) == TEXT

@@ -14,7 +14,7 @@ from anygpu.pipelines.forecast.fit import plan_line
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 
 from simulated import accelerator, fitting
 from simulated.fitting import FAMILIES, SHARES, forget, heavy, peak, run
@@ -272,7 +272,10 @@ def test_a_streamed_decode_counts_the_tiles_that_it_moves(acc, tiny_folder):
     before = accelerator.traffic()
     with torch.no_grad():
         stages.decode(
-            pipeline, Latents(samples, "ltx", "text", 9, 64, 64, 24.0, 0), Silent(), form=Form("streaming", tile=16)
+            pipeline,
+            Latents(samples, "ltx", "text", 9, 64, 64, 24.0, 0),
+            Silent(),
+            form=DecodeRequest("streaming", tile=16),
         )
     after, cost = accelerator.traffic(), pipeline.offloader.memory_stats.stages[-1]
     moved = after.to_device_bytes - before.to_device_bytes + after.to_host_bytes - before.to_host_bytes

@@ -7,8 +7,7 @@ import torch
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.hooks import GroupHooks
-from anygpu.compat.memory.host_weights import PINNED, PLAIN, HostWeights
-from anygpu.compat.memory.offloader import OffloadOptions
+from anygpu.compat.memory.offloader import PINNED, PLAIN, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.prefetch import CopyStream, copy_stream
 from anygpu.compat.memory.standalone import StandaloneOffloader
@@ -98,7 +97,7 @@ def test_memory_is_that_of_the_block_in_use_and_of_what_comes_ahead(acc):
 
 def test_a_prefetch_that_is_one_block_late_costs_time(acc, monkeypatch):
     """It begins when its own block is asked for; the clock tells what the computation then waits for."""
-    monkeypatch.setattr(GroupHooks, "_bring_ahead", lambda hooks, copies: None)
+    monkeypatch.setattr(GroupHooks, "_prefetch", lambda hooks, copies: None)
     times, _ = run(acc)
     assert times.elapsed > 1.8 * times.bound and times.waited_for_copies > 0.8 * times.copying
 

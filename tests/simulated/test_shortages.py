@@ -57,7 +57,7 @@ def stepping(own: StandaloneOffloader, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), own.hold(PART) as module:
         before = module(x)
         while own.mode in STEP_DOWN:
-            own.step_down(PART)
+            own.reduce_memory(PART)
         return torch.stack([before, module(x)]).cpu()
 
 
@@ -111,7 +111,7 @@ def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monk
     pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload)
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
     wanted = stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
-    attach, step_down, left = GroupHooks._attach, StandaloneOffloader.step_down, [short]
+    attach, reduce_memory, left = GroupHooks._attach, StandaloneOffloader.reduce_memory, [short]
 
     def failing(own: GroupHooks) -> None:
         if behind:
@@ -121,17 +121,17 @@ def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monk
 
     def stepping_down(own: StandaloneOffloader, *parts: str) -> str:
         monkeypatch.setattr(GroupHooks, "_attach", failing)
-        return step_down(own, *parts)
+        return reduce_memory(own, *parts)
 
     def full(*_: Any) -> None:
         left[0] -= 1
         if left[0] >= 0:
             raise RuntimeError("HIP out of memory")
 
-    monkeypatch.setattr(StandaloneOffloader, "step_down", stepping_down)
+    monkeypatch.setattr(StandaloneOffloader, "reduce_memory", stepping_down)
     handle = pipeline.parts["transformer"].register_forward_pre_hook(full)
     if not short:
-        pipeline.offloader.take_off("transformer")
+        pipeline.offloader.detach("transformer")
         monkeypatch.setattr(GroupHooks, "_attach", failing)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         stages.sample(pipeline, prompt, None, SETTINGS, Silent())

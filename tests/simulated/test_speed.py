@@ -69,7 +69,7 @@ def test_kernels_compile_and_offload_twice_in_a_row(acc, tiny_folder, on_host, n
         for ours, expected in zip(rendered(pipeline, CASES[name]), on_host(name), strict=True):
             torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=ROUNDING)
     for part in ("transformer", "vae"):
-        assert pipeline.plan.speed.fused[part].sites and not pipeline.plan.speed.fused[part].left
+        assert pipeline.plan.speed.fused[part].points and not pipeline.plan.speed.fused[part].left
     if compile:
         compiled = pipeline.plan.speed.compiled["transformer"]
         kinds = {"ltx": 1, "hunyuan_video_15": 1}.get(name, 2)

@@ -18,7 +18,7 @@ from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae import fallback as vae
 from anygpu.pipelines.vae import plan as vae_plan
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 
 from simulated import accelerator, profiles
 
@@ -256,7 +256,7 @@ def test_nan_in_one_part_is_found_before_the_next_is_computed(acc, tiny_folder, 
         results[0].fill_(float("nan"))
 
     pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
-    latents, form = latents_for(pipeline, frames=6), Form("chunked", frames=2)
+    latents, form = latents_for(pipeline, frames=6), DecodeRequest("chunked", frames=2)
     with accelerator.hook("aten::convolution*", after=spoil), pytest.raises(UnsupportedError, match="NaN or infinite"):
         stages.decode(pipeline, latents, recorded(), form=form)
     once = len(calls)
@@ -430,7 +430,7 @@ def test_the_first_tile_is_the_largest_that_fits_the_cap(tiny_folder, monkeypatc
     pipeline = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32)
     capped = replace(vae_plan.policy_for(pipeline.facts), allocation_bytes=limit_mib * 2**20)
     monkeypatch.setattr(vae_plan, "policy_for", lambda facts: capped)
-    for form, expected in ((Form(), tile), (Form("full"), 0)):
+    for form, expected in ((DecodeRequest(), tile), (DecodeRequest("full"), 0)):
         assert vae_plan.Ladder(pipeline, "decoder", (3, 512, 512), form, 0).method.tile == expected
 
 

@@ -37,7 +37,7 @@ from ...sizes import beside_transformer
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding
-from ...vae.plan import Form
+from ...vae.plan import DecodeRequest
 from .keyframes import END, START, VISION, drawn, end_strength
 from .keyframes import encode_image as encode_image
 from .sections import History, Plan, joined, plan_for, spans
@@ -62,8 +62,8 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     name = evidence.name_with(F1_NAME)
     if name:
         return F1, f"the name {name!r} says so"
-    said = f"the name {evidence.names[0]!r} does not say F1" if evidence.names else "no name says F1"
-    return I2V, f"assumed, because the files look the same and {said}; choose another variant if that is wrong"
+    message = f"the name {evidence.names[0]!r} does not say F1" if evidence.names else "no name says F1"
+    return I2V, f"assumed, because the files look the same and {message}; choose another variant if that is wrong"
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
@@ -190,7 +190,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return output
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded all at once.

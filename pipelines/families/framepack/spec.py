@@ -132,7 +132,7 @@ SPEC = FamilySpec(
     rewrites=Rewrites(
         precision=HALF_TEXT,
         published_blocks=BLOCKS,
-        published_vae_sites=29,
+        published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
     ),
     published=Published(

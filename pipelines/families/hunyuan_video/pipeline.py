@@ -49,7 +49,7 @@ from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae.fallback import decoded, encoded
-from ...vae.plan import Form
+from ...vae.plan import DecodeRequest
 from .spec import (
     CHANNELS,
     LATENT_CONCAT,
@@ -211,7 +211,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return output
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away.
 
     In Tencent's tiles where the whole does not fit.

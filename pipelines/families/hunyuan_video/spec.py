@@ -120,7 +120,7 @@ SPEC = FamilySpec(
         precision=HALF_TEXT,
         vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
         published_blocks=BLOCKS,
-        published_vae_sites=29,
+        published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
     published=Published(

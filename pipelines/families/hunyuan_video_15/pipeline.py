@@ -42,7 +42,7 @@ from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
 from ...vae.fallback import decoded, encoded, watched
-from ...vae.plan import Form
+from ...vae.plan import DecodeRequest
 from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 BRANCHES = ("pred_cond", "pred_uncond")
@@ -173,7 +173,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return output
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
     tile = pipeline.spec.sizes.tile_for(latents.samples.shape[2:])
     return decoded(pipeline, latents.samples, progress, form, tile)

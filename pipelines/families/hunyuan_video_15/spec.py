@@ -108,7 +108,7 @@ SPEC = FamilySpec(
         published_blocks=(
             ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
         ),
-        published_vae_sites=35,
+        published_vae_fusion_points=35,
         split=SplitPlan(("freqs_cis",), dim=0),
     ),
     published=Published(

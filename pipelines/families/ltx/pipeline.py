@@ -59,7 +59,7 @@ from ...sizes import beside_transformer
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
-from ...vae.plan import Form
+from ...vae.plan import DecodeRequest
 from .conditions import (
     MEAN,
     MOMENTS,
@@ -106,8 +106,8 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     if evidence.note("config", "scheduler"):
         return DEV, "its file names no noise levels that it was trained for"
     released = evidence.name_with(r"\bdev\b|[-_]dev|v?0\.9")
-    said = f"the name {released!r} does not say {DISTILLED!r}" if released else f"no name around it says {DISTILLED!r}"
-    return DEV, f"assumed, since its file says nothing and {said}"
+    hint = f"the name {released!r} does not say {DISTILLED!r}" if released else f"no name around it says {DISTILLED!r}"
+    return DEV, f"assumed, since its file says nothing and {hint}"
 
 
 def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
@@ -270,7 +270,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
 
     The noise goes onto the latents as they are sampled, as Lightricks' own code has it. diffusers puts it onto those

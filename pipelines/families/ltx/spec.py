@@ -157,7 +157,7 @@ SPEC = FamilySpec(
     ),
     rewrites=Rewrites(
         published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
-        published_vae_sites=39,
+        published_vae_fusion_points=39,
         returns_alone=True,
         split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
     ),

@@ -36,7 +36,7 @@ from ...sampling.schedules import Guidance, Levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decoded, encoded
-from ...vae.plan import Form
+from ...vae.plan import DecodeRequest
 from .spec import CHANNELS, SPEC
 
 THRESHOLD_NOISE = 0.025
@@ -127,7 +127,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return -output.float()  # the model predicts data minus noise
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Form | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1."""
     return decoded(pipeline, latents.samples, progress, form)
 

@@ -69,7 +69,7 @@ SPEC = FamilySpec(
         precision=ModelPrecision({ALL_BF16: IN_FP32}),
         causal_decoder=True,
         published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
-        published_vae_sites=38,
+        published_vae_fusion_points=38,
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
     published=Published(

@@ -37,7 +37,7 @@ def members_in_source(path: str, name: str) -> dict[str, list[str]]:
 
 
 def test_every_member_says_what_it_is():
-    assert {"mode", "hold", "release", "step_down"} <= declared().keys()
+    assert {"mode", "hold", "release", "reduce_memory"} <= declared().keys()
     for name, member in declared().items():
         assert inspect.getdoc(member), name
 

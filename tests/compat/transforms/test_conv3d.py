@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from anygpu.compat.device.facts import DeviceFacts, facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.transforms import conv3d_choice, conv3d_forms
+from anygpu.compat.transforms import conv3d_choice, conv3d_methods
 from anygpu.compat.transforms.conv3d import history_tables, swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import (
     Conv3dChoice,
@@ -24,11 +24,11 @@ from anygpu.compat.transforms.conv3d_choice import (
     choose_by,
     form_error,
     form_times,
-    kept_timings,
     runs,
     sample_size,
+    stored_timings,
 )
-from anygpu.compat.transforms.conv3d_forms import FORMS, Conv3dForm, Geometry, convolve, covers, padded
+from anygpu.compat.transforms.conv3d_methods import FORMS, Conv3dMethod, Geometry, convolve, covers, padded
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,8 +86,8 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # The forms ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", Conv3dForm)
-def test_equals_conv3d_bit_for_bit(form: Conv3dForm) -> None:
+@pytest.mark.parametrize("form", Conv3dMethod)
+def test_equals_conv3d_bit_for_bit(form: Conv3dMethod) -> None:
     """Also when every chunk is as small as it can be."""
     tried = 0
     for x, weight, bias, geometry in configurations():
@@ -96,13 +96,13 @@ def test_equals_conv3d_bit_for_bit(form: Conv3dForm) -> None:
             for chunk in (0, 1):
                 assert torch.equal(convolve(form, x, weight, bias, geometry, chunk), expected), geometry
             tried += 1
-    assert tried >= {Conv3dForm.POINTWISE: 100, Conv3dForm.PATCHES: 60}.get(form, CONFIGURATIONS)
+    assert tried >= {Conv3dMethod.POINTWISE: 100, Conv3dMethod.PATCHES: 60}.get(form, CONFIGURATIONS)
 
 
 @pytest.mark.parametrize(
-    "form", [form for form in Conv3dForm if form not in (Conv3dForm.PATCHES, Conv3dForm.POINTWISE)]
+    "form", [form for form in Conv3dMethod if form not in (Conv3dMethod.PATCHES, Conv3dMethod.POINTWISE)]
 )
-def test_needs_no_other_layout(form: Conv3dForm) -> None:
+def test_needs_no_other_layout(form: Conv3dMethod) -> None:
     """Channels-last, frames-first and sliced inputs and weights."""
     x, weight, bias = integers(2, 6, 5, 6, 7), integers(4, 6, 3, 3, 3), integers(4)
     wide = integers(4, 8, 3, 3, 3)
@@ -130,8 +130,8 @@ def test_as_accurate_as_conv3d(channels: int, kernel: int, patched: bool, dtype:
     weight = (weight / weight[0].numel() ** 0.5).to(dtype)
     bias = torch.randn(32, generator=generator).to(dtype)
     exact = F.conv3d(x.double(), weight.double(), bias.double(), *geometry)
-    for form in filter(lambda form: covers(form, size, geometry), Conv3dForm):
-        layout = torch.channels_last_3d if form is Conv3dForm.CHANNELS_LAST else torch.contiguous_format
+    for form in filter(lambda form: covers(form, size, geometry), Conv3dMethod):
+        layout = torch.channels_last_3d if form is Conv3dMethod.CHANNELS_LAST else torch.contiguous_format
         upstream = F.conv3d(*(t.contiguous(memory_format=layout) for t in (x, weight)), bias, *geometry)
         found = convolve(form, x, weight, bias, geometry)
         assert relative_error(found, exact) <= 1.1 * relative_error(upstream, exact), form
@@ -140,21 +140,21 @@ def test_as_accurate_as_conv3d(channels: int, kernel: int, patched: bool, dtype:
 def test_one_frame_per_call_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     windows: list[torch.Tensor] = []
     original = F.conv2d
-    monkeypatch.setattr(conv3d_forms.F, "conv2d", lambda x, *rest: (windows.append(x), original(x, *rest))[1])
+    monkeypatch.setattr(conv3d_methods.F, "conv2d", lambda x, *rest: (windows.append(x), original(x, *rest))[1])
     x = padded(torch.rand(1, 8, 5, 9, 9), (1, 1, 1, 1, 2, 0), "replicate", frames_first=True)
-    convolve(Conv3dForm.FRAMES, x, torch.rand(4, 8, 3, 3, 3), None, Geometry())
+    convolve(Conv3dMethod.FRAMES, x, torch.rand(4, 8, 3, 3, 3), None, Geometry())
     storage = x.untyped_storage().data_ptr()
     assert [window.untyped_storage().data_ptr() for window in windows] == [storage] * 5
     windows.clear()
-    convolve(Conv3dForm.FRAMES, x, torch.rand(4, 8, 1, 3, 3), None, Geometry(), 3 * 8 * 11 * 11 * 4)
+    convolve(Conv3dMethod.FRAMES, x, torch.rand(4, 8, 1, 3, 3), None, Geometry(), 3 * 8 * 11 * 11 * 4)
     assert [len(window) for window in windows] == [3, 3, 1], "a kernel of one frame takes several at once"
 
 
-@pytest.mark.parametrize("form", [Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST])
-def test_native_forms_stay_below_their_bound(form: Conv3dForm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", [Conv3dMethod.NATIVE, Conv3dMethod.FP32, Conv3dMethod.CHANNELS_LAST])
+def test_native_forms_stay_below_their_bound(form: Conv3dMethod, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     original = F.conv3d
-    monkeypatch.setattr(conv3d_forms.F, "conv3d", lambda x, *rest: (sizes.append(x.nbytes), original(x, *rest))[1])
+    monkeypatch.setattr(conv3d_methods.F, "conv3d", lambda x, *rest: (sizes.append(x.nbytes), original(x, *rest))[1])
     x, bound = torch.rand(1, 4, 12, 6, 6), 4 * 6 * 6 * 4 * 5  # five frames in fp32
     convolve(form, x.bfloat16(), torch.rand(4, 4, 3, 3, 3).bfloat16(), None, Geometry(padding=(1, 1, 1)), bound)
     assert len(sizes) >= 2 and max(sizes) <= bound
@@ -162,17 +162,19 @@ def test_native_forms_stay_below_their_bound(form: Conv3dForm, monkeypatch: pyte
 
 def test_columns_stay_below_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = conv3d_forms._columns
-    monkeypatch.setattr(conv3d_forms, "_columns", lambda *rest: (made := original(*rest), sizes.append(made.nbytes))[0])
+    original = conv3d_methods._columns
+    monkeypatch.setattr(
+        conv3d_methods, "_columns", lambda *rest: (made := original(*rest), sizes.append(made.nbytes))[0]
+    )
     bound = 8 * 27 * 10 * 4 * 3  # three rows of ten
-    convolve(Conv3dForm.MATMUL, torch.rand(1, 8, 4, 12, 12), torch.rand(4, 8, 3, 3, 3), None, Geometry(), bound)
+    convolve(Conv3dMethod.MATMUL, torch.rand(1, 8, 4, 12, 12), torch.rand(4, 8, 3, 3, 3), None, Geometry(), bound)
     assert len(sizes) == 2 * 4 and max(sizes) == bound
 
 
 def test_fp32_holds_under_autocast() -> None:
     """Autocast would turn the operands of the fp32 forms back into bf16."""
     x, weight = torch.randn(1, 32, 4, 6, 6), torch.randn(8, 32, 3, 3, 3)
-    for form in (Conv3dForm.FP32, Conv3dForm.MATMUL):
+    for form in (Conv3dMethod.FP32, Conv3dMethod.MATMUL):
         plain = convolve(form, x, weight, None, Geometry())
         with torch.autocast("cpu", torch.bfloat16):
             assert not torch.equal(F.conv3d(x, weight).float(), plain)
@@ -209,35 +211,35 @@ def layer(shape: tuple, dtype: torch.dtype = torch.bfloat16, groups: int = 1) ->
     [
         ({}, GENERAL, None),
         ({"backend": "cpu"}, PATCHES, None),
-        ({"backend": "cuda"}, PATCHES, Conv3dForm.PATCHES),
+        ({"backend": "cuda"}, PATCHES, Conv3dMethod.PATCHES),
         ({"backend": "cuda"}, GENERAL, None),
         # before sm80: no bf16 convolution of any kind
-        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, GENERAL, Conv3dForm.FP32),
-        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, PATCHES, Conv3dForm.PATCHES),
-        ({"conv3d": {"bf16": False}}, GENERAL, Conv3dForm.FRAMES),
-        (FORBIDDEN, GENERAL, Conv3dForm.FRAMES),
-        (FORBIDDEN, POINTWISE, Conv3dForm.POINTWISE),
-        ({"backend": "xla"}, POINTWISE, Conv3dForm.POINTWISE),
+        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, GENERAL, Conv3dMethod.FP32),
+        ({"backend": "cuda", "conv3d": {"bf16": False}, "conv2d": {"bf16": False}}, PATCHES, Conv3dMethod.PATCHES),
+        ({"conv3d": {"bf16": False}}, GENERAL, Conv3dMethod.FRAMES),
+        (FORBIDDEN, GENERAL, Conv3dMethod.FRAMES),
+        (FORBIDDEN, POINTWISE, Conv3dMethod.POINTWISE),
+        ({"backend": "xla"}, POINTWISE, Conv3dMethod.POINTWISE),
         ({"backend": "xla"}, GENERAL, None),
-        ({"conv3d": False, "conv2d": False}, GENERAL, Conv3dForm.MATMUL),
-        ({"conv3d": False, "conv2d": False, "conv3d_channels_last": True}, GENERAL, Conv3dForm.CHANNELS_LAST),
-        ({"pad3d": False}, GENERAL, Conv3dForm.FRAMES),
-        ({"backend": "rocm"}, GENERAL, Conv3dForm.FRAMES),
+        ({"conv3d": False, "conv2d": False}, GENERAL, Conv3dMethod.MATMUL),
+        ({"conv3d": False, "conv2d": False, "conv3d_channels_last": True}, GENERAL, Conv3dMethod.CHANNELS_LAST),
+        ({"pad3d": False}, GENERAL, Conv3dMethod.FRAMES),
+        ({"backend": "rocm"}, GENERAL, Conv3dMethod.FRAMES),
         ({"backend": "rocm", "conv2d": False}, GENERAL, None),
-        ({"backend": "mps", "conv3d": False, "conv3d_channels_last": True}, GENERAL, Conv3dForm.FRAMES),
-        ({"backend": "cpu", "conv3d": {"bf16": False}}, POINTWISE, Conv3dForm.FP32),
-        ({"backend": "cpu", "conv3d": False}, POINTWISE, Conv3dForm.POINTWISE),
+        ({"backend": "mps", "conv3d": False, "conv3d_channels_last": True}, GENERAL, Conv3dMethod.FRAMES),
+        ({"backend": "cpu", "conv3d": {"bf16": False}}, POINTWISE, Conv3dMethod.FP32),
+        ({"backend": "cpu", "conv3d": False}, POINTWISE, Conv3dMethod.POINTWISE),
         # no convolution in bf16, and its cast to fp32 lies: nothing but products is left
         (
             {"conv3d": {"bf16": False}, "conv2d": {"bf16": False}, "cast": {"bf16_to_fp32": False}},
             GENERAL,
-            Conv3dForm.MATMUL,
+            Conv3dMethod.MATMUL,
         ),
-        ({"contiguous_weights": True}, GENERAL, Conv3dForm.NATIVE),
-        ({"conv_bytes": 1 << 30}, GENERAL, Conv3dForm.NATIVE),
+        ({"contiguous_weights": True}, GENERAL, Conv3dMethod.NATIVE),
+        ({"conv_bytes": 1 << 30}, GENERAL, Conv3dMethod.NATIVE),
     ],
 )
-def test_choice_by_facts(facts: dict, shape: tuple, form: Conv3dForm | None) -> None:
+def test_choice_by_facts(facts: dict, shape: tuple, form: Conv3dMethod | None) -> None:
     choice = choose_by(facts)(layer(shape))
     assert (choice.form if choice else None) is form
     assert choice is None or len(choice.why) > 10
@@ -248,14 +250,14 @@ def test_timings_decide_among_what_runs() -> None:
     wide = layer(GENERAL)
     measured = {wide.key: {"native": 3.0, "channels_last": 1.0, "frames": 2.0, "fp32": 0.5}}
 
-    def timings(asked: Conv3dLayer, forms: tuple[Conv3dForm, ...]) -> dict[str, float]:
+    def timings(asked: Conv3dLayer, forms: tuple[Conv3dMethod, ...]) -> dict[str, float]:
         return measured.get(asked.key, {})
 
     chosen = choose_by({"backend": "rocm"}, timings)(wide)
-    assert chosen is not None and chosen.form is Conv3dForm.FP32 and "fp32 0.50 ms" in chosen.why
+    assert chosen is not None and chosen.form is Conv3dMethod.FP32 and "fp32 0.50 ms" in chosen.why
     facts = {"conv3d": {"fp32": False, "bf16": True}}
-    assert choose_by(facts, timings)(wide).form is Conv3dForm.CHANNELS_LAST
-    assert choose_by({"conv3d": False}, timings)(wide).form is Conv3dForm.FRAMES
+    assert choose_by(facts, timings)(wide).form is Conv3dMethod.CHANNELS_LAST
+    assert choose_by({"conv3d": False}, timings)(wide).form is Conv3dMethod.FRAMES
     assert choose_by({}, lambda *_: {"native": 1.0, "frames": 2.0})(wide) is None
     assert choose_by({}, timings)(layer(GENERAL, torch.float16)) is None
 
@@ -266,30 +268,30 @@ def test_timings_are_taken_on_a_real_accelerator_only_and_kept(tmp_path: Path, m
     asked = []
 
     def measured(
-        layer: Conv3dLayer, device: torch.device, size: Any, forms: tuple[Conv3dForm, ...]
+        layer: Conv3dLayer, device: torch.device, size: Any, forms: tuple[Conv3dMethod, ...]
     ) -> dict[str, float]:
         asked.append((device, forms))
         return {"native": 1.0}
 
     monkeypatch.setattr(conv3d_choice, "form_times", measured)
     for _ in range(2):
-        timings = kept_timings(gpu, ProbeStore(gpu, tmp_path))
-        assert timings(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES)) == {"native": 1.0}
-    assert asked == [(gpu.device, (Conv3dForm.NATIVE, Conv3dForm.FRAMES))]
-    assert timings(layer(GENERAL, torch.float16), (Conv3dForm.NATIVE,)) == {}, "one form needs no race"
-    assert kept_timings(cpu, ProbeStore(cpu, tmp_path)) is None and kept_timings(gpu, None) is None
+        timings = stored_timings(gpu, ProbeStore(gpu, tmp_path))
+        assert timings(layer(GENERAL), (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES)) == {"native": 1.0}
+    assert asked == [(gpu.device, (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES))]
+    assert timings(layer(GENERAL, torch.float16), (Conv3dMethod.NATIVE,)) == {}, "one form needs no race"
+    assert stored_timings(cpu, ProbeStore(cpu, tmp_path)) is None and stored_timings(gpu, None) is None
     assert len(asked) == 1
 
 
 def test_a_gain_too_small_to_trust_changes_nothing() -> None:
     near, far = {"native": 1.0, "frames": 0.85}, {"native": 1.0, "frames": 0.7}
     assert choose_by({}, lambda *_: near)(layer(GENERAL)) is None
-    assert choose_by({}, lambda *_: far)(layer(GENERAL)).form is Conv3dForm.FRAMES
+    assert choose_by({}, lambda *_: far)(layer(GENERAL)).form is Conv3dMethod.FRAMES
     on_radeon = choose_by({"backend": "rocm"}, lambda *_: {"native": 0.9, "frames": 1.0})(layer(GENERAL))
-    assert on_radeon.form is Conv3dForm.FRAMES and "timed here" in on_radeon.why
+    assert on_radeon.form is Conv3dMethod.FRAMES and "timed here" in on_radeon.why
     assert choose_by({"backend": "rocm"}, lambda *_: {"native": 0.7, "frames": 1.0})(layer(GENERAL)) is None
     without = choose_by({"backend": "rocm"}, lambda *_: {"matmul": 2.0, "fp32": 1.0})(layer(GENERAL))
-    assert without.form is Conv3dForm.FP32, "what the facts would take failed or takes too much"
+    assert without.form is Conv3dMethod.FP32, "what the facts would take failed or takes too much"
 
 
 LAUNCH, NOISE = 0.03, 0.06  # milliseconds of a call beside its arithmetic, and how far two calls lie apart
@@ -320,7 +322,7 @@ def test_a_form_that_unfolds_its_input_is_not_taken(monkeypatch: pytest.MonkeyPa
     conv, held = Conv3dLayer("conv", 128, 128, (3, 3, 3), Geometry(), torch.bfloat16), [0]
     x_bytes = 2 * 128 * math.prod(sample_size(conv))
 
-    def run(form: Conv3dForm, *_: Any) -> torch.Tensor:
+    def run(form: Conv3dMethod, *_: Any) -> torch.Tensor:
         held[0] = beside[form.value] * x_bytes
         return torch.zeros(0)
 
@@ -330,7 +332,7 @@ def test_a_form_that_unfolds_its_input_is_not_taken(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         conv3d_choice, "milliseconds", lambda ways, *_: {name: len(way()) + 1.0 for name, way in ways.items()}
     )
-    forms = (Conv3dForm.NATIVE, Conv3dForm.FRAMES)
+    forms = (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES)
     monkeypatch.setattr(conv3d_choice, "peak_bytes", lambda _: held[0])
     assert set(form_times(conv, CPU, sample_size(conv), forms)) == {"frames"}
     monkeypatch.setattr(conv3d_choice, "peak_bytes", lambda _: None)
@@ -352,7 +354,7 @@ def test_the_library_is_off_while_timing_where_it_is_off_around_the_vae(
 
     monkeypatch.setattr(conv3d_choice, "form_times", measured)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    kept_timings(radeon, ProbeStore(radeon, tmp_path))(layer(GENERAL), (Conv3dForm.NATIVE, Conv3dForm.FRAMES))
+    stored_timings(radeon, ProbeStore(radeon, tmp_path))(layer(GENERAL), (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES))
     assert seen == [(False, False)] and torch.backends.cudnn.enabled
 
 
@@ -362,10 +364,12 @@ def test_a_form_far_behind_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -
     def slow(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         runs.append(1)
         time.sleep(0.2 if len(runs) > 2 else 0)
-        return FORMS[Conv3dForm.NATIVE](x, *rest)
+        return FORMS[Conv3dMethod.NATIVE](x, *rest)
 
-    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, slow)
-    times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), (Conv3dForm.NATIVE, Conv3dForm.FRAMES), repeats=3)
+    monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, slow)
+    times = form_times(
+        layer(GENERAL, torch.float32), CPU, (4, 8, 8), (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES), repeats=3
+    )
     assert len(runs) == 3, "compared, warmed up, timed once"
     assert times["frames"] > 100
 
@@ -387,22 +391,22 @@ def test_framepack_s_history_tables_without_padding_or_pooling_in_5d(
 
 
 def test_timings_are_measured_and_only_for_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, lambda x, *rest: FORMS[Conv3dForm.NATIVE](x, *rest) * 1.1)
+    monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, lambda x, *rest: FORMS[Conv3dMethod.NATIVE](x, *rest) * 1.1)
     times = form_times(layer(GENERAL, torch.float32), CPU, (4, 8, 8), repeats=1)
     assert set(times) == {"native", "fp32", "channels_last", "matmul"}
     assert all(isinstance(ms, float) and ms > 0 for ms in times.values())
-    assert form_error(Conv3dForm.FRAMES, layer(GENERAL), CPU) is None
-    assert 0 < form_error(Conv3dForm.MATMUL, layer(GENERAL), CPU) < 0.02
+    assert form_error(Conv3dMethod.FRAMES, layer(GENERAL), CPU) is None
+    assert 0 < form_error(Conv3dMethod.MATMUL, layer(GENERAL), CPU) < 0.02
 
 
 def test_every_form_that_covers_a_layer_runs_somewhere() -> None:
     grouped = layer(GENERAL, groups=2)
-    assert {form for form in Conv3dForm if runs(form, grouped, {})} == set(Conv3dForm) - {
-        Conv3dForm.PATCHES,
-        Conv3dForm.POINTWISE,
+    assert {form for form in Conv3dMethod if runs(form, grouped, {})} == set(Conv3dMethod) - {
+        Conv3dMethod.PATCHES,
+        Conv3dMethod.POINTWISE,
     }
-    assert not runs(Conv3dForm.PATCHES, layer(PATCHES, groups=2), {})
-    assert not runs(Conv3dForm.POINTWISE, layer(POINTWISE, groups=2), {})
+    assert not runs(Conv3dMethod.PATCHES, layer(PATCHES, groups=2), {})
+    assert not runs(Conv3dMethod.POINTWISE, layer(POINTWISE, groups=2), {})
 
 
 # The swap ----------------------------------------------------------------------------------------------------------
@@ -422,8 +426,8 @@ def test_swap_keeps_every_object_and_goes_back() -> None:
     assert [module for _, module in model.named_modules()] == [module for _, module, _, _ in before]
     assert list(model.state_dict()) == keys and all(isinstance(model[index], nn.Conv3d) for index in (0, 2))
     assert {name: choice.form for name, choice in swapped.choices.items()} == {
-        "0": Conv3dForm.FRAMES,
-        "2": Conv3dForm.POINTWISE,
+        "0": Conv3dMethod.FRAMES,
+        "2": Conv3dMethod.POINTWISE,
     }
     with NoVolumes() as device:
         assert torch.allclose(model(x), expected, atol=1e-5)
@@ -445,7 +449,7 @@ def test_paddings_of_the_layer_itself(mode: str, padding: Any) -> None:
         model = nn.Conv3d(4, 6, kernel, padding=padding, padding_mode=mode).requires_grad_(False)
         x = torch.randn(4, 5, 6, 7)  # without a batch
         expected = model(x)
-        for form in (Conv3dForm.FRAMES, Conv3dForm.MATMUL, Conv3dForm.CHANNELS_LAST):
+        for form in (Conv3dMethod.FRAMES, Conv3dMethod.MATMUL, Conv3dMethod.CHANNELS_LAST):
             swapped = swap_conv3d(model, form)
             assert len(swapped.choices) == 1
             assert torch.allclose(model(x), expected, atol=1e-5)
@@ -459,28 +463,28 @@ def test_only_exact_classes() -> None:
 
     model = nn.Sequential(PadsElsewhere(4, 4, 3), nn.Conv3d(4, 4, 3), nn.Conv3d(4, 4, 3))
     model[2].forward = lambda x: x
-    swapped = swap_conv3d(model, Conv3dForm.FRAMES)
+    swapped = swap_conv3d(model, Conv3dMethod.FRAMES)
     assert list(swapped.choices) == ["1"]
     assert "PadsElsewhere" in swapped.left["0"] and "replaced" in swapped.left["2"]
     assert type(model[0]) is PadsElsewhere
     assert str(swapped).endswith("2 left as they are")
-    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), Conv3dForm.FRAMES).choices == {}
+    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), Conv3dMethod.FRAMES).choices == {}
 
 
 def test_form_by_form_and_layers_it_does_not_cover() -> None:
     model = small()
-    swapped = swap_conv3d(model, Conv3dForm.POINTWISE)
+    swapped = swap_conv3d(model, Conv3dMethod.POINTWISE)
     assert list(swapped.choices) == ["2"] and swapped.left == {"0": "not chosen"}
     swapped.restore()
     swapped = swap_conv3d(
-        model, lambda each: Conv3dChoice(Conv3dForm.MATMUL, "by hand", 1) if each.kernel == (3, 3, 3) else None
+        model, lambda each: Conv3dChoice(Conv3dMethod.MATMUL, "by hand", 1) if each.kernel == (3, 3, 3) else None
     )
-    assert swapped.choices == {"0": Conv3dChoice(Conv3dForm.MATMUL, "by hand", 1)}
+    assert swapped.choices == {"0": Conv3dChoice(Conv3dMethod.MATMUL, "by hand", 1)}
 
 
 def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = small()
-    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, lambda x, *rest: FORMS[Conv3dForm.NATIVE](x, *rest) + 0.01)
+    monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, lambda x, *rest: FORMS[Conv3dMethod.NATIVE](x, *rest) + 0.01)
     swapped = swap_conv3d(model, FORBIDDEN)
     assert list(swapped.choices) == ["2"] and type(model[0]) is nn.Conv3d
     assert "differs by" in swapped.left["0"] and "differs by" in caplog.text
@@ -489,23 +493,23 @@ def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
         raise RuntimeError("no engine\nat all")
 
     swapped.restore()
-    monkeypatch.setitem(FORMS, Conv3dForm.FRAMES, fails)
+    monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, fails)
     assert swap_conv3d(model, FORBIDDEN).left == {"0": "its replacement failed: no engine"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_comparison_allows_the_rounding_of_each_dtype(dtype: torch.dtype) -> None:
-    for form in Conv3dForm:
-        model = nn.Conv3d(96, 32, 1 if form in (Conv3dForm.POINTWISE, Conv3dForm.PATCHES) else 3).to(dtype)
+    for form in Conv3dMethod:
+        model = nn.Conv3d(96, 32, 1 if form in (Conv3dMethod.POINTWISE, Conv3dMethod.PATCHES) else 3).to(dtype)
         assert not swap_conv3d(model, form).left, form
 
 
 def test_refuses_what_comes_too_late_or_too_early() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = small()
-    swapped = swap_conv3d(model, Conv3dForm.FRAMES)
+    swapped = swap_conv3d(model, Conv3dMethod.FRAMES)
     with pytest.raises(UnsupportedError, match="Sequential 0 is swapped already"):
-        swap_conv3d(model, Conv3dForm.MATMUL)
+        swap_conv3d(model, Conv3dMethod.MATMUL)
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(UnsupportedError, match="hooks of an offloader"):
         swapped.restore()
@@ -513,7 +517,7 @@ def test_refuses_what_comes_too_late_or_too_early() -> None:
     swapped.restore()
     assert type(model[0]) is nn.Conv3d and model[0].forward.__func__ is nn.Conv3d.forward
     with pytest.raises(UnsupportedError, match="on meta"):
-        swap_conv3d(small().to("meta"), Conv3dForm.FRAMES)
+        swap_conv3d(small().to("meta"), Conv3dMethod.FRAMES)
 
 
 def test_swap_after_hooks_have_gone() -> None:
@@ -631,7 +635,7 @@ def test_both_ends_of_time_in_ltx(causal: bool, quiet: None) -> None:
     for kernel, stride in ((3, 1), (3, 2), (1, 1)):
         conv, x = ltx.LTXVideoCausalConv3d(4, 4, kernel, stride, is_causal=causal), torch.randn(1, 4, 5, 6, 6)
         expected = conv(x)
-        swap_conv3d(conv, Conv3dForm.FRAMES)
+        swap_conv3d(conv, Conv3dMethod.FRAMES)
         with NoVolumes():
             assert torch.allclose(conv(x), expected, atol=1e-5)
 
@@ -651,7 +655,7 @@ def test_framepack_patch_embeds(quiet: None) -> None:
         embeds["clean"](None, None, history[2])
     swapped = swap_conv3d(embeds, FORBIDDEN)
     assert {name: choice.form for name, choice in swapped.choices.items()} == dict.fromkeys(
-        ("x.proj", "clean.proj", "clean.proj_2x", "clean.proj_4x"), Conv3dForm.PATCHES
+        ("x.proj", "clean.proj", "clean.proj_2x", "clean.proj_4x"), Conv3dMethod.PATCHES
     )
     with NoVolumes():
         found = [embeds["x"](x), *embeds["clean"](*history)]

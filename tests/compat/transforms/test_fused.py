@@ -55,14 +55,14 @@ QUICK = "transformer_ltx"  # the others take a second each to build
     "name", [pytest.param(n, marks=[] if n.startswith(QUICK) else [pytest.mark.full]) for n in FULL_SIZE]
 )
 def test_every_site_of_a_published_model_is_fused(name):
-    family, sites = FULL_SIZE[name]
+    family, points = FULL_SIZE[name]
     with torch.device("meta"):
         model = class_of(name)()
     before = {id(p) for p in model.parameters()}
     found = fuse(model, REFERENCE)
-    assert found.sites.total() == sites and not found.left
-    assert dict(found.sites) == fused.published_sites(FAMILIES[family].rewrites.published_blocks)
-    assert str(found) == f"{sites} of {sites} sites fused (reference)"
+    assert found.points.total() == points and not found.left
+    assert dict(found.points) == fused.published_fusion_points(FAMILIES[family].rewrites.published_blocks)
+    assert str(found) == f"{points} of {points} fusion points (reference)"
     assert {id(p) for p in model.parameters()} == before, "weights were copied"
 
 
@@ -75,7 +75,7 @@ def test_no_block_is_further_from_fp64_than_upstream(name):
         taken_off = replace_attention(model, SDPA)
         stock = ran(model.transformer_blocks[0], inputs, dtype)
         taken_off()
-        assert fuse(model, REFERENCE).sites
+        assert fuse(model, REFERENCE).points
         replace_attention(model, SDPA)
         ours = ran(model.transformer_blocks[0], inputs, dtype)
         for found, former, expected in zip(ours, stock, truth, strict=True):
@@ -98,7 +98,7 @@ def test_restore_gives_back_the_very_objects(name):
     assert state() == before
     assert not any(hasattr(m, fused_attention.FORM) for m in model.modules())
     again = fuse(model, REFERENCE)
-    assert again.sites == found.sites and again.sites
+    assert again.points == found.points and again.points
 
 
 def test_an_unknown_subclass_is_left_alone_and_counted():
@@ -106,7 +106,7 @@ def test_an_unknown_subclass_is_left_alone_and_counted():
     known = type(model.transformer_blocks[0])
     model.transformer_blocks[1].__class__ = type("Changed", (known,), {})
     found = fuse(model, REFERENCE)
-    assert found.sites.total() == 6
+    assert found.points.total() == 6
     assert list(found.left.values()) == [1] and "Changed is not a known class" in next(iter(found.left))
     assert "forward" not in vars(model.transformer_blocks[1])
     assert "forward" not in vars(model.rope), "blocks that were left read upstream's tables"
@@ -125,8 +125,8 @@ def test_what_the_rewrite_was_not_written_for_is_left_with_the_reason(change, re
     model = tiny("ltx")
     change(model.transformer_blocks[0])
     found = fuse(model, REFERENCE)
-    assert found.sites.total() == 6 and found.left_sites == 6
-    assert reason in next(iter(found.left)) and "6 of 12 sites" in str(found)
+    assert found.points.total() == 6 and found.left_points == 6
+    assert reason in next(iter(found.left)) and "6 of 12 fusion points" in str(found)
 
 
 def test_another_signature_is_left(monkeypatch):
@@ -150,7 +150,7 @@ def test_norms_of_every_class_with_and_without_weight():
             setattr(changed.attn1, name, made)
         expected = ran(changed, inputs, torch.float64)
         found = fuse(Model(changed), REFERENCE)
-        assert found.sites.total() == 6, found
+        assert found.points.total() == 6, found
         for ours, theirs in zip(ran(changed, inputs, torch.float64), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # upstream norms in fp32
 
@@ -351,23 +351,23 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
     assert len(seen) == 1, "the graph was broken"
     ours = [str(node.target) for node in seen[0].graph.nodes if "anygpu" in str(node.target)]
     for kind, operation in OPERATIONS.items():
-        assert sum(operation in target for target in ours) == found.sites[kind], (kind, ours)
+        assert sum(operation in target for target in ours) == found.points[kind], (kind, ours)
     assert sum("linear_gelu" in target for target in ours) == found.gelus
-    assert len(ours) == found.sites.total() + found.gelus
+    assert len(ours) == found.points.total() + found.gelus
 
 
 def _both(name: str, change: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
     """A tiny transformer's output after ``change``, plain and fused, and the sites that were fused."""
-    outputs, sites = [], 0
+    outputs, points = [], 0
     for kernels in (False, True):
         model = tiny(name)
         change(model)
         if kernels:
-            sites = fuse(model, REFERENCE).sites.total()
+            points = fuse(model, REFERENCE).points.total()
         replace_attention(model, SDPA)
         with torch.no_grad():
             outputs.append(model(**inputs_of(name, (9, 9)))[0])
-    return outputs[0], outputs[1], sites
+    return outputs[0], outputs[1], points
 
 
 def with_lora(model: nn.Module) -> None:
@@ -389,8 +389,8 @@ def in_fp8(model: Any) -> None:
 )
 def test_loras_and_quantised_weights_act_as_before(name, change):
     untouched, _, _ = _both(name, lambda model: None)
-    expected, found, sites = _both(name, change)
-    assert sites and (expected - untouched).abs().max() > 1e-3, "the change did nothing"
+    expected, found, points = _both(name, change)
+    assert points and (expected - untouched).abs().max() > 1e-3, "the change did nothing"
     # The same sums in another order, through a few blocks; values are around 1.
     torch.testing.assert_close(found, expected, atol=256 * torch.finfo(torch.float32).eps, rtol=1e-5)
 
@@ -415,8 +415,8 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
     found = fuse(model, REFERENCE)
-    rotary = FUSIONS[fused.full_name(block)].sites[fused.QK_ROTARY]
-    assert dict(found.sites) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
+    rotary = FUSIONS[fused.full_name(block)].points[fused.QK_ROTARY]
+    assert dict(found.points) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
     taken_off = replace_attention(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):

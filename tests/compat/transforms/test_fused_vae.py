@@ -10,9 +10,9 @@ import torch
 from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
-from anygpu.compat.transforms.conv3d_forms import Conv3dForm
+from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_attention import FORM
-from anygpu.compat.transforms.fused_vae import FUSIONS, SITE, fuse_vae
+from anygpu.compat.transforms.fused_vae import FUSION_POINT, FUSIONS, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.registry import FAMILIES
 from compat.transforms.test_fused import on_cuda
@@ -65,13 +65,13 @@ def test_every_site_of_a_published_decoder_is_fused(family):
         vae = getattr(diffusers, CLASSES[family])()
     before = {id(p) for p in vae.parameters()}
     found = fuse_vae(vae, REFERENCE)
-    sites = FAMILIES[family].rewrites.published_vae_sites
-    assert dict(found.sites) == {SITE: sites} and not found.left
-    assert str(found) == f"{sites} of {sites} sites fused (reference)"
+    points = FAMILIES[family].rewrites.published_vae_fusion_points
+    assert dict(found.points) == {FUSION_POINT: points} and not found.left
+    assert str(found) == f"{points} of {points} fusion points (reference)"
     assert {id(p) for p in vae.parameters()} == before, "weights were copied"
     norms = [m for n, m in vae.decoder.named_modules() if "norm" in n.lower() and "attentions" not in n]
     leaves = [m for m in norms if type(m).__name__ in ("GroupNorm", "RMSNorm", "HunyuanVideo15RMS_norm")]
-    assert len(leaves) == sites, "a norm in front of a convolution was forgotten"
+    assert len(leaves) == points, "a norm in front of a convolution was forgotten"
 
 
 @pytest.mark.parametrize("name", all_but(SIZES, ("ltx_vae_095",)))
@@ -81,13 +81,13 @@ def test_no_decoder_is_further_from_fp64_than_upstream(name):
     for dtype in (torch.float32, torch.bfloat16):
         model = copy.deepcopy(vae).to(dtype)
         stock = (decoded(model, name, dtype) - truth).norm()
-        assert fuse_vae(model, REFERENCE).sites
+        assert fuse_vae(model, REFERENCE).points
         ours = (decoded(model, name, dtype) - truth).norm()
         # Two draws of as many rounding errors; upstream's fp32 norms limit how exact the truth itself is.
         assert ours <= stock * (1 + truth.numel() ** -0.5 * 4) + torch.finfo(torch.float32).eps * truth.norm(), dtype
 
 
-@pytest.mark.parametrize("form", [Conv3dForm.CHANNELS_LAST, Conv3dForm.FRAMES])
+@pytest.mark.parametrize("form", [Conv3dMethod.CHANNELS_LAST, Conv3dMethod.FRAMES])
 @pytest.mark.parametrize("name", all_but(("ltx_vae", "hunyuan_vae"), ("ltx_vae",)))
 def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
     vae, seen = tiny(name), []
@@ -103,7 +103,7 @@ def test_the_convolution_gets_the_layout_it_reads(name, form, monkeypatch):
 
         monkeypatch.setattr(fused_vae, operation, noted)
     found = decoded(vae, name)
-    assert set(seen) == {"channels_last" if form is Conv3dForm.CHANNELS_LAST else "frames_first"}
+    assert set(seen) == {"channels_last" if form is Conv3dMethod.CHANNELS_LAST else "frames_first"}
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_restore_gives_back_the_very_objects():
     found = fuse_vae(vae, REFERENCE)
     assert state() != before
     again = fuse_vae(vae, REFERENCE)
-    assert not again.sites and "its forward has already been replaced" in str(again)
+    assert not again.points and "its forward has already been replaced" in str(again)
     found.restore()
     assert state() == before and torch.equal(decoded(vae, "mochi_vae"), stock)
 
@@ -136,7 +136,7 @@ def test_what_the_rewrite_was_not_written_for_is_left_with_the_reason(change, re
     vae = tiny("hunyuan_vae")
     change(vae.decoder.mid_block.resnets[0])
     found = fuse_vae(vae, REFERENCE)
-    assert list(found.left.values()) == [1] and reason in next(iter(found.left)) and found.left_sites == 2
+    assert list(found.left.values()) == [1] and reason in next(iter(found.left)) and found.left_points == 2
 
 
 def test_a_voxel_of_zeros_stays_zero():
@@ -161,7 +161,7 @@ def test_noise_is_drawn_as_upstream_draws_it():
     expected = block(x, time, torch.Generator().manual_seed(5))
     holder = nn.Module()
     holder.decoder = nn.ModuleList([block])
-    assert fuse_vae(holder, REFERENCE).sites.total() == 2
+    assert fuse_vae(holder, REFERENCE).points.total() == 2
     torch.testing.assert_close(block(x, time, torch.Generator().manual_seed(5)), expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(block(x, time, torch.Generator().manual_seed(6)), expected)
 
@@ -189,7 +189,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
         on_cuda(block)
         holder = nn.Module()
         holder.decoder = nn.ModuleList([block])
-        assert fuse_vae(holder).sites.total() == 2
+        assert fuse_vae(holder).points.total() == 2
         x = torch.empty(1, 64, 3, 8, 8, dtype=torch.bfloat16, device="cuda")
         torch.compile(block.forward, fullgraph=True, backend=compiler)(x)
     torch._dynamo.reset()

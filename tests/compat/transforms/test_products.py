@@ -8,7 +8,7 @@ import torch
 from anygpu.compat.checkpoints.packed import EIGHT, StoredLinear, eight_bits, pack
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_products
+from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_stored_matmuls
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
 from anygpu.pipelines.load.folder import load
@@ -59,7 +59,7 @@ def test_the_device_decides_which_formats_it_multiplies():
     assert formats_on(ADA) == (torch.int8, torch.float8_e4m3fn)
     for facts in (CPU, replace(ADA, backend="rocm", arch="gfx1100"), replace(ADA, arch="sm70"), replace(ADA, arch="")):
         with pytest.raises(UnsupportedError, match=r"stored_products on cpu: .* expected an NVIDIA GPU"):
-            require_products(facts)
+            require_stored_matmuls(facts)
 
 
 @pytest.mark.parametrize("weights", ["int8", "auto"])
@@ -67,7 +67,7 @@ def test_a_sampling_has_it_and_says_so(tiny_folder, recorded, monkeypatch, weigh
     folder, prompt = tiny.build("ltx", tiny_folder), PromptRequest("a fox")
     with pytest.raises(UnsupportedError, match="stored_products on cpu"):
         load(LoadRequest(folder, device="cpu", speed=SpeedRequest(stored_products=True)))
-    monkeypatch.setattr("anygpu.pipelines.speed.require_products", lambda facts: tuple(NEEDS))
+    monkeypatch.setattr("anygpu.pipelines.speed.require_stored_matmuls", lambda facts: tuple(NEEDS))
     found = []
     for chosen in (False, True):
         request = LoadRequest(folder, device="cpu", weights=weights, speed=SpeedRequest(stored_products=chosen))

@@ -372,7 +372,7 @@ def as_before(name: str) -> dict[str, Any]:
 
 def kept_samplings(name: str, folder: str, stop_at: int = 0) -> list[dict[str, Any]]:
     """What is kept of a sampling by core's Euler that may be cut short, and what the recover node gives back."""
-    with mock.patch.object(recovery, "kept_folder", lambda: Path(folder)):
+    with mock.patch.object(recovery, "saved_folder", lambda: Path(folder)):
         model, _ = core_model.fit_model(made(name), machine=turing())
         guider = comfy.samplers.CFGGuider(model)
         guider.set_conds(conditioning(name), conditioning(name, 8))

@@ -47,7 +47,7 @@ class Noted:
 def noted() -> Iterator[list[str]]:
     """What fitted VAEs say inside the block; nothing is written to a disk."""
     SAID.clear()
-    with mock.patch.object(core_vae, "NodeProgress", Noted), mock.patch.object(recovery, "keep_for_decode"):
+    with mock.patch.object(core_vae, "NodeProgress", Noted), mock.patch.object(recovery, "save_for_decode"):
         yield SAID
 
 
@@ -161,7 +161,7 @@ def kept_before(name: str) -> dict[str, Any]:
     """What is kept of the latents of a decode that fails."""
     vae, latents, kept = made(name), latents_of(name), list[torch.Tensor]()
     broken = mock.patch.object(vae.first_stage_model, "decode", side_effect=ZeroDivisionError)
-    with noted(), broken, mock.patch.object(recovery, "keep_for_decode", lambda given: kept.append(given.clone())):
+    with noted(), broken, mock.patch.object(recovery, "save_for_decode", lambda given: kept.append(given.clone())):
         try:
             fitted(vae).decode(latents)
         except ZeroDivisionError:

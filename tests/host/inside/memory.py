@@ -602,7 +602,7 @@ def short_anywhere(streamed: bool, places: int) -> dict[str, Any]:
         def held() -> torch.Tensor:
             with torch.no_grad(), pipeline.offloader.hold("transformer"):
                 here = weight(x).cpu()
-                pipeline.offloader.step_down("transformer")
+                pipeline.offloader.reduce_memory("transformer")
                 return torch.stack([here, weight(x).cpu()])
 
         wanted = held()
@@ -633,9 +633,9 @@ def high_vram(name: str, gpu_only: bool) -> dict[str, Any]:
         patcher = pipeline.offloader.patcher
         with pipeline.offloader.hold("transformer"):
             found["loaded"] = patcher.loaded_size() / patcher.model_size()
-            pipeline.offloader.step_down("transformer")  # the other models
+            pipeline.offloader.reduce_memory("transformer")  # the other models
             on_device = bytes_on_device()
-            found["done"] = pipeline.offloader.step_down("transformer")
+            found["done"] = pipeline.offloader.reduce_memory("transformer")
             found["freed"] = (on_device - bytes_on_device()) / patcher.model_size()
         management.unload_all_models()
         room = bytes_on_device() + patcher.model_size() + RESERVE

@@ -8,15 +8,15 @@ import torch
 import triton  # noqa: F401 - interpreted only where it was imported before the first launch
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import always
-from anygpu.compat.transforms.conv3d_forms import Conv3dForm
+from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_vae import FUSIONS, fuse_vae
 from tiny.weights import randomise
 from torch import nn
 
 
-@pytest.mark.parametrize("form", [None, Conv3dForm.FRAMES])
+@pytest.mark.parametrize("form", [None, Conv3dMethod.FRAMES])
 @pytest.mark.parametrize("name", [name for name in FUSIONS if "Decoder" not in name])
-def test_a_block_is_upstreams(name: str, form: Conv3dForm | None) -> None:
+def test_a_block_is_upstreams(name: str, form: Conv3dMethod | None) -> None:
     module, _, cls = name.rpartition(".")
     stock = nn.Module()
     stock.decoder = nn.ModuleList([getattr(importlib.import_module(module), cls)(32)])
@@ -25,7 +25,7 @@ def test_a_block_is_upstreams(name: str, form: Conv3dForm | None) -> None:
     changed = copy.deepcopy(stock)
     if form is not None:
         swap_conv3d(changed, always(form))
-    assert fuse_vae(changed, "triton").sites.total() == 2
+    assert fuse_vae(changed, "triton").points.total() == 2
     x = torch.randn(1, 32, 2, 3, 4, generator=torch.Generator().manual_seed(1))
     found, expected = (model.decoder[0](x) for model in (changed, stock))
     found, expected = (one[0] if isinstance(one, tuple) else one for one in (found, expected))

@@ -77,7 +77,7 @@ def _frames(count: int) -> int:
     return (count * PER_SECTION - 1) // 4 * 4 + 1
 
 
-class Kept:
+class SavedLatents:
     """A keeper that remembers each section; ``standing`` is what an earlier sampling left."""
 
     def __init__(self, standing: resume.SectionState | None = None, cut_after: int = 0) -> None:
@@ -274,7 +274,7 @@ class _Held(StandaloneOffloader):
 
 @pytest.mark.parametrize("name", [I2V, F1])
 def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name: str) -> None:
-    made, watched, keeper = run(name), recorded(), Kept()
+    made, watched, keeper = run(name), recorded(), SavedLatents()
     latents, kept = _sampled(made, 3, watched, keeper), keeper.parts
     assert [(index, count) for index, count, _ in kept] == [(0, 3), (1, 3), (2, 3)]
     assert torch.equal(kept[-1][2].samples, latents.samples)
@@ -299,11 +299,11 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
 @pytest.mark.parametrize("finished", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: Any, name: str, finished: int) -> None:
     """Bit for bit the video of an uncut sampling, and no section is sampled twice."""
-    made, keeper, watched = run(name), Kept(cut_after=finished), recorded()
+    made, keeper, watched = run(name), SavedLatents(cut_after=finished), recorded()
     expected = _sampled(made, 3)
     with pytest.raises(KeyboardInterrupt):
         _sampled(made, 3, keep=keeper)
-    again = Kept(keeper.standing)
+    again = SavedLatents(keeper.standing)
     latents = _sampled(made, 3, watched, again)
     assert torch.equal(latents.samples, expected.samples)
     assert latents == replace(expected, samples=latents.samples)
@@ -313,7 +313,7 @@ def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: An
 
 
 def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> None:
-    made, keeper = run(I2V), Kept()
+    made, keeper = run(I2V), SavedLatents()
     other = replace(made.prompt, embeds={name: t + 1 for name, t in made.prompt.embeds.items()})
     variants: list[dict[str, Any]] = [{}, {"seed": 8}, {"steps": 3}, {"prompt": other}, {"image": made.end}]
     for changes in variants:
@@ -337,10 +337,10 @@ def key_of(made: SimpleNamespace, **changes: Any) -> str:
 
 
 def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
-    made, keeper = run(I2V), Kept()
+    made, keeper = run(I2V), SavedLatents()
     expected = _sampled(made, 3, keep=keeper)
     wrong = resume.SectionState(torch.zeros(1, 4, 2, 8, 8), (2,), expected.extra["generator_state"])
-    assert torch.equal(_sampled(made, 3, keep=Kept(wrong)).samples, expected.samples)
+    assert torch.equal(_sampled(made, 3, keep=SavedLatents(wrong)).samples, expected.samples)
 
 
 def test_only_the_transformer_is_held_while_sampling(run: Any) -> None:

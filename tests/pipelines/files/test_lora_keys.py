@@ -122,7 +122,7 @@ def test_keys_that_do_not_match_are_counted_and_named() -> None:
     keys = shapes("transformer_blocks.0.attn.to_q", "down_blocks.0.attn", "lora_te_text_model_q")
     keys |= shapes("transformer_blocks.1.attn.to_q", out=D + 1)
     match = matched(FILE, keys, HUNYUAN, FAMILIES["hunyuan_video"])
-    said = match.said("name")
+    said = match.message("name")
     assert said.startswith("name: 1 layers, 2 of 8 keys match; 2 belong to text encoders")
     assert "'down_blocks.0.attn.lora_A.weight'" in said and "and 1 more" in said
 
@@ -140,7 +140,7 @@ def test_a_lora_of_another_model_is_refused() -> None:
 def test_what_cannot_be_applied_is_named_and_the_rest_is_applied(key: str) -> None:
     match = matched(FILE, {**shapes("transformer_blocks.0.attn.to_q"), key: (1,)}, HUNYUAN, FAMILIES["hunyuan_video"])
     assert list(match.pairs) == ["transformer_blocks.0.attn.to_q"]
-    assert match.unmatched == [key] and repr(key) in match.said("name")
+    assert match.unmatched == [key] and repr(key) in match.message("name")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from anygpu.compat.memory import standalone
 from anygpu.compat.memory.offloader import MODES, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
-from anygpu.compat.memory.statistics import MemoryStats, StageCost, kept_stages
+from anygpu.compat.memory.statistics import MemoryStats, StageCost, saved_stages
 from anygpu.pipelines import sizes as estimates
 from anygpu.pipelines.forecast import fit as fitting
 from anygpu.pipelines.forecast import page as memory_plan
@@ -147,13 +147,13 @@ def test_costs_are_kept_and_read_back(tmp_path):
     for name in ("text", "sampling"):
         with memory_stats.stage(name, "mochi", "group", CPU), memory_stats.moving(1000):
             pass
-    found = kept_stages(tmp_path)
+    found = saved_stages(tmp_path)
     assert [cost.stage for cost in found] == ["text", "sampling"] and found[0].moved_bytes == 1000
-    assert kept_stages(tmp_path / "nowhere") == []
+    assert saved_stages(tmp_path / "nowhere") == []
     cost = StageCost("sampling", "mochi", "group", "cpu", moved_bytes=10**9, moving_seconds=1.0, seconds=5.0)
     assert cost.ratio == 1.25 and "moved 1.0 GB in 1.0 of 5.0 s, 1.25 times" in str(cost)
     (tmp_path / "memory.json").write_text("{")
-    assert kept_stages(tmp_path) == []
+    assert saved_stages(tmp_path) == []
 
 
 def test_the_plan_of_a_pipeline_is_one_line(mochi):

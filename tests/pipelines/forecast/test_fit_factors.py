@@ -1,53 +1,32 @@
 """The factors of the forecasts are those that the measured rows give: nobody has copied or changed a number."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import memory_fits
 import pytest
 from anygpu.pipelines.registry import FAMILIES
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def script():
-    """benchmarks/memory_fits.py as a module; it runs nothing."""
-    before = list(sys.path)
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        described = importlib.util.spec_from_file_location("memory_fits", BENCHMARKS / "memory_fits.py")
-        module = importlib.util.module_from_spec(described)
-        described.loader.exec_module(module)
-        yield module
-    finally:
-        sys.path[:] = before
-
 
 def row(stage: str, measured: float, first: float, second: float = 0) -> dict[str, object]:
-    return {
-        "family": "ltx", "stage": stage, "measured_bytes": measured, "first_term_bytes": first,
-        "second_term_bytes": second,
-    }  # fmt: skip
+    terms = {"measured_bytes": measured, "first_term_bytes": first, "second_term_bytes": second}
+    return {"family": "ltx", "stage": stage, **terms}
 
 
-def test_the_factors_are_those_of_the_last_rows(script):
-    factors = script.factors(script.last_rows())
+def test_the_factors_are_those_of_the_last_rows():
+    factors = memory_fits.factors(memory_fits.last_rows())
     assert factors.keys() == FAMILIES.keys()
     for name, family in FAMILIES.items():
         spec = (family.folder / "spec.py").read_text(encoding="utf-8")
-        assert "FIT = FitFactors(" in spec and spec == script.written(spec, factors[name]), name
+        assert "FIT = FitFactors(" in spec and spec == memory_fits.written(spec, factors[name]), name
 
 
-def test_rows_that_follow_a_formula_give_its_factors(script):
+def test_rows_that_follow_a_formula_give_its_factors():
     rows = [row("sampling", 14 * a + 3 * b, a, b) for a, b in ((100, 10), (50, 40), (900, 20))]
     rows += [row("text", 4 * a, a) for a in (10, 30)]
-    rows += [row("decoding", (4 * a + script.PLAIN["ltx"] * b), a, b) for a, b in ((8, 1), (90, 5))]
+    rows += [row("decoding", (4 * a + memory_fits.PLAIN["ltx"] * b), a, b) for a, b in ((8, 1), (90, 5))]
     rows += [row("streaming", measured, 10) for measured in (80, 93)]
     expected = {"tokens": 14, "latents": 3, "text": 4, "plain": 6.2, "pixels": 4, "streamed": 9.3}
-    assert script.factors(rows)["ltx"] == pytest.approx(expected)
+    assert memory_fits.factors(rows)["ltx"] == pytest.approx(expected)
 
 
-def test_no_factor_is_below_nought(script):
+def test_no_factor_is_below_nought():
     rows = [row("sampling", measured, a, b) for measured, a, b in ((100, 10, 1), (100, 10, 5))]
-    assert script.factors(rows)["ltx"]["latents"] == 0.0
+    assert memory_fits.factors(rows)["ltx"]["latents"] == 0.0

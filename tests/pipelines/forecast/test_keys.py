@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace
-from anygpu.compat.memory.statistics import FILE, kept_stages
+from anygpu.compat.memory.statistics import FILE, saved_stages
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.step_cache import StepCacheSettings
@@ -26,7 +26,7 @@ from anygpu.pipelines.speed import Speed, SpeedRequest
 from anygpu.pipelines.stages import DECODING as DECODE
 from anygpu.pipelines.stages import SAMPLING as SAMPLE
 from anygpu.pipelines.stages import running
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 from tiny import build
 
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
@@ -132,7 +132,7 @@ def test_a_guidance_that_is_not_counted_and_a_form_that_is_asked_for_are_of_thei
     skipping = replace(
         run, settings=replace(run.settings, guidance_steps=(GuidanceStep(cfg=3.0, stg=1.0, blocks=(1,)),))
     )
-    tiled = replace(run, form=Form("tiled"))
+    tiled = replace(run, form=DecodeRequest("tiled"))
     before = told(plain, run), told(plain, run, DECODING)
     kept(plain, skipping, 1.4)
     kept(plain, tiled, 2.0, DECODE)
@@ -146,7 +146,7 @@ def test_rows_of_an_earlier_release_are_read_and_say_nothing_of_time(plain):
     file = plain.offloader.options.state / FILE
     rows = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps([{key: row[key] for key in row if key != "work"} for row in rows]), encoding="utf-8")
-    assert [row.work for row in kept_stages(file.parent)] == [""]
+    assert [row.work for row in saved_stages(file.parent)] == [""]
     assert told(plain, run) == before
 
 

@@ -19,7 +19,7 @@ from anygpu.compat.device.work import (
     counting,
     pace_of,
 )
-from anygpu.compat.memory.statistics import StageCost, duration, kept_stages
+from anygpu.compat.memory.statistics import StageCost, duration, saved_stages
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast import seconds as forecast
@@ -111,15 +111,15 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
     run = forecast.planned_run(pipeline, stages.size_of(settings, prompt), settings)
     before = forecast.expected(pipeline, "sampling", run)
     stages.sample(pipeline, prompt, None, settings, Silent())
-    cost = kept_stages(tmp_path)[-1]
+    cost = saved_stages(tmp_path)[-1]
     assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
         before.seconds
     )
-    assert [row.first for row in kept_stages(tmp_path)] == [True, False], "the text imported the libraries"
+    assert [row.first for row in saved_stages(tmp_path)] == [True, False], "the text imported the libraries"
     assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
     after = forecast.expected(pipeline, "sampling", run)
     assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled
-    assert cost.beside_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
+    assert cost.against_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
 
 
 def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):

@@ -102,13 +102,13 @@ def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
 
 def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) -> None:
     said: list[str] = []
-    keeper = recovery.KeptSections(tmp_path, said.append)
+    keeper = recovery.SavedSections(tmp_path, said.append)
     assert keeper.found("key") is None
     standing = SectionState(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
     keeper.keep("key", 0, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)
     assert listed.unfinished == "section 1 of 3" and "section 1 of 3" in listed.name
-    other = recovery.KeptSections(tmp_path, no_word)
+    other = recovery.SavedSections(tmp_path, no_word)
     found = other.found("key")
     assert found is not None
     assert torch.equal(found.latents, standing.latents)
@@ -119,24 +119,24 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     other.keep("key", 2, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)
     assert not listed.unfinished
-    assert recovery.KeptSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
+    assert recovery.SavedSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
     assert torch.equal(recovery.load(tmp_path, listed.id, no_word)["samples"], SAMPLES)
 
 
 def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
-    keeper = recovery.KeptSections(tmp_path, lambda _text: None)
+    keeper = recovery.SavedSections(tmp_path, lambda _text: None)
     keeper.keep("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
-    assert recovery.KeptSections(tmp_path, no_word).found("key") is None
+    assert recovery.SavedSections(tmp_path, no_word).found("key") is None
 
 
 def test_latents_of_another_sampler_come_back_as_core_has_them(tmp_path: Path) -> None:
     """Video and audio of a model that is not ours: a plain LATENT, listed under the model's class."""
     video, audio = torch.randn(2, 16, 3, 4, 6), torch.randn(2, 8, 5)
     sampled = recovery.Sampled([video, audio], "Flux 2/dev", 7, latent_format="LTXAV")
-    name = recovery.keep_plain(tmp_path, sampled, no_word)
+    name = recovery.save_plain_recovery(tmp_path, sampled, no_word)
     (item,) = recovery.listing(tmp_path)
     assert (item.id, item.family, item.seed, item.latent_format) == (name, "Flux 2/dev", 7, "LTXAV")
     assert recovery.ID.fullmatch(name) and item.name.endswith(", Flux 2/dev, seed 7")

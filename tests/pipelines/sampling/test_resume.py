@@ -15,7 +15,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
-from anygpu.pipelines.latents.steps import MOST, KeptSteps
+from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.pipeline import Resuming
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import StepState, resume_key
@@ -125,7 +125,7 @@ def test_a_step_cache_keeps_no_steps_and_says_so(tiny_folder: Path, tmp_path: Pa
 
 def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -> None:
     state = replace(STATE, generator_state=torch.Generator().manual_seed(5).get_state().numpy().tobytes())
-    kept = KeptSteps(tmp_path, pytest.fail)
+    kept = SavedSteps(tmp_path, pytest.fail)
     kept.keep(KEY, state)
     (path,) = tmp_path.iterdir()
     back = kept.found(KEY)
@@ -147,7 +147,7 @@ def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -
 def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("anygpu.pipelines.latents.steps.time.perf_counter", lambda: clock[0])
-    kept, written = KeptSteps(tmp_path, pytest.fail), []
+    kept, written = SavedSteps(tmp_path, pytest.fail), []
     kept.found(KEY)
     for step in range(1, 401):
         clock[0] += 0.5
@@ -164,14 +164,14 @@ def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_disk_that_refuses_costs_no_step(tmp_path: Path) -> None:
     (tmp_path / "steps").write_text("a file in place of the folder")
     said: list[str] = []
-    kept = KeptSteps(tmp_path / "steps", said.append, share=float("inf"))
+    kept = SavedSteps(tmp_path / "steps", said.append, share=float("inf"))
     kept.keep(KEY, STATE)
     assert not kept.due() and len(said) == 1 and "unfinished steps cannot be kept" in said[0]
 
 
 def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None:
     """The fp32 run that follows must not go on from a step of the one that broke."""
-    pipeline, store = opened("ltx", tiny_folder), KeptSteps(tmp_path, pytest.fail)
+    pipeline, store = opened("ltx", tiny_folder), SavedSteps(tmp_path, pytest.fail)
     store.keep(KEY, STATE)
     pipeline.parts.fallbacks = {"transformer": lambda: None}
     watched = Told()

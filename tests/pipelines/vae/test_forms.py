@@ -10,7 +10,7 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import SubProgress
 from anygpu.pipelines.vae import tiled as decode_work
-from anygpu.pipelines.vae.plan import DecodeMethod, Form, checked_form
+from anygpu.pipelines.vae.plan import DecodeMethod, DecodeRequest, checked_request
 from anygpu.pipelines.vae.tiled import ResumableDecode, decode_as_published, decoder_call
 from tiny import parts
 from tiny.weights import randomise
@@ -261,15 +261,15 @@ def test_a_decoder_that_draws_noise_is_not_streamed(made):
 @pytest.mark.parametrize(
     ("form", "told"),
     [
-        (Form("fast"), "decode method 'fast'"),
-        (Form("tiled", tile=8), "at least 16 pixels"),
-        (Form("tiled", tile=64, overlap=40), "0 to 32 pixels"),
-        (Form("chunked", frames=-1), "frames_per_chunk -1"),
+        (DecodeRequest("fast"), "decode method 'fast'"),
+        (DecodeRequest("tiled", tile=8), "at least 16 pixels"),
+        (DecodeRequest("tiled", tile=64, overlap=40), "0 to 32 pixels"),
+        (DecodeRequest("chunked", frames=-1), "frames_per_chunk -1"),
     ],
 )
 def test_values_out_of_range_are_told(form, told):
     with pytest.raises(InputError, match=told):
-        checked_form(form, 8)
+        checked_request(form, 8)
 
 
 def test_parts_of_a_work_share_the_bar(recorded):

@@ -87,7 +87,7 @@ def test_the_decode_says_what_was_fused_and_off_is_upstream(tiny_folder, recorde
         with torch.no_grad():
             found[kernels] = stages.decode(pipeline, latents, progress)
         said = [line for line in progress.said if line.startswith("VAE kernels")]
-        assert said == (["VAE kernels: 13 of 13 sites fused (reference)"] if kernels == "reference" else []), said
+        assert said == (["VAE kernels: 13 of 13 fusion points (reference)"] if kernels == "reference" else []), said
         assert bool(calls) == (kernels == "reference")
     assert torch.equal(found["off"], found["auto"])
     close(found["reference"], found["off"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.compat.transforms.conv3d import swap_conv3d
-from anygpu.compat.transforms.conv3d_forms import Conv3dForm
+from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.files.single_file import Files
@@ -18,7 +18,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.fallback import decoding, encoded_moments
-from anygpu.pipelines.vae.plan import Form
+from anygpu.pipelines.vae.plan import DecodeRequest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +30,12 @@ CLASSES = {
     "hunyuan_video_15": ("hunyuan_video_15_i2v", "AutoencoderKLHunyuanVideo15"),
     "ltx_090": ("ltx", "AutoencoderKLLTXVideo"),
 }
-FULL, STREAMED, CHUNKED, TILED = Form("full"), Form("streaming", tile=8), Form("chunked", frames=1), Form("tiled")
+FULL, STREAMED, CHUNKED, TILED = (
+    DecodeRequest("full"),
+    DecodeRequest("streaming", tile=8),
+    DecodeRequest("chunked", frames=1),
+    DecodeRequest("tiled"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def near(ours: Tensor, theirs: Tensor) -> bool:
     return float((ours - theirs.float()).norm()) <= NEAR * float(theirs.float().norm())
 
 
-def frames_of(pipeline: Pipeline, samples: Tensor, form: Form) -> Tensor:
+def frames_of(pipeline: Pipeline, samples: Tensor, form: DecodeRequest) -> Tensor:
     with decoding(pipeline, samples.shape, Silent(), form) as passes:
         return passes.decode(samples.float())
 
@@ -79,7 +84,7 @@ def each_frame_near(ours: Tensor, theirs: Tensor) -> None:
     assert not wrong, f"frames {wrong} of {ours.shape[2]}"
 
 
-@pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, Form("chunked", frames=2), TILED], ids=str)
+@pytest.mark.parametrize("form", [FULL, STREAMED, CHUNKED, DecodeRequest("chunked", frames=2), TILED], ids=str)
 @pytest.mark.parametrize(("source", "result"), [("latents", "decoded"), ("first", "decoded_first_latent")])
 def test_mochi_drops_frames_where_genmo_does(opened, form, source, result):
     pipeline, tensors = opened("mochi")
@@ -102,7 +107,7 @@ def test_tiles_are_cut_and_blended_where_tencent_does_both(opened):
     pipeline, _ = opened("hunyuan_video")
     tensors = load_file(FIXTURES / "hunyuan_video_tiles.safetensors")
     latents, theirs = tensors["in.latents"], tensors["out.decoded_tiled"].float()
-    ours = frames_of(pipeline, latents, Form("tiled", tile=32))
+    ours = frames_of(pipeline, latents, DecodeRequest("tiled", tile=32))
     left, right = (frames_of(pipeline, latents[..., first : first + 4], FULL) for first in (0, 3))
     theirs[..., 24:32] += (right[..., :8] - left[..., 24:]) / 16
     each_frame_near(ours[..., :24, :48], theirs[..., :24, :48])
@@ -117,7 +122,7 @@ def test_hunyuan_video_is_encoded_in_tencents_tiles(opened):
     assert near(moments[:, : moments.shape[1] // 2], tensors["out.encoded_tiled"])
 
 
-@pytest.mark.parametrize("form", [STREAMED, Form("full", frames=4)], ids=str)
+@pytest.mark.parametrize("form", [STREAMED, DecodeRequest("full", frames=4)], ids=str)
 def test_windows_of_16_are_named(opened, monkeypatch, recorded, form):
     """They are taken where streaming has too little host memory for Tencent's, or where somebody asks for them."""
     monkeypatch.setattr("anygpu.pipelines.vae.plan.host_free_bytes", lambda: 0)
@@ -173,9 +178,9 @@ def test_ltx_pads_as_its_file_says(opened, padding, said_in):
 @pytest.mark.parametrize(
     "convolution",
     [
-        pytest.param(form, marks=[] if form is Conv3dForm.FRAMES else [pytest.mark.full])
-        for form in Conv3dForm
-        if form is not Conv3dForm.NATIVE
+        pytest.param(form, marks=[] if form is Conv3dMethod.FRAMES else [pytest.mark.full])
+        for form in Conv3dMethod
+        if form is not Conv3dMethod.NATIVE
     ],
     ids=str,
 )
@@ -183,7 +188,7 @@ def test_rewritten_layers_pad_as_the_file_says(opened, convolution):
     vae, z = copy.deepcopy(opened("ltx_090", "reflect", "metadata")[0].parts["vae"]), waves(1, 8, 2, 2, 2, pace=0.7)
     expected = vae.decoder(z)
     swapped, fused = swap_conv3d(vae, convolution), fuse_vae(vae, "reference")
-    assert swapped.choices and fused.sites
+    assert swapped.choices and fused.points
     assert float((vae.decoder(z) - expected).norm()) <= 1e-5 * float(expected.norm())
 
 

@@ -1,14 +1,9 @@
-"""Makes docs/machines.md of the files in benchmarks/machines, which people shared.
+"""Makes the tables of docs/machines.md of the files in benchmarks/machines, which people shared.
 
-    python benchmarks/machines_page.py
-
-A new machine: save the file of an issue there, under a name of its own, and run this. It refuses a file that AnyGPU
-did not write, or that somebody edited.
+A new machine: save the file of an issue there, under a name of its own, and run ``python tests/machines_page.py``. It
+refuses a file that AnyGPU did not write, or that somebody edited.
 """
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,16 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"
 PAGE = ROOT / "docs" / "machines.md"
 MOST_BYTES = 256 * 1024
-HEAD = """# Machines
-
-Machines that AnyGPU was really run on, as their owners shared them. The button *Share this machine* in the AnyGPU tab
-and `anygpu report --share` write such a file: device, driver, versions, the answers of the short tests, what `auto`
-decides, and what the last runs cost. Both show the file before they write it, leave out paths and names, and send
-nothing; paste it into an [issue](https://github.com/anygpu/anygpu/issues/new?template=hardware.yml) if you like.
-
-This page is made from [benchmarks/machines](../benchmarks/machines) by `python benchmarks/machines_page.py`.
-
-"""
 
 
 def machine_in(text: str | bytes) -> SharedMachine:
@@ -61,8 +46,8 @@ def machine_in(text: str | bytes) -> SharedMachine:
 
 
 def page() -> str:
-    """The whole page."""
-    return HEAD + page_of(machine_in(path.read_bytes()) for path in sorted(FILES.glob("*.json")))
+    """The tables of the page, of all files."""
+    return page_of(machine_in(path.read_bytes()) for path in sorted(FILES.glob("*.json")))
 
 
 def page_of(machines: Iterable[SharedMachine]) -> str:
@@ -89,5 +74,5 @@ def row_of(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.exit(0)
+    prose = PAGE.read_text(encoding="utf-8").partition("| Device | Backend |")[0]
+    PAGE.write_text(prose + page(), encoding="utf-8")

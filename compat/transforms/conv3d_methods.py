@@ -27,7 +27,7 @@ NATIVE_BYTES = 2048 * MEBIBYTE  # the bound of upstream's CogVideoXSafeConv3d, "
 HALVES = (torch.bfloat16, torch.float16)
 
 
-class Conv3dForm(Enum):
+class Conv3dMethod(Enum):
     """Implementations of a 3-D convolution; the value is the name in reports and stored timings."""
 
     NATIVE = "native"
@@ -48,11 +48,11 @@ class Geometry(NamedTuple):
     groups: int = 1
 
 
-def covers(form: Conv3dForm, kernel: Triple, geometry: Geometry) -> bool:
+def covers(form: Conv3dMethod, kernel: Triple, geometry: Geometry) -> bool:
     """True where ``form`` can compute a layer with this kernel."""
-    if form is Conv3dForm.POINTWISE:
+    if form is Conv3dMethod.POINTWISE:
         return kernel == (1, 1, 1) and geometry.groups == 1
-    if form is Conv3dForm.PATCHES:
+    if form is Conv3dMethod.PATCHES:
         apart = all(k == 1 or d == 1 for k, d in zip(kernel, geometry.dilation, strict=True))
         return kernel == geometry.stride and apart and geometry.groups == 1
     return True
@@ -300,21 +300,21 @@ def _steps(
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 
 
-FORMS: dict[Conv3dForm, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
-    Conv3dForm.NATIVE: conv3d_native,
-    Conv3dForm.FP32: conv3d_in_fp32,
-    Conv3dForm.CHANNELS_LAST: conv3d_channels_last,
-    Conv3dForm.PATCHES: conv3d_by_patches,
-    Conv3dForm.POINTWISE: conv3d_by_points,
-    Conv3dForm.FRAMES: conv3d_by_frames,
-    Conv3dForm.MATMUL: conv3d_by_matmul,
+FORMS: dict[Conv3dMethod, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
+    Conv3dMethod.NATIVE: conv3d_native,
+    Conv3dMethod.FP32: conv3d_in_fp32,
+    Conv3dMethod.CHANNELS_LAST: conv3d_channels_last,
+    Conv3dMethod.PATCHES: conv3d_by_patches,
+    Conv3dMethod.POINTWISE: conv3d_by_points,
+    Conv3dMethod.FRAMES: conv3d_by_frames,
+    Conv3dMethod.MATMUL: conv3d_by_matmul,
 }
-OWN = (Conv3dForm.NATIVE, Conv3dForm.FP32, Conv3dForm.CHANNELS_LAST)  # those that call the device's own conv3d
-BUDGETS = {**dict.fromkeys(OWN, NATIVE_BYTES), Conv3dForm.MATMUL: MATMUL_BYTES}  # the others: CHUNK_BYTES
+OWN = (Conv3dMethod.NATIVE, Conv3dMethod.FP32, Conv3dMethod.CHANNELS_LAST)  # those that call the device's own conv3d
+BUDGETS = {**dict.fromkeys(OWN, NATIVE_BYTES), Conv3dMethod.MATMUL: MATMUL_BYTES}  # the others: CHUNK_BYTES
 
 
 def convolve(
-    form: Conv3dForm, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0
+    form: Conv3dMethod, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, chunk: int = 0
 ) -> Tensor:
     """The convolution by ``form``; ``chunk`` bytes bound what it copies, 0 for the implementation's own bound."""
     return FORMS[form](x, weight, bias, geometry, chunk or BUDGETS.get(form, CHUNK_BYTES))

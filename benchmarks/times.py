@@ -1,0 +1,190 @@
+"""Forecasts of time beside runs, and how work grows with frames and pixels.
+
+`minutes`: one call of each family's transformer and decoder at published widths, three sizes; one block of each kind,
+of delighting the whole UNet; weights that are all alike, fp32, one CPU thread. The device is probed once, before
+anything is loaded, as in use: later the C library has memory to spare that the system has filled, and copies that need
+no new pages are up to three times as quick. `corrected_s` is the forecast after a run of the first size.
+
+`growth`: FLOPs of a step and of a decode of the published models, counted without data, at twice and four times the
+frames and the pixels. The exponent is the slope between the last
+two, in logarithms: 1 is linear, 2 is attention alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from anygpu.compat.device.work import META, PROBED, Pace, _measured, counting
+from anygpu.compat.memory.statistics import StageCost
+from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
+from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
+from anygpu.paint.networks.unet import set_attention
+from anygpu.paint.networks.vae import REDUCTION
+from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast.times import corrected
+from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.sizes import Size, latent_shape
+from anygpu.pipelines.vae.tiled import decoder_call
+from runner import SCRATCH, Case, Row, processor, write_table
+from tiny import build
+
+FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transformer
+PICTURES = ((96, 96), (128, 96), (128, 128))  # of a decode
+LARGER = {"ltx": 4}  # sides of a decode, whose latents are smaller: below 12 cells torch has slow convolutions
+TOKENS = 256  # of text
+PAINTED = (384, 448, 512)  # pixels of a delighted picture
+HOST = torch.device("cpu")
+FACTORS = (1, 2, 4)
+LATENT_FRAMES, SIDE = 8, 256  # of the smallest
+Measured = Iterator[tuple[str, float, float]]
+
+
+def opened(family: str, folder: Path = SCRATCH) -> Pipeline:
+    """The tiny model of a family on the CPU."""
+    extra = {"base": build("hunyuan_video", folder), "image_encoder": build("siglip", folder)}
+    return load(LoadRequest(build(family, folder), **(extra if family == "framepack" else {}), device="cpu"))
+
+
+def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
+    """``pipeline`` with the published configurations in fp32, and one block of each kind or the ``whole`` depth."""
+    configs = dict(pipeline.configs)
+    for part in ("transformer", "vae"):
+        file = pipeline.spec.folder / f"{part}.json"
+        if not file.is_file():  # it has another family's
+            file = pipeline.spec.folder.parent / "hunyuan_video" / f"{part}.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        first = content[0] if isinstance(content, list) else content
+        configs[part] = first.get("config", first)
+    short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
+    configs["transformer"] = {**configs["transformer"], **short}
+    single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
+    return replace(
+        pipeline,
+        model=replace(pipeline.model, configs=configs),
+        device=replace(pipeline.device, precision=replace(pipeline.precision, **single)),
+    )
+
+
+def filled(module: Any) -> Any:
+    """``module`` on the CPU with weights that are all alike."""
+    module = module.to_empty(device=HOST)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.fill_(0.01)
+    return module.eval()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Processor seconds of the quicker of two calls: other programs take the caches."""
+    with torch.no_grad():
+        return min(processor(call) for _ in range(2))
+
+
+def sampled(pipeline: Pipeline, pace: Pace) -> Measured:
+    """Size, forecast and processor seconds of a call of the transformer."""
+    module = filled(counts._built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
+    for width, height in SIZES:
+        size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
+        empty = counts._call(pipeline, size, 1)
+        tensors = {name: getattr(empty, name) for name in empty.__slots__}
+        ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+        measured = seconds(partial(pipeline.spec.code.call_transformer, pipeline, module, replace(empty, **ones)))
+        yield f"{width}x{height}", pace.seconds(counts.transformer_work(pipeline, size)), measured
+
+
+def decoded(pipeline: Pipeline, pace: Pace) -> Measured:
+    """Size, forecast and processor seconds of a call of the decoder."""
+    config, times = pipeline.configs["vae"], LARGER.get(pipeline.family, 1)
+    vae = filled(counts._built(pipeline, "vae", config, torch.float32))
+    counts.decode_as_published(vae)
+    for width, height in ((times * width, times * height) for width, height in PICTURES):
+        size = Size(width, height, pipeline.spec.sizes.stride + 1)
+        latents = torch.ones(1, int(config.get("latent_channels", 16)), *latent_shape(pipeline, size))
+        moment = torch.ones(1) if config.get("timestep_conditioning") else None
+        measured = seconds(partial(decoder_call, vae, latents, moment))
+        yield f"{width}x{height}", pace.seconds(counts.decoding_work(pipeline, size)), measured
+
+
+def delighted(pace: Pace) -> Measured:
+    """Size, forecast and processor seconds of a call of the delight UNet."""
+    with META:
+        unet = networks_for("delight")["unet"]
+    unet = filled(unet)
+    set_attention(unet, F.scaled_dot_product_attention)
+    text = torch.ones(1, TEXT_TOKENS, TEXT_WIDTH)
+    for side in PAINTED:
+        given = (torch.ones(1, DELIGHT_CHANNELS, side // REDUCTION, side // REDUCTION), torch.ones(1), text)
+        with counting() as work:
+            unet(*given)
+        yield f"{side}x{side}x1", pace.seconds(work), seconds(partial(unet, *given))
+
+
+def minutes_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per family, stage and size."""
+    pace = _measured(HOST, torch.float32, time.process_time)
+    for family in families:
+        measures: dict[str, Callable[[Pace], Measured]] = {"sampling": delighted}
+        if family != "delight":
+            pipeline = published(opened(family))
+            measures = {"sampling": partial(sampled, pipeline), "decoding": partial(decoded, pipeline)}
+        if family == "framepack":  # whose decoder is that of hunyuan_video
+            del measures["decoding"]
+        for stage, measure in measures.items():
+            first: list[StageCost] = []
+            for size, modelled, taken in measure(pace):
+                later = corrected(stage, modelled, PROBED, first).seconds
+                yield {
+                    "family": family,
+                    "stage": stage,
+                    "size": size,
+                    "forecast_s": round(modelled, 3),
+                    "cpu_s": round(taken, 3),
+                    "ratio": round(modelled / taken, 2),
+                    "corrected_s": round(later, 3) if first else "",
+                    "corrected_ratio": round(later / taken, 2) if first else "",
+                }
+                first = first or [StageCost(stage, family, "none", "cpu", seconds=taken, modelled_seconds=modelled)]
+
+
+def exponent(costs: list[float]) -> dict[str, float]:
+    """The slope between the last two of ``costs``, each at twice the size of the one before."""
+    return {"exponent": round(math.log2(costs[-1] / costs[-2]), 2)}
+
+
+def growth_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """FLOPs of one call of the transformer and of one decode, along frames and along pixels."""
+    for family in families:
+        pipeline = published(opened(family), whole=True)
+        stride = pipeline.spec.sizes.stride
+        for axis in ("frames", "pixels"):
+            along: dict[str, list[float]] = {"sampling": [], "decoding": []}
+            for factor in FACTORS:
+                frames = (LATENT_FRAMES * (factor if axis == "frames" else 1) - 1) * stride + 1
+                size = Size(SIDE, SIDE * (factor if axis == "pixels" else 1), frames, window=(frames - 1) // stride + 1)
+                along["sampling"].append(counts.transformer_work(pipeline, replace(size, text=64)).flops / 1e12)
+                along["decoding"].append(counts.decoding_work(pipeline, size).flops / 1e12)
+            for stage, work in along.items():
+                columns = {f"tflops_{factor}x": round(each, 3) for factor, each in zip(FACTORS, work, strict=True)}
+                yield {"family": family, "stage": stage, "axis": axis, **columns, **exponent(work)}
+
+
+def growth_page(rows: list[Row]) -> None:
+    """Write the table of FLOPs."""
+    head = ("Family", "Stage", "Twice and four times the", *(f"TFLOPs, {f}x" for f in FACTORS), "Exponent")
+    write_table("performance.md", "growth", head, [row.values() for row in rows], end="/growth")
+
+
+CASES = [
+    Case("minutes", minutes_rows, {"families": (*FAMILIES, "delight")}, "minutes"),
+    Case("growth", growth_rows, {"families": FAMILIES}, "growth", replaces=True, about=dict, page=growth_page),
+]
