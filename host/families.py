@@ -85,10 +85,7 @@ class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         moments = image.tensors["start"]
         start = self.process_latent_in(moments[:, : moments.shape[1] // 2])
-        return {
-            PICTURE: comfy.conds.CONDRegular(start),
-            "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"]),
-        }
+        return {PICTURE: comfy.conds.CONDRegular(start), "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"])}
 
 
 class LTX(CoreModel, comfy.model_base.LTXV):

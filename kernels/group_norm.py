@@ -27,12 +27,7 @@ from .terms import (
 
 
 def group_norm_silu_pad(
-    x: Tensor,
-    norm: GroupNorm,
-    pad: Pad = NO_PAD,
-    silu: bool = True,
-    layout: str = CONTIGUOUS,
-    form: str = AUTO,
+    x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS, form: str = AUTO
 ) -> Tensor:
     """GroupNorm of ``x`` (B, C, T, H, W), SiLU, and its border replicated by ``pad``; in fp32, rounded once.
 

@@ -70,11 +70,7 @@ def check_tables(x: Tensor, tables: Tables) -> None:
 
 
 def qk_norm_rope_reference(
-    pair: Pair,
-    tables: Tables | None,
-    eps: float,
-    text: Pair | None = None,
-    out_dtype: torch.dtype | None = None,
+    pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`qk_norm_rope` in plain torch, in fp32, or in fp64 for fp64."""
     sides = ((pair.q, pair.q_weight), (pair.k, pair.k_weight))

@@ -185,13 +185,7 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
         shared = StreamInputs(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
         sample, maps = (run.views, LATENT_CHANNELS, side, side), empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
         if family == "paint_pbr":
-            given = (
-                empty(run.rows, materials, *sample),
-                step,
-                maps,
-                empty(run.rows, STATES, STATE_WIDTH),
-                shared,
-            )
+            given = (empty(run.rows, materials, *sample), step, maps, empty(run.rows, STATES, STATE_WIDTH), shared)
         else:
             cameras = torch.zeros(run.views, dtype=torch.long, device=META)
             given = (empty(run.rows, *sample), step, maps, cameras, shared)

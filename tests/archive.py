@@ -1,7 +1,5 @@
 """The archive that ComfyUI's registry gives out: the files of the repository that ``.comfyignore`` leaves."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calls of attention with finite operands of every size and shape that went wrong once, and kernels in emulation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """What every test shares: one thread, tiny checkpoints built once, and a progress that remembers."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging
@@ -140,12 +138,7 @@ SAMPLES: dict[str, tuple[str, ...]] = {
         "int8_tensorwise-True",
     ),
     "test_core_fit.py::test_what_lies_on_top_or_below_works_as_before": (
-        "lora",
-        "lowvram",
-        "attention above",
-        "context windows",
-        "cfg nodes",
-        "compile above",
+        "lora", "lowvram", "attention above", "context windows", "cfg nodes", "compile above",
     ),
     "test_families.py::test_equals_the_cpu": ("mochi-group", "ltx image-model"),
     "test_families.py::test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved": ("group",),
@@ -180,11 +173,8 @@ SAMPLES: dict[str, tuple[str, ...]] = {
         "mps-like-dtype4-Conv3dMethod.FRAMES",
     ),
     "test_two_cards.py::test_parts_on_different_devices_give_the_same_video": (
-        "ltx-acc:1-acc:0-acc:0",
-        "hunyuan_video-acc:1-cpu-cpu",
-        "hunyuan_video_15 image-acc:1-acc:0-acc:0",
-        "framepack-cpu-acc:1-acc:0",
-        "mochi-acc:1-acc:0-acc:0",
+        "ltx-acc:1-acc:0-acc:0", "hunyuan_video-acc:1-cpu-cpu", "hunyuan_video_15 image-acc:1-acc:0-acc:0",
+        "framepack-cpu-acc:1-acc:0", "mochi-acc:1-acc:0-acc:0",
     ),
     "test_strict.py::test_weights_reach_a_device_that_refuses_set_data": ("mochi-group", "ltx image-none"),
     "test_strict.py::test_shared_memory_gives_the_same_video": ("mochi-model",),
@@ -211,7 +201,7 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_hunyuan_video.py::test_bf16_is_finite": ("hunyuan_video",),
     "test_framepack.py::test_every_input_changes_the_latents": ("framepack",),
     "test_framepack.py::test_stages_give_the_one_shot_video": ("framepack-True-3.0",),
-}
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -246,6 +236,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what was skipped without being listed."""
     for line in _unlisted:
         terminalreporter.write_line(f"skipped without being listed in tests/conftest.py: {line}", red=True)
+
+
+@pytest.fixture
+def acc() -> Iterator[object]:
+    """The first simulated device, with counters at zero."""
+    from simulated import accelerator
+
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with accelerator.fresh() as device:
+        yield device
 
 
 class Recorded:

@@ -4,8 +4,6 @@ With them the share of a model that is on the device decides what a run needs, a
 more than a twentieth of the whole, but for HunyuanVideo 1.5's glyph projection, which is 2048 wide whatever is asked.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

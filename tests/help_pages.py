@@ -4,8 +4,6 @@ An English item takes its words from the input's tooltip in ``nodes/``, a Chines
 run on a small ComfyUI; what a machine answers (its folders, its limits) is left out.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tiny checkpoints written the way other releases write theirs: the key tables read backwards."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A rank that hangs, then one that dies, while another waits for it: run by ``ranks.py``."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

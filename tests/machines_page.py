@@ -4,8 +4,6 @@ A new machine: save the file of an issue there, under a name of its own, and run
 refuses a file that AnyGPU did not write, or that somebody edited.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs a function of a test module in several processes that form a gloo group: MODULE FUNCTION RANK SIZE FOLDER."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

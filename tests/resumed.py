@@ -1,7 +1,5 @@
 """Samplings that are cut short: in a process of their own that is killed, or by an exception."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

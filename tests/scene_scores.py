@@ -1,7 +1,5 @@
 """Scenes to ask a demo model for, and how many of its clips show them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import fields

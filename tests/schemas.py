@@ -3,8 +3,6 @@
 With a folder it prints those of the pack that lies there, loaded under a name of its own as ComfyUI would.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

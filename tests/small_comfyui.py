@@ -4,8 +4,6 @@ It computes on the CPU and has every model in memory. A class of core's that not
 one. The tests in ``tests/host`` run the same nodes in a real ComfyUI.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re
@@ -22,15 +20,8 @@ from torch import nn
 
 CPU = torch.device("cpu")
 MODELS = (
-    "diffusers",
-    "diffusion_models",
-    "checkpoints",
-    "vae",
-    "text_encoders",
-    "clip_vision",
-    "style_models",
-    "loras",
-)
+    "diffusers", "diffusion_models", "checkpoints", "vae", "text_encoders", "clip_vision", "style_models", "loras",
+)  # fmt: skip
 
 EMPTY = """
 comfy.conds comfy.latent_formats comfy.ldm comfy.ldm.lightricks comfy.ldm.lightricks.symmetric_patchifier

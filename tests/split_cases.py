@@ -1,7 +1,5 @@
 """What each rank of ``test_split.py`` does: renders tiny models whole and split, and compares."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The registry's archive alone, in an empty folder, is the whole pack: its nodes, what they read, and a clip."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

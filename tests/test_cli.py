@@ -1,7 +1,5 @@
 """The command answers at once where it can, and its demo checks what it shows."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

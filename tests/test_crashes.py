@@ -1,7 +1,5 @@
 """A worker that crashes, leaves a fork behind or hangs ends the run that `make test` starts, which says where."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

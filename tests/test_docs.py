@@ -1,7 +1,5 @@
 """The pages say what the code does: every node and input is explained, every error and workflow can be found."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json
@@ -108,13 +106,9 @@ def test_models_page_has_the_values_of_every_family():
     for family in FAMILIES.values():
         own = family.sizes.defaults
         expected = [
-            f"{own.width}x{own.height}",
-            f"{own.frames}",
-            f"{own.fps:g}",
-            f"{own.steps}",
-            f"{family.sizes.multiple}",
+            f"{own.width}x{own.height}", f"{own.frames}", f"{own.fps:g}", f"{own.steps}", f"{family.sizes.multiple}",
             f"{family.sizes.stride}n+1",
-        ]
+        ]  # fmt: skip
         assert rows[family.title] == expected, family.title
 
 

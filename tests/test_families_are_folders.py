@@ -3,8 +3,6 @@
 Its row in ``host/families.py`` may name it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import replace

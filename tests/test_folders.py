@@ -1,7 +1,5 @@
 """The load node's list is made again when a model arrives, however deep it lies."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

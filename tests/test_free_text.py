@@ -1,7 +1,5 @@
 """Every text that a workflow may type freely is one for people, or is checked before anything is opened by it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Translated help says what the English page says: same parts, code and links, and names as on the node."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Each file imports only what its room may import, and the lower rooms live without ComfyUI, diffusers and Triton."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -15,16 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COMFY = {
-    "comfy",
-    "comfy_api",
-    "comfy_extras",
-    "comfy_execution",
-    "folder_paths",
-    "server",
-    "nodes",
-    "latent_preview",
+    "comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "nodes", "latent_preview",
     "execution",
-}
+}  # fmt: skip
 HEAVY = {"diffusers", "transformers", "accelerate", "av", "gguf", "torchao", "peft", "trimesh"}
 OURS = {"compat", "kernels", "pipelines", "paint", "host", "nodes", "farm", "cli"}
 MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix wins

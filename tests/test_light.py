@@ -1,7 +1,5 @@
 """The size of a clone and of the registry's archive."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import subprocess

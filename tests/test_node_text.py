@@ -3,8 +3,6 @@
 No name from a file or a folder becomes HTML or Markdown in the page.
 """
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterator
 from pathlib import Path

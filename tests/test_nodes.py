@@ -1,7 +1,5 @@
 """The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Previews of results: a sheet loses no picture, a clip keeps its speed and is small."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`anygpu render`: the output is checked before the work, and what was sampled outlives whatever fails after it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -80,19 +78,9 @@ def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_mod
 
     def doctor(model: Path, *words: str) -> tuple[int, str]:
         size = (
-            "--width",
-            "64",
-            "--height",
-            "64",
-            "--frames",
-            "9",
-            "--steps",
-            "4",
-            "--device",
-            "cpu",
-            "--state",
+            "--width", "64", "--height", "64", "--frames", "9", "--steps", "4", "--device", "cpu", "--state",
             str(tmp_path),
-        )
+        )  # fmt: skip
         code = cli.main(["doctor", "--model", str(model), *size, *words])
         return code, capsys.readouterr().out
 

@@ -1,7 +1,5 @@
 """The report and the check: what they say of machines, how they look, and how the command ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

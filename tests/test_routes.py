@@ -1,7 +1,5 @@
 """The routes of the side bar: what they answer, that they change nothing, and that they survive whatever is sent."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json
@@ -45,16 +43,8 @@ WEB = Path(__file__).resolve().parent.parent / "web"
 STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
 SERVER = ("routes", "forecast", "panel", "runs")
 TRAVERSALS = [
-    "../../etc/passwd",
-    "..\\..\\secret",
-    "/etc/passwd",
-    "%2e%2e%2fsecret",
-    "a/../../b",
-    "C:\\x",
-    "\0",
-    "",
-    ".",
-]
+    "../../etc/passwd", "..\\..\\secret", "/etc/passwd", "%2e%2e%2fsecret", "a/../../b", "C:\\x", "\0", "", ".",
+]  # fmt: skip
 
 
 class Pack(SimpleNamespace):

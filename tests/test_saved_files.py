@@ -1,7 +1,5 @@
 """The lists of the load nodes, and the names of the save nodes: nothing outside ComfyUI's folders can be meant."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

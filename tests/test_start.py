@@ -1,7 +1,5 @@
 """What ComfyUI's start imports of the pack: what nodes need for their schemas, and nothing that only a run needs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

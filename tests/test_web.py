@@ -1,7 +1,5 @@
 """What the pack shows in the browser, as files: scripts, style, templates, blueprints, translations."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

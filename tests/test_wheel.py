@@ -1,7 +1,5 @@
 """The wheel holds every file that it runs with, and what a user runs works from it alone."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Shipped workflows are whole and their replays are fresh; no ComfyUI needed."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -9,8 +9,6 @@
 * Mapped files are read-only.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import os

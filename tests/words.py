@@ -4,8 +4,6 @@ A word stands between two blanks and has a letter or a digit. What a script writ
 ``<!-- NAME -->`` and ``<!-- end -->``, and the list of inputs of a help page, which is the schema's.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

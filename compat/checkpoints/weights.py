@@ -116,10 +116,7 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
 
 
 def read_tensors(
-    entries: Mapping[str, TensorEntry],
-    dtype: torch.dtype | None,
-    advance: Callable[[int], None],
-    mapped: bool = False,
+    entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, advance: Callable[[int], None], mapped: bool = False
 ) -> dict[str, torch.Tensor]:
     """The tensors of ``entries`` in ordinary host memory.
 

@@ -188,12 +188,7 @@ def folder_of(download: Download, roots: Sequence[Path]) -> Path:
 
 
 def fetched(
-    title: str,
-    choice: str,
-    roots: Sequence[Path],
-    progress: Progress,
-    endpoint: str | None = None,
-    card_bytes: int = 0,
+    title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None, card_bytes: int = 0
 ) -> list[str]:
     """Describe which files of a model are there, a line per repository; ``download`` fetches the others.
 

@@ -115,9 +115,7 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     if asked not in (AUTO, *family.recipes.variants):
         known = ", ".join((AUTO, *family.recipes.variants))
         raise InputError(
-            f"variant {asked!r} for {family.title}",
-            expected=f"one of {known}",
-            fix="Choose auto or one of these.",
+            f"variant {asked!r} for {family.title}", expected=f"one of {known}", fix="Choose auto or one of these."
         )
     cautions = cautions_of(family, model, transformer)
     if not family.recipes.variants:

@@ -86,10 +86,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     best = fastest(needs, room)
     quick = quickest(fitting, times) or (best.mode if best else "none: lower the size")
     more = advice(needs, times, room)
-    lines = [
-        f"{title}: {device} {have}",
-        f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}",
-    ]
+    lines = [f"{title}: {device} {have}", f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}"]
     for each in needs:
         stages = ", ".join(
             " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, _where(stage))))

@@ -58,11 +58,7 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
 
 
 def t5_embeds(
-    pipeline: Pipeline,
-    pipeline_class: Any,
-    request: PromptRequest,
-    progress: Progress,
-    **configuration: Any,
+    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, **configuration: Any
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D) and their mask (1, N), trimmed, on the CPU.
 

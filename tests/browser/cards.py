@@ -4,8 +4,6 @@ A card says what goes in and what comes out. It shows a result where the demo mo
 (``results.py``), and drawings where it would take a published model, of which none was run here.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Exits with the script's status. Where there is no host, Node.js or Chromium it s
 (``run.mjs``, ``paint.mjs``), which are skipped then, and with 1 for scripts that were to make files.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 ``python help_pictures.py`` draws; ``make pictures`` also takes the screenshots, in a real ComfyUI.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Nothing is picked: prompts and seeds are fixed, and what comes out is shown. ``p
 the README's moving picture; ``cards.py`` takes the frames.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files are whole and on the disk, or as they were; whoever is asked to write for hours is checked first."""
 
-from __future__ import annotations
-
 import ast
 import os
 import stat

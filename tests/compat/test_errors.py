@@ -1,7 +1,5 @@
 """Every error is one line: found; expected; fix."""
 
-from __future__ import annotations
-
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError, parts_of
 from anygpu.compat.memory.parts import StageText
 

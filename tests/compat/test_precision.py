@@ -1,7 +1,5 @@
 """The precision table, row by row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

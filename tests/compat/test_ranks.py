@@ -1,7 +1,5 @@
 """Tokens exchanged for heads: each rank's share is that of attention over everything, here with threads for ranks."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

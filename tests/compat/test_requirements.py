@@ -1,7 +1,5 @@
 """What is too old or absent is one line that says how to mend it."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 
 from anygpu.compat.requirements import FILE, TORCH, missing_packages, package_problem

@@ -1,8 +1,6 @@
 """A family that is one folder and one ``register`` call goes through the whole house, with two transformers and two
 tensors of latents: nothing outside its folder knows of it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

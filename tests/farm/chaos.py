@@ -1,7 +1,5 @@
 """A driver whose workers keep every step and take a while for each, for ``test_chaos.py``: FOLDER MODELS ADDRESS."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ RAYJOB_CRD is ``helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml`` of ray-pr
 know are errors. Schemas that packages bring are checked by ``test_recipes.py``.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

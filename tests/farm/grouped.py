@@ -1,7 +1,5 @@
 """A driver with one group of ranks that keep every step, for ``test_group.py``: FOLDER MODELS RANKS PATIENCE."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ray on paper: actors are objects of this process, and its clock goes on when the driver waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

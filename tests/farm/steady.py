@@ -1,7 +1,5 @@
 """The command `anygpu-farm` whose workers keep every step, and take a while for each: arguments as the command's."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers, drivers and machines are killed at random moments: every job is done once, bit for bit as in one process."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """The command `anygpu-farm` where it needs no Ray."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

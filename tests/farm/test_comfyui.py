@@ -1,7 +1,5 @@
 """The farm's nodes in a real ComfyUI, against a real Ray: its Python has Ray beside its own packages, and no anygpu."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -87,12 +85,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log, port = tmp_path_factory.mktemp("head") / "head.txt", free_port()
     sockets = tempfile.mkdtemp(prefix="ray-")  # of a path that is short enough for them
     size = (
-        "--num-cpus=2",
-        "--num-gpus=0",
-        "--object-store-memory=80000000",
-        "--min-worker-port=0",
+        "--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--min-worker-port=0",
         "--max-worker-port=0",
-    )
+    )  # fmt: skip
     ray = Path(sys.executable).with_name("ray")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": "7" * 64}.items():

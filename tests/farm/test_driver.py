@@ -1,7 +1,5 @@
 """Whose error an error is: of one job, of a model on one machine, or of a machine, by Ray on paper and its clock."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

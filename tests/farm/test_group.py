@@ -1,7 +1,5 @@
 """A group of Ray's processes renders one video: the file of one process, whichever rank dies or hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a group refuses before any process of Ray starts, and how its ranks end; needs no Ray."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

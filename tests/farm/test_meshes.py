@@ -1,7 +1,5 @@
 """A mesh is textured by a worker as in one process, and comes back as a GLB."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

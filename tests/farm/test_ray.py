@@ -1,7 +1,5 @@
 """Ray on this machine: what listens, who is let in, and whose error an error is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

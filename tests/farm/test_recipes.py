@@ -1,7 +1,5 @@
 """What the recipes run is what the commands take, always with a token, and shares leave no job out."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Who does which job next."""
 
-from __future__ import annotations
-
 from anygpu.farm.schedule import Task, TaskSchedule
 
 

@@ -1,7 +1,5 @@
 """One video on several processes is the video of one process, in every family."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A machine that is taken away, as spot machines are, keeps its steps for the one that comes next."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Values, bytes, tensors and whole files that are nearly right, from a random generator."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ Run: python tests/fuzz/readers.py [corpus folder] [libFuzzer options such as -ma
 A finding is written as crash-<hash>; put a small one into tests/fixtures/fuzz when it is fixed.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import warnings

@@ -4,8 +4,6 @@ Run: python tests/fuzz/structured.py [--seconds 60] [--seed 0] [--only NAME] [--
 Case n of a reader and a seed is always the same file, so that a finding is repeated with --only, --seed and --case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

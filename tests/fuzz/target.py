@@ -1,7 +1,5 @@
 """What the fuzzer calls, and what replays its corpus: every reader on a file of any bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """What the fuzzer found stays found; in the full run it searches on for --fuzz-seconds."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every reader on files that are nearly right: `--fuzz-seconds` says for how long."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is recorded: every case by its id, and which of them must have equal results on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -131,12 +129,9 @@ TASKS: dict[str, Task] = {
 }
 """Every tiny checkpoint with a pipeline, in every way that it can start."""
 FAMILIES: dict[str, str] = {
-    "ltx": "ltx image",
-    "hunyuan_video": "hunyuan_video text",
-    "hunyuan_video_15": "hunyuan_video_15_i2v image",
-    "framepack": "framepack image",
-    "mochi": "mochi text",
-}
+    "ltx": "ltx image", "hunyuan_video": "hunyuan_video text", "hunyuan_video_15": "hunyuan_video_15_i2v image",
+    "framepack": "framepack image", "mochi": "mochi text",
+}  # fmt: skip
 """The task of each family that is run in every precision and offload mode."""
 
 
@@ -221,10 +216,7 @@ def video_cases() -> Iterator[tuple[str, Case]]:
             )
     for family, name, more in SINGLE_CHANGES:
         task = TASKS[FAMILIES[family]]
-        yield (
-            f"{family}: {name}",
-            Case(lambda p, task=task, more=more: latents_only(opened(p, task), task, **more)),
-        )
+        yield (f"{family}: {name}", Case(lambda p, task=task, more=more: latents_only(opened(p, task), task, **more)))
     for name in ("ltx video", "ltx_condition video", "hunyuan_video video", "hunyuan_video_15 video", "mochi video"):
         yield f"{name}, masked", Case(lambda p, task=TASKS[name]: latents_only(opened(p, task), task, **masked(task)))
     yield "framepack: section prompts", Case(told_by_section)
@@ -561,10 +553,7 @@ def model_cases() -> Iterator[tuple[str, Case]]:
         ("hunyuan_video", "hunyuan_video text"),
         ("hunyuan_video_15_i2v", "hunyuan_video_15_i2v image"),
     ):
-        yield (
-            f"{model}: single files",
-            Case(lambda p, model=model, task=TASKS[name]: composed(p, model, task)),
-        )
+        yield (f"{model}: single files", Case(lambda p, model=model, task=TASKS[name]: composed(p, model, task)))
     for family in PACKED:
         for way in ("fp8", "Q8_0", "Q4_0"):
             yield f"{family}: file in {way}", Case(lambda p, family=family, way=way: packed(p, family, way))
@@ -573,15 +562,9 @@ def model_cases() -> Iterator[tuple[str, Case]]:
 # ---- a sampler from elsewhere --------------------------------------------------------------------
 
 DRIVEN = (
-    "ltx text",
-    "ltx_condition text",
-    "hunyuan_video text",
-    "hunyuan_video_i2v_33ch image",
-    "hunyuan_video_15_i2v image",
-    "framepack image",
-    "framepack_f1 image",
-    "mochi text",
-)
+    "ltx text", "ltx_condition text", "hunyuan_video text", "hunyuan_video_i2v_33ch image",
+    "hunyuan_video_15_i2v image", "framepack image", "framepack_f1 image", "mochi text",
+)  # fmt: skip
 
 
 def core_sampler(places: Places, task: Task, precision: str) -> Results:
@@ -658,14 +641,10 @@ def painted(places: Places, name: str, **choices: Any) -> Results:
     dino = torch.randn(1, 17, 1536, generator=torch.Generator().manual_seed(9)) if kind == "paint_pbr" else None
     texture, views, _ = textured(torus(12, 24), [CUTOUT], pipeline, delight, PAINTED, dino=dino)
     found = {
-        "latents": views.latents,
-        "views": views.views,
-        "metallic_roughness": views.metallic_roughness,
-        "colour": texture.colour,
-        "metallic": texture.metallic,
-        "roughness": texture.roughness,
+        "latents": views.latents, "views": views.views, "metallic_roughness": views.metallic_roughness,
+        "colour": texture.colour, "metallic": texture.metallic, "roughness": texture.roughness,
         "painted": texture.painted,
-    }
+    }  # fmt: skip
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -7,8 +7,6 @@
 Hashes hold only for the arithmetic that they were recorded with; :func:`environment` tells one from another.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

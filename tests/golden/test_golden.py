@@ -1,7 +1,5 @@
 """Every result is, bit for bit, the recorded one; on other arithmetic, what must be equal there is equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

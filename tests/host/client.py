@@ -1,7 +1,5 @@
 """A client of ComfyUI's server: posts a prompt, follows it over the websocket, and returns what happened."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

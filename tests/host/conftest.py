@@ -1,7 +1,5 @@
 """One real ComfyUI for all host tests, started when the first of them wants it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

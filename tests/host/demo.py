@@ -3,8 +3,6 @@
 What the tiny checkpoints paint is noise; that it arrives, and in which size, length and rate, is what is shown.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

@@ -6,8 +6,6 @@ has core ask a driver that is not there. All three are met inside this process, 
 nothing of the installation is changed. Standard library only: it runs in the host's interpreter.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

@@ -1,7 +1,5 @@
 """LoRA files for a running ComfyUI: three layers of the first block of a tiny HunyuanVideo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny stand-ins for the published paint checkpoints, under their names, and a mesh to texture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

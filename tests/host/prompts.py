@@ -1,7 +1,5 @@
 """Prompts in ComfyUI's API format for the host tests: built node by node, or replayed from a shipped workflow."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -82,19 +80,9 @@ def loading(model: str, **chosen: Any) -> dict[str, Any]:
 def sampling(**chosen: Any) -> dict[str, Any]:
     """The inputs of the sample node: 64x64, 9 frames, 2 steps, and what is chosen."""
     usual = {
-        "width": 64,
-        "height": 64,
-        "frames": 9,
-        "steps": 2,
-        "cfg": 0.0,
-        "guidance": 0.0,
-        "seed": 1,
-        "scheduler": "auto",
-        "shift": 0.0,
-        "cfg_start": 0.0,
-        "cfg_end": 1.0,
-        "fps": 8.0,
-    }
+        "width": 64, "height": 64, "frames": 9, "steps": 2, "cfg": 0.0, "guidance": 0.0, "seed": 1,
+        "scheduler": "auto", "shift": 0.0, "cfg_start": 0.0, "cfg_end": 1.0, "fps": 8.0,
+    }  # fmt: skip
     return {**usual, **chosen}
 
 

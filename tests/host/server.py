@@ -223,21 +223,11 @@ class Server:
 
     def _command(self) -> list[str]:
         flags = [
-            "--cpu",
-            "--base-directory",
-            self.base,
-            "--extra-model-paths-config",
-            self.base / "attached.yaml",
-            "--disable-all-custom-nodes",
-            *(("--whitelist-custom-nodes", *self._packs()) if self.attach else ()),
-            "--disable-api-nodes",
-            "--database-url",
-            "sqlite:///:memory:",
-            "--port",
-            self.port,
-            "--preview-method",
+            "--cpu", "--base-directory", self.base, "--extra-model-paths-config", self.base / "attached.yaml",
+            "--disable-all-custom-nodes", *(("--whitelist-custom-nodes", *self._packs()) if self.attach else ()),
+            "--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--port", self.port, "--preview-method",
             "latent2rgb",
-        ]
+        ]  # fmt: skip
         launcher = Path(__file__).with_name("launch.py")
         return [str(part) for part in (self.host.python, launcher, self.host.root, *flags, *self.arguments)]
 

@@ -4,8 +4,6 @@ Only numbers change: a subclass of core's own class is made with others, in the 
 it. Detection, loading, computing and nodes are core's. Imports nothing of the pack.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ the name of a class, a module or a path of the code in it. A value beyond a widg
 as from core's Primitive nodes, which nobody checks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -35,15 +33,9 @@ HUNG, DEAF_SECONDS = "hung", 120
 SPARE_BYTES = 6 * 2**30
 SECONDS = 12.0  # after which a run that does as it is told, only long, is cancelled
 SMALL = {
-    "width": 64,
-    "height": 64,
-    "frames": 9,
-    "steps": 2,
-    "view_size": 64,
-    "size": 64,
-    "texture_size": 64,
+    "width": 64, "height": 64, "frames": 9, "steps": 2, "view_size": 64, "size": 64, "texture_size": 64,
     "fit": "crop",
-}
+}  # fmt: skip
 SMALL |= {"clip_seconds": 0.3, "window": 2, "texts": "a cat", "text": "a cat", "max_tokens": 512, "resolution": 64}
 SOURCES = {  # type of a socket -> a node that gives it, and which of its outputs
     "ANYGPU_PIPELINE": ("AnyGPULoadPipeline", 0),
@@ -127,15 +119,9 @@ def values_of(kind: Any, options: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
         yield from ((value, False) for value in (False, True))
     elif kind == "STRING":
         texts = (
-            "",
-            "word " * 5000,
-            "../../outside",
-            "C:\\x\\y",
-            "a\0b\r\n{}",
-            "{} {}",
-            "\U0001f600 é 汉",
+            "", "word " * 5000, "../../outside", "C:\\x\\y", "a\0b\r\n{}", "{} {}", "\U0001f600 é 汉",
             "double 0-9999, rest",
-        )
+        )  # fmt: skip
         yield from ((text, False) for text in texts)
 
 

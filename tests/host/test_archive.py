@@ -1,7 +1,5 @@
 """The registry's archive alone, attached to a real ComfyUI: the nodes that were written down, and a clip per family."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +19,9 @@ from host.videos import pictures
 
 pytestmark = pytest.mark.host
 TEMPLATES = (
-    "anygpu_ltx_text_to_video",
-    "anygpu_hunyuan_video_text_to_video",
-    "anygpu_hunyuan_video_15_text_to_video",
-    "anygpu_framepack_image_to_video",
-    "anygpu_mochi_text_to_video",
-)
+    "anygpu_ltx_text_to_video", "anygpu_hunyuan_video_text_to_video", "anygpu_hunyuan_video_15_text_to_video",
+    "anygpu_framepack_image_to_video", "anygpu_mochi_text_to_video",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

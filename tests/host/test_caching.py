@@ -1,7 +1,5 @@
 """ComfyUI runs again only what a change touches."""
 
-from __future__ import annotations
-
 import pytest
 
 from host.client import Client

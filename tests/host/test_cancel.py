@@ -1,7 +1,5 @@
 """Cancel is obeyed long before the run would end, and the next run equals a fresh one bit for bit."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

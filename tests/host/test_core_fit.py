@@ -1,7 +1,5 @@
 """Core's own classes, tiny, through core's guider, fitted to machines without fast bf16."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -297,10 +295,7 @@ def test_a_vae_in_bf16_keeps_its_values_on_a_device_that_damages_them(inside: In
     assert any(line.startswith("weights cast from bf16 on the host") for line in found["said"])
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [("SD", "values"), ("SD", "colour"), ("SD", "engine")],
-)
+@pytest.mark.parametrize(("name", "fault"), [("SD", "values"), ("SD", "colour"), ("SD", "engine")])
 def test_a_wrong_decode_is_done_again_in_fp32_and_said(inside: Inside, name: str, fault: str) -> None:
     found = inside.play("core_fit_vaes", "rescued", name=name, fault=fault)
     assert found["error"] <= NEAR, "fp16 weights, computed in fp32"

@@ -1,7 +1,5 @@
 """Core's loaders, KSampler and VAE Decode with our nodes between them, through a real server."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Core's samplers, guidance and VAE nodes drive our models: in ComfyUI's own process, and through its server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

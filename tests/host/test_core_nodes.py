@@ -1,7 +1,5 @@
 """Core nodes between ours: their latents into our nodes, ours into theirs."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Without any model installed, the first choice of the load node draws what it is asked, at once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

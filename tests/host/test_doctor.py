@@ -1,7 +1,5 @@
 """The doctor beside core's models and beside ours, in ComfyUI's own process and through its server."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

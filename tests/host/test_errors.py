@@ -1,7 +1,5 @@
 """What goes wrong ends in one line that says what was found, what was expected and what to do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

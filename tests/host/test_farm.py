@@ -1,7 +1,5 @@
 """Jobs leave ComfyUI by a folder, a worker elsewhere renders them, and their videos come back."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs under ComfyUI's memory manager where room is short, core's nodes between, beside others' ways to run."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

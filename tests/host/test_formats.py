@@ -1,7 +1,5 @@
 """Single files of every layout in a real ComfyUI's model folders: the pipeline they compose is that of the folder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -21,11 +19,7 @@ pytestmark = pytest.mark.host
 
 FOLDERS = {"transformer": "diffusion_models", "vae": "vae", "image_encoder": "clip_vision"}
 LOAD, PROMPT, SAMPLE = "123"
-MODELS = {
-    "LTX-Video": "ltx",
-    "HunyuanVideo": "hunyuan_video",
-    "mochi-1-preview": "mochi",
-}
+MODELS = {"LTX-Video": "ltx", "HunyuanVideo": "hunyuan_video", "mochi-1-preview": "mochi"}
 
 
 def put(server: Server, model: str, path: Path) -> dict[str, str]:

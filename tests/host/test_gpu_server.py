@@ -1,7 +1,5 @@
 """A real ComfyUI server that computes on the simulated accelerator: its buttons, a full device, core's nodes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

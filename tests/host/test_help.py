@@ -1,7 +1,5 @@
 """ComfyUI serves the help of each node where its frontend asks for it, in each language of the help."""
 
-from __future__ import annotations
-
 import re
 import urllib.request
 

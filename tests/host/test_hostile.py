@@ -1,7 +1,5 @@
 """ComfyUI's own functions fail or lie when this pack asks them: the same clip; a failure is said and leaves nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

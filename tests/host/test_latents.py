@@ -1,7 +1,5 @@
 """Latents and prompts on disk in a real ComfyUI: saved, loaded, and recovered after the process was killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

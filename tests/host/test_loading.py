@@ -1,7 +1,5 @@
 """ComfyUI starts with the pack as it starts without it, and knows every node, input and workflow of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -24,47 +22,7 @@ print(json.dumps([row["name"] for category in categories for row in category["te
 """
 pytestmark = pytest.mark.host
 
-NODES = {
-    "AnyGPUBakeTexture",
-    "AnyGPUCleanMesh",
-    "AnyGPUCollect",
-    "AnyGPUComposePipeline",
-    "AnyGPUDecode",
-    "AnyGPUDelightImage",
-    "AnyGPUDoctor",
-    "AnyGPUDownloadModel",
-    "AnyGPUEncodeImage",
-    "AnyGPUEncodePrompt",
-    "AnyGPUEncodeVideo",
-    "AnyGPUFarm",
-    "AnyGPUFitCLIP",
-    "AnyGPUFitModel",
-    "AnyGPUFitVAE",
-    "AnyGPUHardwareReport",
-    "AnyGPUImageConditioning",
-    "AnyGPULoRA",
-    "AnyGPULoadLatent",
-    "AnyGPULoadMesh",
-    "AnyGPULoadPaintPipeline",
-    "AnyGPULoadPipeline",
-    "AnyGPULoadPrompt",
-    "AnyGPUMemoryPlan",
-    "AnyGPUPaintCameras",
-    "AnyGPUPaintViews",
-    "AnyGPUQueueJobs",
-    "AnyGPURecoverLatents",
-    "AnyGPURenderTurntable",
-    "AnyGPUReplay",
-    "AnyGPURenderViews",
-    "AnyGPUSample",
-    "AnyGPUSampleFramePack",
-    "AnyGPUSaveLatent",
-    "AnyGPUSaveMusubiCache",
-    "AnyGPUSavePrompt",
-    "AnyGPUStepCache",
-    "AnyGPUTextureMesh",
-    "AnyGPUUpscaleLatents",
-}
+NODES = set(json.loads((Path(__file__).parents[1] / "fixtures" / "schemas.json").read_text(encoding="utf-8")))
 TROUBLE = re.compile(r"Exception|Error|WARNING|Traceback|FAILED|warn", re.IGNORECASE)
 
 

@@ -1,7 +1,5 @@
 """Our pipelines under ComfyUI's memory manager, in its own process, on a device whose memory is counted and limited."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,8 @@ from host.inside.asking import Inside
 pytestmark = pytest.mark.host
 
 CASES = (
-    "ltx",
-    "hunyuan_video",
-    "hunyuan_video image",
-    "hunyuan_video_15",
-    "hunyuan_video_15 image",
-    "framepack",
-    "mochi",
-)
+    "ltx", "hunyuan_video", "hunyuan_video image", "hunyuan_video_15", "hunyuan_video_15 image", "framepack", "mochi",
+)  # fmt: skip
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SAMPLED = ("ltx", "mochi")  # the other families' shares run in make test-full's share of the host tests
 ACCOUNT_ROWS = 24  # the last stages of a pipeline, which its account keeps

@@ -1,7 +1,5 @@
 """The texturing workflows, as ComfyUI's own frontend posts them, run to a textured GLB on tiny checkpoints."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Texturing under ComfyUI's memory manager, in its own process, on a device whose memory is counted and limited."""
 
-from __future__ import annotations
-
 import pytest
 
 from host import paint_models

@@ -1,7 +1,5 @@
 """What the user sees while a workflow runs: a bar over real work, previews, and text under each node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

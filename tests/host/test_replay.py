@@ -1,7 +1,5 @@
 """A video saved by core's Save Video carries its receipt, and AnyGPU Replay makes it again."""
 
-from __future__ import annotations
-
 import pytest
 from anygpu.pipelines.records.receipts import job_of, read_receipt
 

@@ -3,8 +3,6 @@
 With the demo model, where it can run one, and then the video shows what was asked for.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +32,7 @@ pytestmark = pytest.mark.host
 
 ASKED = {"anygpu_mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
 FRAMES = {  # where it is not as many as were asked for
-    "anygpu_framepack_first_last_frame": 17,  # the end image is at the end of the last section
+    "anygpu_framepack_first_last_frame": 17  # the end image is at the end of the last section
 }
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
     "anygpu_ltx_text_to_video": "a white triangle grows on black",

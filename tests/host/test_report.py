@@ -1,7 +1,5 @@
 """The hardware report inside a real ComfyUI: it runs by itself, says its text and shows its table."""
 
-from __future__ import annotations
-
 import pytest
 
 from host.client import Client

@@ -1,7 +1,5 @@
 """A ComfyUI that is killed in the middle of a sampling goes on where it was once it is started again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Kernels, compile and step cache inside a real ComfyUI: chosen on nodes, said under them, changed without loading."""
 
-from __future__ import annotations
-
 import pytest
 
 from host.client import Client

@@ -1,7 +1,5 @@
 """No widget of any node, driven to its ends and beyond, draws out a message that is raw; half an hour."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Only size, length and steps are smaller than shipped. The files have the publish
 tell; their transformers leave fp16's range, and the sizes of encoders and VAEs are those of `small_core`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two passes in a real ComfyUI: LTX-Video latents doubled by an upscaler, refined and decoded at twice the size."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import save_file
 

@@ -1,7 +1,5 @@
 """What saved videos and pictures really hold."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of 1 kB to 2 MB that claim more than they hold: counts, copies, overlaps, depth, strides, sizes, durations."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct
@@ -116,10 +114,7 @@ MESHES: dict[str, tuple[Callable[[], bytes | str], str]] = {  # name: content, a
     "deep.gltf": (lambda: "[" * 10**6, "no JSON"),
     "chunk.glb": (lambda: glb({})[:12] + b"\xff\xff\xff\xff" + glb({})[16:], "a chunk of 4294967295 bytes"),
     "names.glb": (lambda: glb({"nodes": [{"mesh": 0, "name": "a" * 50}] * 5000} | {"scenes": [{"nodes": [0]}]}), ""),
-    "data.gltf": (
-        lambda: json.dumps({"buffers": [{"uri": "data:;base64," + "A" * 99999}] * 20, "asset": {}}),
-        "",
-    ),
+    "data.gltf": (lambda: json.dumps({"buffers": [{"uri": "data:;base64," + "A" * 99999}] * 20, "asset": {}}), ""),
     "textures.glb": (lambda: _textured(4096), ""),
     "factor.glb": (lambda: _textured(2048, factor=True), ""),
     "texture_nodes.glb": (lambda: _textured(2048, nodes=100, materials=1), ""),
@@ -128,10 +123,7 @@ MESHES: dict[str, tuple[Callable[[], bytes | str], str]] = {  # name: content, a
         lambda: CORNERS + "".join(f"usemtl {at}\nf 1 2 3\n" for at in range(60_000)),
         r"\d+ materials .*at most 4096",
     ),
-    "hidden.obj": (
-        lambda: CORNERS + "".join(f"use\\\nmtl {at}\nf 1 2 3\n" for at in range(9_000)),
-        r"\d+ materials",
-    ),
+    "hidden.obj": (lambda: CORNERS + "".join(f"use\\\nmtl {at}\nf 1 2 3\n" for at in range(9_000)), r"\d+ materials"),
     "faces.obj": (lambda: CORNERS + "f 1 2 3\n" * (BYTES // 8), ""),
     "mixed.obj": (lambda: CORNERS + "f 1 2 3 1\n" + "f 1 2 3\n" * (BYTES // 8), ""),
     "polygon.obj": (lambda: CORNERS + "f" + " 1 2 3" * (BYTES // 6) + "\n", ""),

@@ -1,7 +1,5 @@
 """How a function of the outside is made to misbehave, for shipped files alone; and what runs beside it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -5,8 +5,6 @@ files, huggingface_hub, Ray, and ComfyUI's memory manager, folders and flags. A 
 fails ``test_outside.py``.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,23 +47,19 @@ PATHS = (
     - {
         # parts of a name, which ask nobody
         *(
-            "anchor",
-            "drive",
-            "name",
-            "parent",
-            "parents",
-            "parts",
-            "root",
-            "stem",
-            "suffix",
-            "suffixes",
-            "as_posix",
+            "anchor", "drive", "name", "parent", "parents", "parts", "root", "stem", "suffix", "suffixes", "as_posix",
             "as_uri",
         ),
         *("joinpath", "is_relative_to", "relative_to", "match", "with_name", "with_stem", "with_suffix", "is_absolute"),
         *("is_reserved", "with_segments", "full_match", "parser", "info"),
     }
-)
+)  # fmt: skip
+
+
+def each(attack: str, *groups: str) -> dict[str, str]:
+    """Questions and who attacks them, from groups such as "os. close open": a prefix, and what stands behind it."""
+    return {prefix + name: attack for prefix, *names in map(str.split, groups) for name in names}
+
 
 # Who attacks a question: each value is a test of test_outside.py, or the file that has one.
 JOB = "one job"  # import, load, report, panel, forecast, one clip on the simulated device
@@ -79,82 +73,58 @@ FARM = "farm/test_chaos.py"  # a cluster whose workers, drivers and nodes are ki
 CLUSTER = "farm/test_comfyui.py"  # one that does not answer, wants another token, or ends
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *(f"ray.{name}" for name in ("get", "get_actor", "get_runtime_context", "init")),
-            *(f"ray.{name}" for name in ("kill", "remote", "shutdown", "util.placement_group", "wait")),
-            *(f"ray.exceptions.{name}" for name in ("RayActorError", "RayError")),
-            *(
-                f"ray.util.scheduling_strategies.{name}SchedulingStrategy"
-                for name in ("NodeAffinity", "PlacementGroup")
-            ),
-            "ray._private.authentication.authentication_utils.is_token_auth_enabled",
-            *("ray.cluster_resources", "ray.experimental.internal_kv._internal_kv_get"),
-            *("ray._private.state.state", "ray._private.state.state.get_cluster_config"),
-            "psutil.net_if_addrs",
-        ),
+    **each(
         FARM,
+        "ray. get get_actor get_runtime_context init kill remote shutdown wait cluster_resources",
+        "ray.util. placement_group",
+        "ray.exceptions. RayActorError RayError",
+        "ray.util.scheduling_strategies. NodeAffinitySchedulingStrategy PlacementGroupSchedulingStrategy",
+        "ray._private.authentication.authentication_utils. is_token_auth_enabled",
+        "ray.experimental.internal_kv. _internal_kv_get",
+        "ray._private.state. state",
+        "ray._private.state.state. get_cluster_config",
+        "psutil. net_if_addrs",
     ),
-    **dict.fromkeys(
-        (
-            "ray._private.authentication.authentication_token_setup.ensure_token_if_auth_enabled",
-            "ray._private.services.canonicalize_bootstrap_address_or_die",
-            "ray._raylet.GcsClient",
-            "ray.cloudpickle",
-            "ray.cloudpickle.register_pickle_by_value",
-            "ray.exceptions.RayTaskError",
-            "ray.is_initialized",
-        ),
+    **each(
         CLUSTER,
+        "ray._private.authentication.authentication_token_setup. ensure_token_if_auth_enabled",
+        "ray._private.services. canonicalize_bootstrap_address_or_die",
+        "ray._raylet. GcsClient",
+        "ray. cloudpickle is_initialized",
+        "ray.cloudpickle. register_pickle_by_value",
+        "ray.exceptions. RayTaskError",
     ),
     **dict.fromkeys(("torch.Event", "torch.Stream"), STREAMS),
-    **dict.fromkeys(
-        (
-            *(f"{DEVICE}.{name}" for name in ("empty_cache", "get_device_properties", "max_memory_allocated")),
-            *(f"{DEVICE}.{name}" for name in ("mem_get_info", "memory_reserved", "reset_peak_memory_stats")),
-            f"{DEVICE}.synchronize",
-            *(
-                f"torch.accelerator.{name}"
-                for name in ("current_accelerator", "current_device_index", "current_stream")
-            ),
-            *(
-                f"torch.accelerator.{name}"
-                for name in ("device_count", "device_index", "empty_host_cache", "synchronize")
-            ),
-            "torch._C._host_emptyCache",
-            "psutil.Process",
-            "psutil.virtual_memory",
-            "psutil.swap_memory",
-            "importlib.metadata.version",
-            *(f"platform.{name}" for name in ("node", "python_version", "release", "system")),
-            "Path.home",
-        ),
+    **each(
         JOB,
+        "torch.<device>. empty_cache get_device_properties max_memory_allocated mem_get_info memory_reserved",
+        "torch.<device>. reset_peak_memory_stats synchronize",
+        "torch.accelerator. current_accelerator current_device_index current_stream device_count device_index",
+        "torch.accelerator. empty_host_cache synchronize",
+        "torch._C. _host_emptyCache",
+        "psutil. Process virtual_memory swap_memory",
+        "importlib.metadata. version",
+        "platform. node python_version release system",
+        "Path. home",
     ),
-    **dict.fromkeys(
-        (
-            *("torch.cuda.get_arch_list", "torch.cuda.get_device_properties", "torch.backends.cudnn.version"),
-            *(
-                "torch.version.cuda",
-                "torch.version.git_version",
-                "torch.version.hip",
-                "torch._C._cuda_getDriverVersion",
-            ),
-            *("torch.xpu.get_arch_list", "torch.xpu.get_device_properties"),
-            *("torch_xla.core.xla_model.get_memory_info", "torch_xla.runtime.device_type"),
-            *("platform.mac_ver", "platform.machine", "ctypes.CDLL"),
-        ),
+    **each(
         FACTS,
+        "torch.cuda. get_arch_list get_device_properties",
+        "torch.backends.cudnn. version",
+        "torch.version. cuda git_version hip",
+        "torch._C. _cuda_getDriverVersion",
+        "torch.xpu. get_arch_list get_device_properties",
+        "torch_xla.core.xla_model. get_memory_info",
+        "torch_xla.runtime. device_type",
+        "platform. mac_ver machine",
+        "ctypes. CDLL",
     ),
-    **dict.fromkeys(
-        (
-            "torch.get_float32_matmul_precision",
-            "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-            *(f"torch.backends.cuda.matmul.{name}" for name in ("allow_fp16_accumulation", "fp32_precision")),
-            *(f"torch.backends.cudnn.{name}" for name in ("allow_tf32", "benchmark", "conv", "deterministic")),
-            "torch.backends.cudnn.enabled",
-        ),
+    **each(
         FLAGS,
+        "torch. get_float32_matmul_precision",
+        "torch.backends.cuda.matmul. allow_bf16_reduced_precision_reduction allow_fp16_accumulation",
+        "torch.backends.cuda.matmul. fp32_precision",
+        "torch.backends.cudnn. allow_tf32 benchmark conv deterministic enabled",
     ),
     **dict.fromkeys(
         (
@@ -165,14 +135,10 @@ TABLE: dict[str, str] = {
         ),
         FILES,
     ),
-    **dict.fromkeys(
-        (
-            *(f"comfy.model_management.{name}" for name in ("extra_reserved_memory", "get_free_memory")),
-            *(f"comfy.model_management.{name}" for name in ("minimum_inference_memory", "get_torch_device")),
-            *(f"comfy.model_management.{name}" for name in ("load_models_gpu", "free_memory")),
-            "comfy.model_management.throw_exception_if_processing_interrupted",
-        ),
+    **each(
         HOST,
+        "comfy.model_management. extra_reserved_memory get_free_memory minimum_inference_memory get_torch_device",
+        "comfy.model_management. load_models_gpu free_memory throw_exception_if_processing_interrupted",
     ),
     **dict.fromkeys(
         (
@@ -186,23 +152,14 @@ TABLE: dict[str, str] = {
     ),
     # What ComfyUI has made or set before it loads a pack: its folders (what lies in them is attacked under FILES), its
     # flags, the place and dtype of what goes between nodes.
-    **dict.fromkeys(
-        (
-            *(
-                f"folder_paths.get_{name}"
-                for name in ("annotated_filepath", "directory_by_type", "filename_list", "folder_paths", "full_path")
-            ),
-            *(f"folder_paths.get_{name}_directory" for name in ("input", "output", "user")),
-            *(
-                "folder_paths.folder_names_and_paths",
-                "comfy.cli_args.args.disable_metadata",
-                "comfy.cli_args.args.fast",
-            ),
-            *(f"comfy.model_management.{name}" for name in ("cast_to_device", "current_loaded_models", "in_training")),
-            *(f"comfy.model_management.{name}" for name in ("intermediate_device", "intermediate_dtype")),
-            "comfy.model_management.soft_empty_cache",
-        ),
+    **each(
         CONSTANT,
+        "folder_paths. get_annotated_filepath get_directory_by_type get_filename_list get_folder_paths",
+        "folder_paths. get_full_path get_input_directory get_output_directory get_user_directory",
+        "folder_paths. folder_names_and_paths",
+        "comfy.cli_args.args. disable_metadata fast",
+        "comfy.model_management. cast_to_device current_loaded_models in_training intermediate_device",
+        "comfy.model_management. intermediate_dtype soft_empty_cache",
     ),
     # Only in nodes of ComfyUI, whose executor shows what they raise; and in the tiny checkpoints of tests and demo.
     **dict.fromkeys(("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "tempfile.TemporaryDirectory"), FILES),
@@ -211,11 +168,8 @@ TABLE: dict[str, str] = {
         (
             *("comfy.cli_args.args", "comfy.model_management", "comfy.model_management.InterruptProcessingException"),
             *(
-                "ctypes.create_string_buffer",
-                "importlib.metadata.PackageNotFoundError",
-                "torch._C",
-                "torch._C.DisableTorchFunction",
-                "torch.accelerator",
+                "ctypes.create_string_buffer", "importlib.metadata.PackageNotFoundError", "torch._C",
+                "torch._C.DisableTorchFunction", "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
             *("os.fsencode", "os.getpid", "os.stat_result", "os.strerror"),
@@ -224,7 +178,7 @@ TABLE: dict[str, str] = {
         ),
         CONSTANT,  # Path.group, Path.owner: attributes of ours have these names
     ),
-}
+}  # fmt: skip
 
 COMPUTED = {"psutil": ("virtual_memory", "swap_memory")}  # names that are handed in: ``_system_bytes`` of facts.py
 

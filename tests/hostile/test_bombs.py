@@ -1,7 +1,5 @@
 """Small files that claim far more than they hold: refused by their numbers or read in little memory, and cancelled."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

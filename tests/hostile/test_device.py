@@ -1,7 +1,5 @@
 """Devices, drivers, psutil and Triton that raise, lie or end the process: the answer is "unknown", no exception."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

@@ -1,7 +1,5 @@
 """Shortage of memory in each back end's own words is shortage; other failures are not."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 
@@ -173,10 +171,7 @@ def test_shortage_by_class(error: BaseException) -> None:
         (NotImplementedError("Could not run 'aten::conv3d' with arguments from the 'XPU' backend"), KERNEL),
         (RuntimeError("Expected all tensors to be on the same device, but found at least two"), ""),
         (UnsupportedError("out of memory", expected="room", fix="Buy some."), ""),
-        (
-            TypeError("Cannot convert a MPS Tensor to float64 dtype"),
-            KERNEL,
-        ),
+        (TypeError("Cannot convert a MPS Tensor to float64 dtype"), KERNEL),
         (TypeError("forward() got an unexpected keyword argument"), ""),
         (OSError(errno.ENOENT, "x"), ""),
         (ValueError("out of memory"), ""),

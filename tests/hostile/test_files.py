@@ -1,7 +1,5 @@
 """Damaged and hostile files: one line with the right remedy, and nothing from a folder is ever executed."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Meshes that name files of others, and textures far larger than their files: nothing outside the folder is opened."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

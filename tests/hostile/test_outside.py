@@ -1,7 +1,5 @@
 """The outside misbehaves in every way, question by question: a right clip or one clear line, never a raw exception."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import functools
@@ -409,12 +407,7 @@ def test_a_machine_whose_driver_misbehaves_is_described(monkeypatch: pytest.Monk
 
 ELSEWHERE = {  # in nodes, whose executor shows what they raise, or in tiny checkpoints: not on the way of a job
     *("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "shutil.disk_usage", "tempfile.TemporaryDirectory"),
-    *(
-        "Path.is_symlink",
-        "Path.expanduser",
-        "Path.write_bytes",
-        "Path.read_bytes",
-    ),
+    *("Path.is_symlink", "Path.expanduser", "Path.write_bytes", "Path.read_bytes"),
 }
 LOST = [(name, loss) for name, by in TABLE.items() if by == FILES and name not in ELSEWHERE for loss in LOSSES]
 

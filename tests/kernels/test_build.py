@@ -1,7 +1,5 @@
 """Kernels compiled for GPUs that are not there; the whole table is ``benchmarks/results/kernels_build.csv``."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

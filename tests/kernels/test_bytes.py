@@ -1,7 +1,5 @@
 """Bytes that a block moves, counted on meta tensors: what the benchmark counts, and how far below eager it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

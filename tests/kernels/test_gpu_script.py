@@ -1,7 +1,5 @@
 """The cases that time kernels and models on a GPU: they skip without one, and their forms agree where they can run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

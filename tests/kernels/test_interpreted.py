@@ -1,7 +1,5 @@
 """The launches in Triton's interpreter, in a process of their own: Triton decides at import whether it interprets."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Registration, fakes, the choice of form, and what a compiler sees."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import sys

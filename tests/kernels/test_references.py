@@ -1,7 +1,5 @@
 """The references against what diffusers computes, and against their own promises; no Triton here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.kernels import activation, group_norm, norm, residual, rope, terms

@@ -1,7 +1,5 @@
 """Checkpoints that the tests of paint/ share: written once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

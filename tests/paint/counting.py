@@ -1,7 +1,5 @@
 """What painting takes at full size, counted on the meta device: each tensor that is alive, weights apart."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +17,10 @@ GIBIBYTE = 1024**3
 HALF = Dtypes(torch.float16, torch.float16)
 SAFE = Dtypes(torch.float16, torch.float32)
 STABLE_DIFFUSION_VAE = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 4,
-    "layers_per_block": 2,
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "norm_num_groups": 32,
-    "act_fn": "silu",
-}
+    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2,
+    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4, "norm_num_groups": 32, "act_fn": "silu",
+}  # fmt: skip
 
 
 class Alive(TorchDispatchMode):

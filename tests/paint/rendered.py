@@ -1,7 +1,5 @@
 """The published code's rendering and baking of one torus, from tests/fixtures/paint/render."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

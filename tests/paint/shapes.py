@@ -1,7 +1,5 @@
 """Meshes with UVs whose surface is known, beside the torus of the demo."""
 
-from __future__ import annotations
-
 import math
 
 import torch

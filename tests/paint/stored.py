@@ -1,7 +1,5 @@
 """Checkpoints with the fixtures' weights, on disk as published and in memory."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import shutil
@@ -14,11 +12,7 @@ from safetensors.torch import load, load_file, save_file
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "paint"
 NAMES = {"paint": "paint_v2_0", "paint_pbr": "paintpbr_v2_1", "delight": "delight_v2_0"}
-FOLDERS = {
-    "paint": "hunyuan3d-paint-v2-0",
-    "paint_pbr": "hunyuan3d-paintpbr-v2-1",
-    "delight": "hunyuan3d-delight-v2-0",
-}
+FOLDERS = {"paint": "hunyuan3d-paint-v2-0", "paint_pbr": "hunyuan3d-paintpbr-v2-1", "delight": "hunyuan3d-delight-v2-0"}
 GRID = 64
 
 

@@ -1,7 +1,5 @@
 """Pictures of the demo's torus whose right texture is known: what tests measure errors against."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

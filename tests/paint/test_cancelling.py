@@ -1,7 +1,5 @@
 """A cancel is obeyed in the middle of every stage without a network: between any two operations, and while reading."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import types

@@ -1,7 +1,5 @@
 """The demo model that ships with the pack: found by its name, it paints a mesh after a picture, at its own size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is in a folder or file becomes a pipeline, or one clear line."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

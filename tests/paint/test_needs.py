@@ -1,7 +1,5 @@
 """What painting needs at full size, counted on the meta device, and forecast by formulas that must agree with it."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +15,6 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
-from simulated.conftest import acc  # noqa: F401
 
 from paint.counting import GIBIBYTE, HALF, SAFE, stages
 from paint.test_offloader import INPUTS
@@ -108,7 +105,7 @@ def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
     assert [need.name for need in paint_needs(delight)] == ["encoding", "delighting", "decoding"]
 
 
-def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):  # noqa: F811
+def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))
     paint_views(pipeline, INPUTS, PaintSettings(size=64, steps=1))
     needs = paint_needs(pipeline, 64, 2)

@@ -1,7 +1,5 @@
 """Painting on the simulated accelerator in every offload mode gives what the CPU gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.device.execution import HOST
@@ -10,7 +8,6 @@ from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from simulated import accelerator
-from simulated.conftest import acc  # noqa: F401
 
 MODES = [
     pytest.param("model", marks=pytest.mark.full),  # tests/simulated/test_paint.py runs it whole
@@ -44,7 +41,7 @@ def painted(folder, device, offload):
 
 
 @pytest.mark.parametrize("offload", MODES)
-def test_paint_twice_in_a_row(acc, paint_folder, offload):  # noqa: F811
+def test_paint_twice_in_a_row(acc, paint_folder, offload):
     pipeline, found = painted(paint_folder, acc, offload)
     for views in found:
         assert views.device == HOST
@@ -56,13 +53,13 @@ def test_paint_twice_in_a_row(acc, paint_folder, offload):  # noqa: F811
 
 @pytest.mark.full
 @pytest.mark.parametrize("offload", ["model", "sequential"])
-def test_pbr(acc, pbr_folder, offload):  # noqa: F811
+def test_pbr(acc, pbr_folder, offload):
     for views in painted(pbr_folder, acc, offload)[1]:
         assert (views - wanted(pbr_folder)).abs().max() <= ROUNDING
 
 
 @pytest.mark.parametrize("offload", ["group"])
-def test_delight(acc, delight_folder, offload):  # noqa: F811
+def test_delight(acc, delight_folder, offload):
     settings = DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64))
     found = []
     for device, mode in (("cpu", "auto"), (acc, offload)):
@@ -71,7 +68,7 @@ def test_delight(acc, delight_folder, offload):  # noqa: F811
     assert (found[0] - found[1]).abs().max() <= ROUNDING
 
 
-def test_inputs_where_the_module_seems_to_be_break_without_us(acc, paint_folder):  # noqa: F811
+def test_inputs_where_the_module_seems_to_be_break_without_us(acc, paint_folder):
     """What users report: inputs that follow a module's own device instead of the one it executes on."""
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", offload="none", device=acc))
     with (

@@ -1,7 +1,5 @@
 """The Memory Plan of a paint pipeline: the same words and bars as of a video's, its stages named as in its account."""
 
-from __future__ import annotations
-
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.offloader import MODES
 from anygpu.paint import times

@@ -1,7 +1,5 @@
 """From a mesh and a picture to a texture: what the nodes call, in one step and in several."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Time of painting and delighting before a run: what is counted is what runs, and runs correct it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 
@@ -33,8 +31,7 @@ def counted(pipeline, run, stages) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "guidance"),
-    [("paint", 2.0), *(pytest.param(*cell, marks=pytest.mark.full) for cell in FULL)],
+    ("kind", "guidance"), [("paint", 2.0), *(pytest.param(*cell, marks=pytest.mark.full) for cell in FULL)]
 )
 def test_painting_is_counted_within_two_percent(paint_folder, pbr_folder, kind, guidance):
     folder = paint_folder if kind == "paint" else pbr_folder

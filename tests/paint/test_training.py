@@ -1,7 +1,5 @@
 """The small paint model: its code of pictures, and its folder, which the pack loads and paints with."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

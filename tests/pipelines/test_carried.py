@@ -1,7 +1,5 @@
 """Each input that decides a result is in the receipt or job of it, or excused here with the reason."""
 
-from __future__ import annotations
-
 import json
 import typing
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What changed since the sampling before is read from two receipts, in the words of the inputs."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tab is told of a pipeline and of a machine: decisions with reasons, limits, lights, first steps."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

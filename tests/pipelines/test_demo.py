@@ -1,7 +1,5 @@
 """The demo models: the world they draw, the checker that reads it back, and what they make of a prompt."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

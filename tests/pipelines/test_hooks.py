@@ -1,7 +1,5 @@
 """A family's ``pipeline.py`` has the declared hooks and no others: a misspelt one is an error, no missing feature."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Folders, files and lists of jobs that anyone may have written: whole files only, and nothing but keys names one."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

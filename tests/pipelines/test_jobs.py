@@ -1,7 +1,5 @@
 """A job says the same on every machine, and what is wrong with it is said in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import fields, replace
@@ -74,10 +72,7 @@ def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
         ({"anygpu_job": True}, "instead of a job"),
         ({"kind": "song"}, "a job of kind 'song'; expected 'video'"),
         ({"promt": {}}, "unknown field 'promt' in the job; expected one of base, decode"),
-        (
-            {"settings": {"width": 64, "height": 64, "frames": 9, "latents": [1]}},
-            "unknown field 'latents'",
-        ),
+        ({"settings": {"width": 64, "height": 64, "frames": 9, "latents": [1]}}, "unknown field 'latents'"),
         ({"settings": {"width": "64", "height": 64, "frames": 9}}, "settings.width '64'; expected a whole number"),
         ({"settings": {"width": 64, "height": 64, "frames": True}}, "settings.frames True; expected a whole number"),
         ({"settings": {"width": 64, "height": 64}}, "no 'frames' in the job.settings"),

@@ -1,7 +1,5 @@
 """A shared machine says what it is and nothing about its owner."""
 
-from __future__ import annotations
-
 import json
 import random
 import string
@@ -51,18 +49,8 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
     probes = {"conv3d.bf16": ProbeResult("wrong", hidden(), 1.5), hidden(): ProbeResult("ok")}
     text = machine_of(facts, probes, tmp_path, NAMES, precisions()).text()
     bare = [
-        *NAMES,
-        "example.org",
-        "192.168",
-        "fe80",
-        "hf_abc",
-        "sk-abc",
-        "4f9c1a52",
-        "aa:bb",
-        "secret",
-        "films",
-        "pass@",
-    ]
+        *NAMES, "example.org", "192.168", "fe80", "hf_abc", "sk-abc", "4f9c1a52", "aa:bb", "secret", "films", "pass@",
+    ]  # fmt: skip
     assert not [secret for secret in (*SECRETS, *bare) if secret.lower() in text.lower()]
     assert machines_page.machine_in(text).text() == text
 

@@ -1,7 +1,5 @@
 """What a plan says that a run samples is what it samples: every family, way to fit, and shape of picture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A profile names stages, blocks and operations. It is made in a process of its own, since tracing is native code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page of published files says what the loader and the memory plan say today."""
 
-from __future__ import annotations
-
 import pytest
 from published import page
 

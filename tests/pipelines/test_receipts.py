@@ -1,7 +1,5 @@
 """A file says what made it, and is made again from that: bit for bit, or with the difference named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

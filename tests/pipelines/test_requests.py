@@ -1,7 +1,5 @@
 """The one way from input values to a request: each input has an effect, and none is known twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Text is for people: reword every sentence, and every choice, limit, colour, subject and key stays what it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

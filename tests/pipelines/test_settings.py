@@ -1,7 +1,5 @@
 """Sizes are rounded by one function, and what is out of range is refused with the nearest valid value."""
 
-from __future__ import annotations
-
 import pytest
 from anygpu.compat.errors import InputError
 from anygpu.pipelines.registry import FAMILIES

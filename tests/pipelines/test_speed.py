@@ -1,7 +1,5 @@
 """Speed as a user meets it: what is said, what a step cache skips and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

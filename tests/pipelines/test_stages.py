@@ -1,7 +1,5 @@
 """What the stages refuse, say and hand over, whatever the family."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The tiny checkpoints: published layout, same files for the same seed, and videos that depend on every input."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run of tiny LTX-Video on the CPU, followed call by call: few of our frames and few of our files take part."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

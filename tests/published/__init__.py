@@ -1,7 +1,5 @@
 """Published checkpoints without their weights: files with the real header and a hole where the tensors would be."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

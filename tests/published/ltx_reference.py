@@ -6,8 +6,6 @@ The clone is of github.com/Lightricks/LTX-Video; nothing of it is kept but its r
 drawn by seeds here and in the test, so that the file holds latents alone.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

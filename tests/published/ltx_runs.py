@@ -1,7 +1,5 @@
 """The runs that `ltx_reference.py` records of Lightricks' loop, and the test repeats: recipes on tiny weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

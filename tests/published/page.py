@@ -7,8 +7,6 @@ The files are headers without weights: names and shapes of `shapes.json`, at the
 what the loaded parts take; verdicts are the memory plan's, for cards that are not here: modelled, not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

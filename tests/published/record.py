@@ -8,8 +8,6 @@ models. FramePack's transformer is the publisher's own class, lllyasviel/FramePa
 are built without memory. `tests/published/__init__.py` makes sparse files of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -68,78 +66,30 @@ def core_models() -> dict[str, Callable[[], Any]]:
 
     def hunyuan(**changed: Any) -> Callable[[], Any]:
         first = {
-            "image_model": "hunyuan_video",
-            "in_channels": 16,
-            "out_channels": 16,
-            "patch_size": [1, 2, 2],
-            "vec_in_dim": 768,
-            "context_in_dim": 4096,
-            "hidden_size": 3072,
-            "mlp_ratio": 4.0,
-            "num_heads": 24,
-            "depth": 20,
-            "depth_single_blocks": 40,
-            "axes_dim": [16, 56, 56],
-            "theta": 256,
-            "qkv_bias": True,
-            "guidance_embed": True,
-            "byt5": False,
-            "meanflow": False,
-            "use_cond_type_embedding": False,
-            "vision_in_dim": None,
-            "meanflow_sum": False,
-        }
+            "image_model": "hunyuan_video", "in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2],
+            "vec_in_dim": 768, "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24,
+            "depth": 20, "depth_single_blocks": 40, "axes_dim": [16, 56, 56], "theta": 256, "qkv_bias": True,
+            "guidance_embed": True, "byt5": False, "meanflow": False, "use_cond_type_embedding": False,
+            "vision_in_dim": None, "meanflow_sum": False,
+        }  # fmt: skip
         return lambda: HunyuanVideo(**{**first, **changed}, **ops)
 
     fifteen = {
-        "in_channels": 65,
-        "out_channels": 32,
-        "patch_size": [1, 1, 1],
-        "vec_in_dim": None,
-        "context_in_dim": 3584,
-        "hidden_size": 2048,
-        "num_heads": 16,
-        "depth": 54,
-        "depth_single_blocks": 0,
-        "guidance_embed": False,
-        "byt5": True,
-        "use_cond_type_embedding": True,
-        "vision_in_dim": 1152,
-        "meanflow_sum": True,
-    }
+        "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "context_in_dim": 3584,
+        "hidden_size": 2048, "num_heads": 16, "depth": 54, "depth_single_blocks": 0, "guidance_embed": False,
+        "byt5": True, "use_cond_type_embedding": True, "vision_in_dim": 1152, "meanflow_sum": True,
+    }  # fmt: skip
     mochi = {
-        "depth": 48,
-        "patch_size": 2,
-        "num_heads": 24,
-        "hidden_size_x": 3072,
-        "hidden_size_y": 1536,
-        "mlp_ratio_x": 4.0,
-        "mlp_ratio_y": 4.0,
-        "learn_sigma": False,
-        "in_channels": 12,
-        "qk_norm": True,
-        "qkv_bias": False,
-        "out_bias": True,
-        "attn_drop": 0.0,
-        "patch_embed_bias": True,
-        "posenc_preserve_area": True,
-        "timestep_mlp_bias": True,
-        "attend_to_padding": False,
-        "timestep_scale": 1000.0,
-        "use_t5": True,
-        "t5_feat_dim": 4096,
-        "t5_token_length": 256,
-        "rope_theta": 10000.0,
-    }
+        "depth": 48, "patch_size": 2, "num_heads": 24, "hidden_size_x": 3072, "hidden_size_y": 1536,
+        "mlp_ratio_x": 4.0, "mlp_ratio_y": 4.0, "learn_sigma": False, "in_channels": 12, "qk_norm": True,
+        "qkv_bias": False, "out_bias": True, "attn_drop": 0.0, "patch_embed_bias": True, "posenc_preserve_area": True,
+        "timestep_mlp_bias": True, "attend_to_padding": False, "timestep_scale": 1000.0, "use_t5": True,
+        "t5_feat_dim": 4096, "t5_token_length": 256, "rope_theta": 10000.0,
+    }  # fmt: skip
     wan = {
-        "model_type": "t2v",
-        "dim": 1536,
-        "ffn_dim": 8960,
-        "num_heads": 12,
-        "num_layers": 30,
-        "in_dim": 16,
+        "model_type": "t2v", "dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30, "in_dim": 16,
         "out_dim": 16,
-    }
+    }  # fmt: skip
     return {
         "ltx 2B": lambda: LTXVModel(num_layers=28, attention_head_dim=64, cross_attention_dim=2048, **ops),
         "ltx 13B": lambda: LTXVModel(num_layers=48, attention_head_dim=128, cross_attention_dim=4096, **ops),
@@ -165,26 +115,12 @@ def framepack(clone: Path) -> Callable[[], Any]:
     from diffusers_helper.models.hunyuan_video_packed import HunyuanVideoTransformer3DModelPacked as Packed
 
     settings = {
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_attention_heads": 24,
-        "attention_head_dim": 128,
-        "num_layers": 20,
-        "num_single_layers": 40,
-        "num_refiner_layers": 2,
-        "mlp_ratio": 4.0,
-        "patch_size": 2,
-        "patch_size_t": 1,
-        "qk_norm": "rms_norm",
-        "guidance_embeds": True,
-        "text_embed_dim": 4096,
-        "pooled_projection_dim": 768,
-        "rope_theta": 256.0,
-        "rope_axes_dim": (16, 56, 56),
-        "has_image_proj": True,
-        "image_proj_dim": 1152,
+        "in_channels": 16, "out_channels": 16, "num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 20,
+        "num_single_layers": 40, "num_refiner_layers": 2, "mlp_ratio": 4.0, "patch_size": 2, "patch_size_t": 1,
+        "qk_norm": "rms_norm", "guidance_embeds": True, "text_embed_dim": 4096, "pooled_projection_dim": 768,
+        "rope_theta": 256.0, "rope_axes_dim": (16, 56, 56), "has_image_proj": True, "image_proj_dim": 1152,
         "has_clean_x_embedder": True,
-    }
+    }  # fmt: skip
     return lambda: Packed(**settings)
 
 

@@ -5,8 +5,6 @@ The second is one of the processor, as it is by the clock on a machine that does
 Run: python tests/runs/cancels.py [--count 100] [--seed 0]
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import tempfile

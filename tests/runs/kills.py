@@ -3,8 +3,6 @@
 Run: python tests/runs/kills.py [--count 60] [--seed 0]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -5,8 +5,6 @@ Every wording in every class is used in turn, and every pipeline.
 Run: python tests/runs/shortages.py [--count 300] [--seed 0]
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import sys

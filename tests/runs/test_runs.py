@@ -1,7 +1,5 @@
 """Short forms of the long runs; `docs/reliability.md` has the figures of the whole ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

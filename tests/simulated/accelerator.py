@@ -23,8 +23,6 @@ process of their own. Tests take the simulated one so:
             yield device
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fnmatch

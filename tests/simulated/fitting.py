@@ -1,7 +1,5 @@
 """Heavy pipelines on the simulated device: how they are loaded, run and measured, for tests and for docs/memory.md."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The compiled half of the simulated accelerator: built once per torch, compiler and source, then kept."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

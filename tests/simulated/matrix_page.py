@@ -1,7 +1,5 @@
 """Run every cell of the matrix and write docs/matrix.md: ``python tests/simulated/matrix_page.py`` (make matrix)."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The same run as others do it: diffusers' own ways to offload a pipeline, for tables that compare bytes and peaks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ tells how often a fault was met, so that a test can show that it was there, and 
 device from pages of a mapped file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator
@@ -27,21 +25,10 @@ from . import accelerator
 GIBIBYTE = 1024**3
 CONVOLUTIONS = ("aten::convolution*", "aten::slow_conv*", "aten::conv_depthwise3d", "aten::_convolution*")
 ALLOCATING = (
-    *CONVOLUTIONS,
-    "aten::mm",
-    "aten::bmm",
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::_softmax",
-    "aten::cat",
-    "aten::add",
-    "aten::mul",
-    "aten::copy_",
-    "aten::im2col",
-    "aten::*replication_pad3d",
-    "aten::*scaled_dot_product*",
+    *CONVOLUTIONS, "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_softmax", "aten::cat",
+    "aten::add", "aten::mul", "aten::copy_", "aten::im2col", "aten::*replication_pad3d", "aten::*scaled_dot_product*",
     "aten::clone",
-)
+)  # fmt: skip
 PADDED_PIXELS = 65536  # MPS: the smallest frame that a pad in time corrupts
 RIGHT_CHANNELS = frozenset({4})  # MPS: the one channel count of our models that its contiguous Conv3d gets right
 ABORT_PIXELS = 512 * 512  # gfx1151: frames of a Conv3d beyond which the process would die
@@ -295,31 +282,18 @@ def _nvidia(name: str, arch: str, **more: Any) -> dict[str, Any]:
     old = int(arch[2:]) < 80
     versions = {"torch": "2.11.0", "cuda": "12.8", "cudnn": "9.19.0", "system": "Linux", "driver": "570.124"}
     return {
-        "backend": "cuda",
-        "arch": arch,
-        "arch_class": "cuda-old" if old else "cuda-sm80+",
-        "name": name,
-        "total_bytes": 8 * GIBIBYTE,
-        "driver": "570.124",
-        "compiled": ("sm_75", "sm_80", "sm_86", "sm_90"),
-        "emulated": ("bf16",) if old else (),
-        "versions": versions,
-        **more,
-    }
+        "backend": "cuda", "arch": arch, "arch_class": "cuda-old" if old else "cuda-sm80+", "name": name,
+        "total_bytes": 8 * GIBIBYTE, "driver": "570.124", "compiled": ("sm_75", "sm_80", "sm_86", "sm_90"),
+        "emulated": ("bf16",) if old else (), "versions": versions, **more,
+    }  # fmt: skip
 
 
 def _radeon(name: str, arch: str, rocm: str = "7.2", **more: Any) -> dict[str, Any]:
     versions = {"torch": "2.11.0", "rocm": rocm, "miopen": "3.5.1", "system": "Linux", "kernel": "7.0.12"}
     return {
-        "backend": "rocm",
-        "arch": arch,
-        "arch_class": "rocm",
-        "name": name,
-        "total_bytes": 16 * GIBIBYTE,
-        "compiled": (arch,),
-        "versions": versions,
-        **more,
-    }
+        "backend": "rocm", "arch": arch, "arch_class": "rocm", "name": name, "total_bytes": 16 * GIBIBYTE,
+        "compiled": (arch,), "versions": versions, **more,
+    }  # fmt: skip
 
 
 MACHINES: dict[str, Machine] = {
@@ -331,40 +305,28 @@ MACHINES: dict[str, Machine] = {
     "gfx1151": Machine(
         _radeon("AMD Radeon 8060S", "gfx1151", unified=True, total_bytes=64 * GIBIBYTE),
         (
-            _bf16_to_fp32_zeros,
-            _bf16_to_host_corrupt,
-            _bf16_convolution_zeros,
-            _large_conv3d_aborts,
+            _bf16_to_fp32_zeros, _bf16_to_host_corrupt, _bf16_convolution_zeros, _large_conv3d_aborts,
             _mapped_copies_stall,
         ),
     ),
     "gfx1201": Machine(_radeon("AMD Radeon RX 9070 XT", "gfx1201"), (_mapped_copies_stall,)),
     "mps-like": Machine(
         {
-            "backend": "mps",
-            "arch": "arm64",
-            "arch_class": "mps",
-            "name": "Apple GPU",
-            "unified": True,
-            "total_bytes": 16 * GIBIBYTE,
-            "versions": {"torch": "2.13.0", "macos": "15.4", "system": "Darwin"},
+            "backend": "mps", "arch": "arm64", "arch_class": "mps", "name": "Apple GPU", "unified": True,
+            "total_bytes": 16 * GIBIBYTE, "versions": {"torch": "2.13.0", "macos": "15.4", "system": "Darwin"},
         },
         (_no_float64, _no_float8, _contiguous_conv3d_wrong),
         (_time_pad_corrupts,),
     ),
     "xpu-like": Machine(
         {
-            "backend": "xpu",
-            "arch": "",
-            "arch_class": "xpu",
-            "name": "Intel Arc A770",
-            "total_bytes": 16 * GIBIBYTE,
+            "backend": "xpu", "arch": "", "arch_class": "xpu", "name": "Intel Arc A770", "total_bytes": 16 * GIBIBYTE,
             "versions": {"torch": "2.11.0", "system": "Windows"},
         },
         (_sliced_weight_crashes, _no_float64),
         allocation_bytes=4 * GIBIBYTE,
     ),
-}
+}  # fmt: skip
 PROFILES = tuple(MACHINES)
 
 

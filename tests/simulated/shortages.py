@@ -1,7 +1,5 @@
 """Memory that runs out at one operator, event, stream, hook or swap of values, and never before or after."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 from collections.abc import Iterator

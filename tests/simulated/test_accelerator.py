@@ -1,7 +1,5 @@
 """The device itself: placement, mismatches, memory, copies, random numbers, autocast, streams, hooks."""
 
-from __future__ import annotations
-
 import gc
 import io
 import threading

@@ -1,7 +1,5 @@
 """Attention on the simulated accelerator: memory stays under the budget, and each pipeline runs what it was given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

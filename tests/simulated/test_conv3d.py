@@ -1,7 +1,5 @@
 """Devices whose 3-D convolution is missing, wrong or fatal: what fails as shipped, and runs under every offloader."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_
 from anygpu.compat.transforms.conv3d_methods import Conv3dMethod, Geometry
 from anygpu.compat.transforms.order import conv3d_step
 from anygpu.pipelines.pipeline import Parts
+from compat.transforms.test_conv3d import randomised
 from torch import nn
 
 from simulated import accelerator, profiles
@@ -49,16 +48,6 @@ def no_volumes(op: str, arguments: list) -> None:
 def without_volumes() -> Iterator[None]:
     with accelerator.hook(CONVOLUTIONS, before=no_volumes), accelerator.hook("aten::*pad*", before=no_volumes):
         yield
-
-
-def randomised(name: str) -> Any:
-    pytest.importorskip("diffusers")
-    from tiny import parts, weights
-
-    with torch.random.fork_rng(devices=[]):
-        part = getattr(parts, name)()
-    weights.randomise(part, 0)
-    return part.eval().requires_grad_(False)
 
 
 def resident(mode: str, module: nn.Module, device: torch.device, name: str = "vae") -> Any:

@@ -1,7 +1,5 @@
 """A device that zeroes floats of 16 bits between host and device, however they are copied: nothing of ours notices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The doctor on the simulated accelerator: every family, in every offload mode, in fp16 that overflows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a demo model draws stays what was asked, whatever happens to the run: the checker reads it back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every family in every offload mode, on the simulated accelerator: the CPU's result, and memory freed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,9 +85,7 @@ class Watching(Silent):
 SAMPLE = ("ltx", "mochi")  # the others run in one mode here; test_matrix.py runs every family in every mode
 CELLS = [
     pytest.param(
-        name,
-        offload,
-        marks=[] if name in SAMPLE or MODES[index % len(MODES)] == offload else [pytest.mark.full],
+        name, offload, marks=[] if name in SAMPLE or MODES[index % len(MODES)] == offload else [pytest.mark.full]
     )
     for index, name in enumerate(CASES)
     for offload in MODES

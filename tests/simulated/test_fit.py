@@ -1,7 +1,5 @@
 """It fits: every family at every share of its full offloader, forecasts, refusals, and out of memory at any moment."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

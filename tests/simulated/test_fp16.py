@@ -1,7 +1,5 @@
 """Whole families in safe fp16 on the simulated accelerator, whose fp16 overflows as any fp16 does."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

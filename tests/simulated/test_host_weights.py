@@ -1,7 +1,5 @@
 """Weights in host memory: locked, ordinary or left in their files by what the host has, and copies that use it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

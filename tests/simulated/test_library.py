@@ -1,7 +1,5 @@
 """Building: once per source and torch, safely from several processes, with the compiler's own words on failure."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

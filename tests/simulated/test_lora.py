@@ -1,7 +1,5 @@
 """A LoRA under every offloader on the simulated accelerator: the CPU's result twice in a row, and no trace after it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

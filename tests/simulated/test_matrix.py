@@ -4,8 +4,6 @@
 `make test-full` runs all cells and can write the table of docs/matrix.md.
 """
 
-from __future__ import annotations
-
 import pytest
 import tiny
 import torch

@@ -1,7 +1,5 @@
 """Real diffusers transformers and every offload that diffusers and accelerate have, on the simulated accelerator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,16 +11,9 @@ diffusers = pytest.importorskip("diffusers")
 
 def _mochi():
     return diffusers.MochiTransformer3DModel(
-        patch_size=2,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=2,
-        pooled_projection_dim=16,
-        in_channels=12,
-        text_embed_dim=16,
-        time_embed_dim=4,
-        max_sequence_length=16,
-    )
+        patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2, pooled_projection_dim=16,
+        in_channels=12, text_embed_dim=16, time_embed_dim=4, max_sequence_length=16,
+    )  # fmt: skip
 
 
 def _mochi_inputs():
@@ -36,19 +27,10 @@ def _mochi_inputs():
 
 def _hunyuan_video():
     return diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=10,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=1,
-        patch_size_t=1,
-        text_embed_dim=16,
-        pooled_projection_dim=8,
-        rope_axes_dim=(2, 4, 4),
-    )
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, patch_size=1, patch_size_t=1, text_embed_dim=16,
+        pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
+    )  # fmt: skip
 
 
 def _hunyuan_video_inputs():

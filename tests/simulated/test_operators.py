@@ -1,7 +1,5 @@
 """Every operator gives the CPU's result bit for bit, with the CPU's strides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Weights that come while others compute: modelled time, the order of streams, and results, by a clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed weights under every mover of the simulated accelerator: the CPU's result twice in a row, in fewer bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import layouts

@@ -1,7 +1,5 @@
 """Texturing as a whole on the simulated accelerator, offloaded and compiled, and what it does without our code."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Two cards in one machine: what `auto` computes where, by what is free on each and how fast each is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

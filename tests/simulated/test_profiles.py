@@ -1,7 +1,5 @@
 """Each simulated machine has the faults it is named for, the probes find them all, and `auto` steers around them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """One request for memory is refused, at any moment of a run: the run goes on, gives the same, and loses no step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,8 +137,7 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),
-    [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)],
+    ("name", "stage"), [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)]
 )
 def test_a_stage_that_never_fits_says_so_in_one_line(acc, tiny_folder, name, stage):
     pipeline, progress = loaded_for(CASES[name], tiny_folder, "acc:0", "none"), Requests()

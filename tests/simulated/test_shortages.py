@@ -1,7 +1,5 @@
 """Memory that runs out while a part moves, is hooked or steps down: the next run is as the first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels, compile and offload together, on the simulated accelerator: what fails without our order works with it."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 
@@ -51,12 +49,7 @@ def on_host(tiny_folder):
 
 QUICK = {("ltx", "group", True), ("ltx", "sequential", True), ("ltx", "sequential", False), ("mochi", "model", False)}
 CELLS = [
-    pytest.param(
-        name,
-        offload,
-        compile,
-        marks=[] if (name, offload, compile) in QUICK else [pytest.mark.full],
-    )
+    pytest.param(name, offload, compile, marks=[] if (name, offload, compile) in QUICK else [pytest.mark.full])
     for name in ("ltx", "hunyuan_video", "hunyuan_video image", "hunyuan_video_15", "framepack", "mochi")
     for offload in MODES
     for compile in (False, True)

@@ -1,8 +1,6 @@
 """Devices that are less kind: one memory for host and device, no set_data, a largest buffer, shortage in other words,
 and streams that belong to the current device."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

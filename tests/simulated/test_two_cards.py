@@ -1,7 +1,5 @@
 """Transformer, text encoders and VAE on two cards and the CPU, in every combination: the same video as on the CPU."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

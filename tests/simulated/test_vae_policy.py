@@ -1,7 +1,5 @@
 """Founding failure 5 and its kin: a VAE on a faulty device gives the right picture or a clear error, never black."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,8 +168,7 @@ def test_a_decode_of_zeros_is_done_again_in_fp32(tiny_folder, reference, recorde
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["ltx", "hunyuan_video", *(pytest.param(name, marks=FULL) for name in ("framepack", "hunyuan_video_15"))],
+    "name", ["ltx", "hunyuan_video", *(pytest.param(name, marks=FULL) for name in ("framepack", "hunyuan_video_15"))]
 )
 def test_an_encode_of_zeros_is_done_again_in_fp32(tiny_folder, recorded, name):
     request = ImageRequest(PICTURE, 64, 64, vision=torch.zeros(1, 729, 32) if name == "framepack" else None)

@@ -4,8 +4,6 @@ They let the demo and the tests run every step of every family, from prompt to p
 paint is noise, but noise that depends on the prompt, the negative prompt, the picture and the seed.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import warnings

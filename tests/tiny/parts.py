@@ -4,8 +4,6 @@ What a caller can see from outside is as published: latent channels, compression
 types, sequence lengths, special token ids. What costs memory is not: widths are 32 and stacks are 2 to 4 deep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,24 +81,14 @@ def llava() -> Any:
     from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
     ids = vocabulary.llama3().ids
-    vision = CLIPVisionConfig(
-        **ENCODER,
-        num_hidden_layers=3,
-        image_size=336,
-        patch_size=14,
-        projection_dim=WIDTH,
-    )
+    vision = CLIPVisionConfig(**ENCODER, num_hidden_layers=3, image_size=336, patch_size=14, projection_dim=WIDTH)
     tokens: dict[str, Any] = {"image_token_index": ids["<image>"], "pad_token_id": ids["<pad>"]}
     return LlavaForConditionalGeneration(
         LlavaConfig(
-            vision_config=vision,
-            text_config=_llama_config(),
-            **tokens,
-            image_seq_length=576,
-            vision_feature_layer=-2,
-            vision_feature_select_strategy="default",
+            vision_config=vision, text_config=_llama_config(), **tokens, image_seq_length=576,
+            vision_feature_layer=-2, vision_feature_select_strategy="default",
         )
-    )
+    )  # fmt: skip
 
 
 def llava_images() -> Any:
@@ -117,16 +105,11 @@ def clip_text() -> Any:
     tokenizer = vocabulary.clip()
     return CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=tokenizer.rows,
-            **ENCODER,
-            num_hidden_layers=2,
-            projection_dim=WIDTH,
-            hidden_act="quick_gelu",
-            bos_token_id=tokenizer.ids["<|startoftext|>"],
-            eos_token_id=tokenizer.ids["<|endoftext|>"],
+            vocab_size=tokenizer.rows, **ENCODER, num_hidden_layers=2, projection_dim=WIDTH, hidden_act="quick_gelu",
+            bos_token_id=tokenizer.ids["<|startoftext|>"], eos_token_id=tokenizer.ids["<|endoftext|>"],
             pad_token_id=tokenizer.ids["<|endoftext|>"],
         )
-    )
+    )  # fmt: skip
 
 
 def qwen2_vl_text() -> Any:
@@ -137,30 +120,18 @@ def qwen2_vl_text() -> Any:
     rotation: dict[str, Any] = {"rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}}
     return Qwen2_5_VLTextModel(
         Qwen2_5_VLTextConfig(
-            vocab_size=tokenizer.rows,
-            **ENCODER,
-            num_hidden_layers=4,
-            num_key_value_heads=2,
-            **rotation,
-            bos_token_id=tokenizer.ids["<|endoftext|>"],
-            eos_token_id=tokenizer.ids["<|im_end|>"],
+            vocab_size=tokenizer.rows, **ENCODER, num_hidden_layers=4, num_key_value_heads=2, **rotation,
+            bos_token_id=tokenizer.ids["<|endoftext|>"], eos_token_id=tokenizer.ids["<|im_end|>"],
             pad_token_id=tokenizer.ids["<|endoftext|>"],
         )
-    )
+    )  # fmt: skip
 
 
 def siglip() -> Any:
     """The image encoder of FramePack and HunyuanVideo 1.5 I2V: 27 x 27 = 729 states of width 32 for 384 px."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    return SiglipVisionModel(
-        SiglipVisionConfig(
-            **ENCODER,
-            num_hidden_layers=2,
-            image_size=384,
-            patch_size=14,
-        )
-    )
+    return SiglipVisionModel(SiglipVisionConfig(**ENCODER, num_hidden_layers=2, image_size=384, patch_size=14))
 
 
 def siglip_images() -> Any:
@@ -218,15 +189,9 @@ def ltx_vae_095() -> Any:
 # HunyuanVideo and FramePack ---------------------------------------------------------------------------------------
 
 HUNYUAN: Mapping[str, Any] = {
-    **HEADS,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_refiner_layers": 2,
-    "mlp_ratio": 2.0,
-    "text_embed_dim": WIDTH,
-    "pooled_projection_dim": WIDTH,
-    "rope_axes_dim": (4, 6, 6),
-}
+    **HEADS, "num_layers": 2, "num_single_layers": 2, "num_refiner_layers": 2, "mlp_ratio": 2.0,
+    "text_embed_dim": WIDTH, "pooled_projection_dim": WIDTH, "rope_axes_dim": (4, 6, 6),
+}  # fmt: skip
 
 
 def hunyuan_transformer(**settings: Any) -> Any:

@@ -3,8 +3,6 @@
 Class names and settings are those of the published ``model_index.json`` and ``scheduler_config.json`` files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -130,25 +128,19 @@ def _framepack() -> dict[str, Part]:
 
 
 LTX_SCHEDULE = _scheduler(
-    use_dynamic_shifting=True,
-    base_shift=0.95,
-    max_shift=2.05,
-    base_image_seq_len=1024,
-    max_image_seq_len=4096,
+    use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, max_image_seq_len=4096,
     shift_terminal=0.1,
-)
+)  # fmt: skip
 
 TINY: Mapping[str, Recipe] = {
     "ltx": Recipe("LTXPipeline", _ltx(parts.ltx_vae, LTX_SCHEDULE)),
     # From 0.9.5 the pipeline passes its own timesteps, which a dynamic shift refuses.
     "ltx_condition": Recipe("LTXConditionPipeline", _ltx(parts.ltx_vae_095, _scheduler())),
     "hunyuan_video": Recipe(
-        "HunyuanVideoPipeline",
-        _hunyuan(_transformers("LlamaModel", parts.llama), shard="300KB", guidance_embeds=True),
+        "HunyuanVideoPipeline", _hunyuan(_transformers("LlamaModel", parts.llama), shard="300KB", guidance_embeds=True)
     ),
     "hunyuan_video_i2v": Recipe(
-        "HunyuanVideoImageToVideoPipeline",
-        _hunyuan_i2v(guidance_embeds=True, image_condition_type="token_replace"),
+        "HunyuanVideoImageToVideoPipeline", _hunyuan_i2v(guidance_embeds=True, image_condition_type="token_replace")
     ),
     "hunyuan_video_i2v_33ch": Recipe(
         "HunyuanVideoImageToVideoPipeline",

@@ -5,8 +5,6 @@ one token, as it is in the published vocabularies: the templates then take exact
 pipelines crop.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -102,14 +100,9 @@ def qwen2(words: str = WORDS) -> TokenizerFiles:
     tokenizer = _byte_level(QWEN2_SPLIT, texts, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     tokenizer.normalizer = normalizers.NFC()
     return _files(
-        tokenizer,
-        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-        tokenizer_class="Qwen2Tokenizer",
-        padding_side="right",
-        model_max_length=131072,
-        chat_template=QWEN2_CHAT,
-        add_prefix_space=False,
-    )
+        tokenizer, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, tokenizer_class="Qwen2Tokenizer",
+        padding_side="right", model_max_length=131072, chat_template=QWEN2_CHAT, add_prefix_space=False,
+    )  # fmt: skip
 
 
 def clip(words: str = WORDS) -> TokenizerFiles:

@@ -1,7 +1,5 @@
 """Random weights under which a signal keeps its size, so that a tiny model's output depends on all of its inputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -9,12 +7,7 @@ import torch
 from torch import nn
 
 # Where a weight is not a matrix, a bias or the scale of a norm: standard deviation by the last part of its name.
-SPREAD: Mapping[str, float] = {
-    "scale_shift_table": 0.2,
-    "pos_frequencies": 0.05,
-    "class_embedding": 1.0,
-    "probe": 1.0,
-}
+SPREAD: Mapping[str, float] = {"scale_shift_table": 0.2, "pos_frequencies": 0.05, "class_embedding": 1.0, "probe": 1.0}
 NORM_SCALES = ("weight", "gamma")
 
 # The statistics of LTX-Video's latents, spread over one unit from here.

@@ -45,14 +45,7 @@ from ...base import (
 from ...family import Defaults, GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
-from ...sampling.loop import (
-    Predict,
-    denoise,
-    latent_shape,
-    noise_for,
-    safeguards_of,
-    sampled_latents,
-)
+from ...sampling.loop import Predict, denoise, latent_shape, noise_for, safeguards_of, sampled_latents
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import guidance_steps, recipe_of
 from ...sizes import beside_transformer

@@ -1,7 +1,5 @@
 """Files of latents: every bit back, from every simulated device, and one clear line for whatever a disk can do."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """A part's weights are found under every name that diffusers and transformers publish them, variants included."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Damaged files are named before a weight is read, and reads are exact and cancellable."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -23,12 +21,9 @@ def ignore(_: int) -> None:
 @pytest.fixture
 def file(tmp_path):
     tensors = {
-        "weight": torch.randn(33, 7),
-        "scalar": torch.tensor(3.0),
-        "index": torch.arange(5),
-        "empty": torch.zeros(0, 4),
-        "half": torch.randn(9).bfloat16(),
-    }
+        "weight": torch.randn(33, 7), "scalar": torch.tensor(3.0), "index": torch.arange(5),
+        "empty": torch.zeros(0, 4), "half": torch.randn(9).bfloat16(),
+    }  # fmt: skip
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors", tensors
 

@@ -1,7 +1,5 @@
 """A class of devices that somebody adds to the precision table, or splits off, loses nothing that its devices had."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts about devices nobody here owns, from what torch would say of them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Probes tell right from wrong, are asked once, and their file survives what files go through."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

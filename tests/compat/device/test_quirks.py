@@ -1,7 +1,5 @@
 """Each known bug, on a machine that has it and on one that no longer has it."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace

@@ -1,7 +1,5 @@
 """Published rates: which row a device has, and what an operation and a copy take at them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.device.rates import LAUNCH_SECONDS, RATES, published_rates, work_of

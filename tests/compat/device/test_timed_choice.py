@@ -1,7 +1,5 @@
 """The attention kernel by the clock: timed once per device, kept, said; never on a CPU or for an explicit choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

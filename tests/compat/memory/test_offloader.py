@@ -1,7 +1,5 @@
 """The protocol of offloaders: both implementations have every member, and nobody asks one with getattr or hasattr."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

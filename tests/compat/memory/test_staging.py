@@ -1,7 +1,5 @@
 """How bytes get to a device: small tensors together, mapped files where the device takes them well."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

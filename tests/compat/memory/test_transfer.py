@@ -1,7 +1,5 @@
 """Bits arrive as they left: every pattern, in both directions, by integers where the plain copy lies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.device.execution import BITS, HALVES, bf16_bits_to_fp32
@@ -10,14 +8,6 @@ from anygpu.compat.memory.transfer import Transfer, transfer_for
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
-
-
-@pytest.fixture
-def acc():
-    if reason := accelerator.reason():
-        pytest.skip(reason)
-    with accelerator.fresh() as device:
-        yield device
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Attention: exact in chunks under a budget, a fused kernel where there is one, clear errors, no mask for padding."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -227,80 +225,40 @@ def package(monkeypatch: pytest.MonkeyPatch, choice: str, attend: Any, versions:
 REFUSED = {  # choice, facts, dtype, head width, installed -> what the line says
     "unknown": ("fast", facts(), torch.float32, 128, {}, "attention 'fast'; expected one of auto"),
     "cudnn on a CPU": (
-        "native_cudnn",
-        facts(),
-        torch.float32,
-        128,
-        {},
-        "on cpu (cpu); expected an NVIDIA GPU of sm80 and newer",
+        "native_cudnn", facts(), torch.float32, 128, {}, "on cpu (cpu); expected an NVIDIA GPU of sm80 and newer",
     ),
     "flash on Turing": (
-        "flash",
-        facts("cuda", "sm75"),
-        torch.float16,
-        128,
-        {"flash-attn": "2.8"},
+        "flash", facts("cuda", "sm75"), torch.float16, 128, {"flash-attn": "2.8"},
         "on NVIDIA sm75 (sm75); expected an NVIDIA GPU of sm80",
     ),
     "sage on Turing with a new Triton": (
-        "sage",
-        facts("cuda", "sm75"),
-        torch.float16,
-        128,
-        {"sageattention": "1.0.6", "triton": "3.5.1"},
+        "sage", facts("cuda", "sm75"), torch.float16, 128, {"sageattention": "1.0.6", "triton": "3.5.1"},
         "with Triton 3.5.1; expected Triton below 3.3",
     ),
     "sage on Turing without Triton": (
-        "sage",
-        facts("cuda", "sm75"),
-        torch.float16,
-        128,
-        {"sageattention": "1.0.6"},
-        "with Triton missing",
+        "sage", facts("cuda", "sm75"), torch.float16, 128, {"sageattention": "1.0.6"}, "with Triton missing",
     ),
     "sage on Pascal": (
-        "sage",
-        facts("cuda", "sm61"),
-        torch.float16,
-        128,
-        {"sageattention": "1"},
+        "sage", facts("cuda", "sm61"), torch.float16, 128, {"sageattention": "1"},
         "expected an NVIDIA GPU of sm80 and newer or an NVIDIA GPU of sm75 with Triton below 3.3",
     ),
     "sage on Apple": ("sage", facts("mps"), torch.float16, 128, {"sageattention": "1"}, "'sage' on mps (mps)"),
     "no package": ("xformers", facts("cuda", "sm86"), torch.float16, 128, {}, "without the package 'xformers'"),
     "sage in fp32": (
-        "sage",
-        facts("cuda", "sm90"),
-        torch.float32,
-        128,
-        {"sageattention": "2"},
-        "in float32 with heads of 128",
+        "sage", facts("cuda", "sm90"), torch.float32, 128, {"sageattention": "2"}, "in float32 with heads of 128",
     ),
     "sage with odd heads": (
-        "sage",
-        facts("cuda", "sm90"),
-        torch.float16,
-        80,
-        {"sageattention": "2"},
+        "sage", facts("cuda", "sm90"), torch.float16, 80, {"sageattention": "2"},
         "heads of 80; expected float16 or bfloat16",
     ),
     "a package that breaks": (
-        "flash",
-        facts("cuda", "sm90"),
-        torch.float16,
-        128,
-        {"flash-attn": "2"},
+        "flash", facts("cuda", "sm90"), torch.float16, 128, {"flash-attn": "2"},
         "fails on NVIDIA sm90 (no kernel image)",
     ),
     "a package that is wrong": (
-        "xformers",
-        facts("cuda", "sm90"),
-        torch.float16,
-        128,
-        {"xformers": "1"},
-        "is wrong by",
+        "xformers", facts("cuda", "sm90"), torch.float16, 128, {"xformers": "1"}, "is wrong by",
     ),
-}
+}  # fmt: skip
 
 
 def broken(*_: Any, **__: Any) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The rewritten attention of every transformer and VAE equals upstream's, without a mask, and is put back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -272,10 +270,7 @@ def test_two_models_keep_their_own() -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cudnn, "conv"),
-    reason="needs torch 2.9 or newer",
-)
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="needs torch 2.9 or newer")
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "mochi"])
 def test_blocks_compile_into_one_graph_with_the_fused_kernel(name: str) -> None:
     """Torch cannot be asked for its kernel inside a graph: the answer comes from before."""

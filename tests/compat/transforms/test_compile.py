@@ -1,7 +1,5 @@
 """Compiled blocks: one graph for every prompt, seed and strength; a broken compiler costs one line; nothing leaks."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """3-D convolutions without 3-D convolutions: exact, as accurate, bounded, reversible, and right in every real VAE."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -705,10 +703,7 @@ def no_volumes_backend(seen: list[str]) -> Any:
     return aot_autograd(fw_compiler=lowered)
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.backends.cudnn, "conv"),
-    reason="needs torch 2.9 or newer",
-)
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="needs torch 2.9 or newer")
 @pytest.mark.parametrize(
     ("model", "size"),
     [(lambda: nn.Conv3d(12, 768, 1), (3, 32, 32)), (lambda: randomised("mochi_vae").decoder, (2, 4, 4))],

@@ -1,7 +1,5 @@
 """Safe fp16: finite where plain fp16 is not, ten times closer to fp64 than bf16, and reversible."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util
@@ -67,11 +65,8 @@ def joint(cls: Any) -> nn.Module:
 HV, HV15, LTX, MOCHI = (f"transformer_{name}" for name in ("hunyuan_video", "hunyuan_video15", "ltx", "mochi"))
 CASES = {
     "ltx": Case(
-        "ltx",
-        f"{LTX}.LTXVideoTransformerBlock",
-        lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH),
-        turns("image_rotary_emb", 1, TOKENS, WIDTH),
-        temb=(1, 1, 6 * WIDTH),
+        "ltx", f"{LTX}.LTXVideoTransformerBlock", lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH),
+        turns("image_rotary_emb", 1, TOKENS, WIDTH), temb=(1, 1, 6 * WIDTH),
     ),
     "hunyuan_video": Case(
         "hunyuan_video", f"{HV}.HunyuanVideoTransformerBlock", joint, turns("freqs_cis", TOKENS, HEAD)
@@ -92,12 +87,8 @@ CASES = {
         all_valid("attention_mask", turns("freqs_cis", TOKENS, HEAD)),
     ),
     "mochi": Case(
-        "mochi",
-        f"{MOCHI}.MochiTransformerBlock",
-        lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH // 2),
-        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)),
-        text=WIDTH // 2,
-        bounded=True,
+        "mochi", f"{MOCHI}.MochiTransformerBlock", lambda cls: cls(WIDTH, HEADS, HEAD, WIDTH // 2),
+        all_valid("encoder_attention_mask", turns("halves", TOKENS, HEADS, HEAD)), text=WIDTH // 2, bounded=True,
     ),
     "mochi, last": Case(
         "mochi",
@@ -107,7 +98,7 @@ CASES = {
         text=WIDTH // 2,
         bounded=True,
     ),
-}
+}  # fmt: skip
 
 
 def class_of(name: str) -> Any:

@@ -1,7 +1,5 @@
 """fp16 accumulation: refused where it does nothing, on for sampling alone, and torch's switch is as it was."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention from fp16 operands: near to fp64 in every kernel that may compute it, or not in fp16 at all."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Safe fp16 beside a LoRA: what peft adds to attention's values is divided as they are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.memory.parts import Undo

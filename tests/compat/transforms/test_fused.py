@@ -1,7 +1,5 @@
 """Fused blocks: every site of every published model, never further from fp64 than upstream, and put back as it was."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from contextlib import contextmanager
@@ -311,7 +309,7 @@ def test_the_probe_of_gelu_in_a_product_wants_the_tanh_form(dtype, monkeypatch):
     assert fused.gelu_fault(dtype, cpu)
 
 
-def _on_cuda(block: nn.Module) -> None:
+def on_cuda(block: nn.Module) -> None:
     """Weights as tensors of a GPU that is not there; inside a fake mode only."""
     for module in block.modules():
         for name, tensor in list(module.named_parameters(recurse=False)):
@@ -343,7 +341,7 @@ def test_a_block_on_a_gpu_is_one_graph_with_an_operation_per_site(name):
         )
 
     with FakeTensorMode(), torch.no_grad():
-        _on_cuda(block)
+        on_cuda(block)
         model = Model(block)
         found = fuse(model, epilogue=True)
         # No SDPA: without a GPU torch has no kernel to ask about. Its place is taken by sums of the same shape.

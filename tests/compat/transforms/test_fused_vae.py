@@ -1,7 +1,5 @@
 """Fused decoders of VAEs: every site of every published one, never further from fp64 than upstream, and put back."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -17,6 +15,7 @@ from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSION_POINT, FUSIONS, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.registry import FAMILIES
+from compat.transforms.test_fused import on_cuda
 from tiny import parts
 from tiny.weights import randomise
 from torch import nn
@@ -29,12 +28,9 @@ CLASSES = {
     "mochi": "AutoencoderKLMochi",
 }
 SIZES = {
-    "ltx_vae": (1, 128, 2, 2, 2),
-    "ltx_vae_095": (1, 128, 2, 2, 2),
-    "hunyuan_vae": (1, 16, 2, 3, 3),
-    "hunyuan15_vae": (1, 32, 2, 2, 2),
-    "mochi_vae": (1, 12, 2, 3, 3),
-}
+    "ltx_vae": (1, 128, 2, 2, 2), "ltx_vae_095": (1, 128, 2, 2, 2), "hunyuan_vae": (1, 16, 2, 3, 3),
+    "hunyuan15_vae": (1, 32, 2, 2, 2), "mochi_vae": (1, 12, 2, 3, 3),
+}  # fmt: skip
 OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
 
 
@@ -168,14 +164,6 @@ def test_noise_is_drawn_as_upstream_draws_it():
     assert fuse_vae(holder, REFERENCE).points.total() == 2
     torch.testing.assert_close(block(x, time, torch.Generator().manual_seed(5)), expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(block(x, time, torch.Generator().manual_seed(6)), expected)
-
-
-def on_cuda(block: nn.Module) -> None:
-    """Weights as tensors of a GPU that is not there; inside a fake mode only."""
-    for module in block.modules():
-        for name, tensor in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(tensor.shape, dtype=torch.bfloat16, device="cuda")
-            setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
 BLOCKS = [name for name in FUSIONS if "Decoder" not in name]

@@ -1,7 +1,5 @@
 """The plan of rewrites: house order, all or nothing, the same again for a part that is read again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

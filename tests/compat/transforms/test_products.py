@@ -1,7 +1,5 @@
 """Products of 8-bit weights as stored: near the unpacked ones, only where chosen, only where the device has them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A step cache keeps nothing across samplings, sections and batches, and puts the transformer back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached

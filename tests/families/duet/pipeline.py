@@ -1,7 +1,5 @@
 """Duet: one transformer for the first half of the steps, another for the second; a voice beside the video."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Duet as data."""
 
-from __future__ import annotations
-
 from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from anygpu.pipelines.family import Defaults, FamilyFiles, FamilySpec, FitFactors, MemoryTerms, Recipes, Rewrites, Sizes
 from anygpu.pipelines.keys import TRANSFORMER, Layout, Row
@@ -46,11 +44,7 @@ SPEC = FamilySpec(
         defaults=Defaults(width=64, height=64, frames=7, steps=4, fps=24.0, cfg=2.0),
     ),
     recipes=Recipes(
-        effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas"}),
-        batched_cfg=True,
+        effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas"}), batched_cfg=True
     ),
-    rewrites=Rewrites(
-        precision=ModelPrecision({ALL_BF16: Precision(BF16, BF16, FP32, WHY)}),
-        causal_decoder=True,
-    ),
+    rewrites=Rewrites(precision=ModelPrecision({ALL_BF16: Precision(BF16, BF16, FP32, WHY)}), causal_decoder=True),
 )

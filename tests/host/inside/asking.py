@@ -1,7 +1,5 @@
 """The tests' side of the worker: starts it under ComfyUI's interpreter and asks for scenes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

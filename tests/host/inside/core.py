@@ -1,7 +1,5 @@
 """Scenes about core's nodes: its samplers drive our transformers, its nodes our VAEs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

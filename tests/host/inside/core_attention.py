@@ -1,7 +1,5 @@
 """Scenes about core's attention functions under a fit: whichever is configured, finite operands give right values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

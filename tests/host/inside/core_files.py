@@ -1,7 +1,5 @@
 """Tiny files that core's own loaders read: a video model whose residual leaves fp16's range, and its VAE."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scenes about core's own models fitted to devices that nobody here owns."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

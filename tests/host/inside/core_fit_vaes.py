@@ -1,7 +1,5 @@
 """Scenes about core's own VAEs and text encoders fitted to devices that nobody here owns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -220,14 +220,10 @@ def in_a_model(name: str, form: str, every: int = 1, precision: str = "auto") ->
     fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=turing())
     found, again = counted(lambda: output(fitted, name))
     return {
-        "own": error(alone, values),
-        "equal": torch.equal(found, alone),
-        "error": error(found, alone),
-        "calls": [calls, again],
-        "layers": layers,
-        "traces": traces(model.model.diffusion_model),
+        "own": error(alone, values), "equal": torch.equal(found, alone), "error": error(found, alone),
+        "calls": [calls, again], "layers": layers, "traces": traces(model.model.diffusion_model),
         "said": [str(decision) for decision in decisions],
-    }
+    }  # fmt: skip
 
 
 def in_a_clip(form: str) -> dict[str, Any]:

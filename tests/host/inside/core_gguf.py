@@ -1,7 +1,5 @@
 """Scenes about ComfyUI-GGUF, another pack, beside ours: its loader node reads a file, our node fits what it made."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

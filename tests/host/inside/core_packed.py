@@ -1,7 +1,5 @@
 """Scenes about core's packed layers in a fitted model, and about layers that unpack their own bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

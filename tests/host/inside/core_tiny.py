@@ -1,7 +1,5 @@
 """Core's own model classes with tiny configurations, made by core's own code, driven by core's own guider."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Core's own VAEs with tiny networks: core's rows of ``comfy.sd.VAE`` with another size of the same classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ComfyUI on the simulated accelerator: its questions about devices and memory get the simulated one's answers."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import replace

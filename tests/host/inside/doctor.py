@@ -1,7 +1,5 @@
 """Scenes about the doctor: beside core's own models, and beside ours in core's samplers."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from dataclasses import replace

@@ -4,8 +4,6 @@ Its own patcher and its own host buffers run; only the reserved addresses (``Mod
 are replaced by :class:`Pages`, which hand out none: core's model has small layers, which it brings whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Scenes about every node of core's that takes a MODEL and gives one, on ours."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging
@@ -19,7 +17,7 @@ from host.inside.device import loaded_for
 from host.inside.sight import state
 
 OTHERS = {  # inputs that only another model's own files can fill
-    *("MODEL_PATCH", "LORA_MODEL", "LATENT_OPERATION", "COMFY_DYNAMICCOMBO_V3", "VAE", "CLIP", "IMAGE", "CONDITIONING"),
+    *("MODEL_PATCH", "LORA_MODEL", "LATENT_OPERATION", "COMFY_DYNAMICCOMBO_V3", "VAE", "CLIP", "IMAGE", "CONDITIONING")
 }
 CHOSEN: dict[str, dict[str, Any]] = {  # where a node's defaults change nothing on any model
     "CFGOverride": {"cfg": 4.0},

@@ -1,7 +1,5 @@
 """Scenes in which ComfyUI's own memory functions fail or lie to this pack, and to nobody else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

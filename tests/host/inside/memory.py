@@ -1,7 +1,5 @@
 """Scenes about memory: our pipelines under ComfyUI's manager."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
@@ -211,14 +209,10 @@ def evictions(names: list[str], weights: str = "auto") -> dict[str, Any]:
     freed = bytes_on_device() - before  # before anything is collected
     gc.collect()
     return {
-        "equal": equal,
-        "together": max(together),
-        "limit": int(1.6 * max(sizes)) + RESERVE,
-        "on_device": on_device,
-        "freed": freed,
-        "alive": sum(ref() is not None for ref in alive),
+        "equal": equal, "together": max(together), "limit": int(1.6 * max(sizes)) + RESERVE, "on_device": on_device,
+        "freed": freed, "alive": sum(ref() is not None for ref in alive),
         "listed": len(management.current_loaded_models),
-    }
+    }  # fmt: skip
 
 
 def cancelled() -> dict[str, Any]:
@@ -264,14 +258,10 @@ def out_of_memory() -> dict[str, Any]:
     home = {part: next(pipeline.parts[part].parameters()).device.type for part in pipeline.parts}
     pipeline.offloader.release("transformer")
     return {
-        "resident": resident,
-        "left": left,
-        "classes": classes,
-        "copied": copied,
-        "equal": bool(torch.equal(again, expected)),
-        "on": home["transformer"],
+        "resident": resident, "left": left, "classes": classes, "copied": copied,
+        "equal": bool(torch.equal(again, expected)), "on": home["transformer"],
         "released": next(pipeline.parts["transformer"].parameters()).device.type,
-    }
+    }  # fmt: skip
 
 
 def beside_core(name: str) -> dict[str, Any]:
@@ -573,10 +563,7 @@ def flagged(flag: str, weights: str = "auto") -> dict[str, Any]:
     changes: dict[str, Any] = {"vram_state": management.VRAMState.LOW_VRAM}
     if flag == "reserve":
         reserve = size // 2
-        changes = {
-            "extra_reserved_memory": lambda: reserve,
-            "minimum_inference_memory": lambda: RESERVE + reserve,
-        }
+        changes = {"extra_reserved_memory": lambda: reserve, "minimum_inference_memory": lambda: RESERVE + reserve}
     elif flag == "disable-smart-memory":
         changes = {"DISABLE_SMART_MEMORY": True}
     with state(**changes), accelerator.limit(int(1.3 * size) + RESERVE):

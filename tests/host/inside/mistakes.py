@@ -1,7 +1,5 @@
 """Scenes about what users ask for and cannot have, or change midway, under ComfyUI's memory manager."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.model_management as management

@@ -1,7 +1,5 @@
 """Scenes about texturing under ComfyUI's memory manager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How ComfyUI comes to take the simulated accelerator for its GPU. Imports nothing of the pack."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ but its text encoder, take theirs from the file, as published ones do. Each tran
 fp16's range.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from io import BytesIO
@@ -60,10 +58,7 @@ def write(models: str) -> list[str]:
             {},
         ),
         "text_encoders/qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors": (of_qwen(), {}),
-        "vae/minimax_h3_video_vae_fp16.safetensors": (
-            made("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", half=True),
-            {},
-        ),
+        "vae/minimax_h3_video_vae_fp16.safetensors": (made("comfy.ldm.minimax.vae.MiniMaxH3VideoVAE", half=True), {}),
         "vae/minimax_h3_audio_vae_fp32.safetensors": (made("comfy.ldm.minimax.audio_vae.MiniMaxH3AudioVAE"), {}),
     }
     for name, (tensors, metadata) in files.items():

@@ -4,8 +4,6 @@ Ours under ComfyUI's manager; whole modules moved by hand after everything else 
 diffusers' own offload.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Scenes about whole runs of heavy pipelines where room is short: from the text to the frames, core's nodes between."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import comfy.model_management as management

@@ -4,8 +4,6 @@ It runs under ComfyUI's interpreter, with ComfyUI's memory functions seeing the 
 stdin is a scene's name and arguments as JSON; each line on stdout that begins with ``ANSWER`` is what it returned.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

@@ -4,8 +4,6 @@ What core and this pack ask of the card gets the answers of one with compute cap
 the simulated accelerator.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import replace

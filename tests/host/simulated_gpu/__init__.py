@@ -4,8 +4,6 @@
 than it holds now, or with null as many as anyone wants. `Server(gpu=True)` attaches it.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path

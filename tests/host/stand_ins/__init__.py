@@ -1,7 +1,5 @@
 """A ComfyUI pack for tests: what core's text and vision loaders hand on, in the widths of the tiny checkpoints."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The residual blocks of decoders on the launched operations, interpreted, against upstream's own."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

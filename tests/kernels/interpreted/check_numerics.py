@@ -3,8 +3,6 @@
 Run by ``test_interpreted.py`` in a process of its own, since Triton decides at import whether it interprets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

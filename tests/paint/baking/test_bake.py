@@ -1,7 +1,5 @@
 """Back-projection: the published results in exact mode, better than those by default, and plain words on bad input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 

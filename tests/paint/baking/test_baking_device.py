@@ -1,7 +1,5 @@
 """Views, bake, fill and turntable run where the mesh is, and give what the CPU gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
@@ -11,7 +9,6 @@ from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.geometry.views import chosen_views, rendered_maps
-from simulated.conftest import acc  # noqa: F401
 
 from paint import synthetic
 
@@ -29,7 +26,7 @@ def everything(device: torch.device | str, form: str) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("form", ["gather", "scatter"])
-def test_a_device_gives_what_the_cpu_gives(acc, form):  # noqa: F811
+def test_a_device_gives_what_the_cpu_gives(acc, form):
     wanted, found = everything("cpu", form), everything(acc, form)
     for name, tensor in wanted.items():
         torch.testing.assert_close(
@@ -37,7 +34,7 @@ def test_a_device_gives_what_the_cpu_gives(acc, form):  # noqa: F811
         )
 
 
-def test_a_device_without_int64_minimum_is_rasterised_on_the_cpu(acc, monkeypatch, caplog):  # noqa: F811
+def test_a_device_without_int64_minimum_is_rasterised_on_the_cpu(acc, monkeypatch, caplog):
     surface = Surface.of(synthetic.torus(8, 16), acc)
     wanted = rendered_maps(surface, size=48).position
     kept = torch.Tensor.scatter_reduce_

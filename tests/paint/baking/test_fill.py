@@ -1,7 +1,5 @@
 """Filling: the published vertex fill, and holes that close along the surface."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Cameras are checked where they enter, and get the ids that the model was taught."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.errors import InputError

@@ -1,7 +1,5 @@
 """What cleaning takes out of a mesh, and what it leaves alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.errors import InputError

@@ -1,7 +1,5 @@
 """Meshes are checked where they enter: what cannot be painted is said in one line, the rest is put into the frame."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

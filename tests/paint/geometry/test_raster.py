@@ -1,7 +1,5 @@
 """The z-buffer: exact coverage, order-free, in bounded chunks, and the published rasteriser's faces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.paint.geometry import raster

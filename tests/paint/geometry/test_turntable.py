@@ -1,7 +1,5 @@
 """The turntable shows the texture where it belongs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.errors import InputError

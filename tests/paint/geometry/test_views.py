@@ -1,7 +1,5 @@
 """Maps equal the published ones, and the PBR model's views are chosen greedily."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The compiled paint path: graphs without a break, one for each kind and size of block, and the plain path's result."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.paint.geometry.cameras import camera_table

@@ -1,7 +1,5 @@
 """The networks against results of the published code, on its random weights in fp32."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Delight against the published pipeline, and the pictures around its network."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy
@@ -101,13 +99,9 @@ def test_an_empty_prompt_needs_its_encoder(delight, tmp_path, recorded):
 
     folder = checkpoint("delight", tmp_path)
     config = CLIPTextConfig(
-        vocab_size=49408,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         projection_dim=8,
-    )
+    )  # fmt: skip
     model = CLIPTextModel(config).eval()
     model.save_pretrained(folder / "text_encoder")
     pipeline = load_paint(PaintRequest(folder, device="cpu"))

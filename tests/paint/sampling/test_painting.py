@@ -1,7 +1,5 @@
 """Painting from folder to pictures: the published pipeline's result, and what users may change."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy

@@ -1,7 +1,5 @@
 """The solvers against diffusers' schedulers on the published configurations, and the noise they draw."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -86,10 +84,7 @@ def test_unipc_is_upstreams(steps):
 
 @pytest.mark.parametrize(
     ("kind", "name", "spacing", "zero_snr"),
-    [
-        ("paint", "pipeline_euler", "trailing", True),
-        ("delight", "pipeline_default_nocfg", "leading", False),
-    ],
+    [("paint", "pipeline_euler", "trailing", True), ("delight", "pipeline_default_nocfg", "leading", False)],
 )
 def test_levels_of_the_fixtures(kind, name, spacing, zero_snr):
     given = values(kind, f"{name}.in")

@@ -1,7 +1,5 @@
 """FramePack section by section gives the one-shot pipeline's video, in both orders, with and without an end image."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

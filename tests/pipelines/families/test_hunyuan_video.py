@@ -1,7 +1,5 @@
 """HunyuanVideo by separate stages gives the one-shot pipeline's video, for text and for both kinds of image."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -321,10 +319,7 @@ def test_core_conditioning(run: Any) -> None:
     made = run(TEXT)
     embeds, mask, pooled = (made.prompt.embeds[key] for key in ("prompt_embeds", "prompt_attention_mask", llama.POOLED))
     padded = torch.nn.functional.pad(embeds, (0, 0, 0, 3))
-    for states, extra in (
-        (embeds, {}),
-        (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))}),
-    ):
+    for states, extra in ((embeds, {}), (padded, {"attention_mask": torch.nn.functional.pad(mask, (95, 3))})):
         found = stages.prompt_from_core(made.pipeline, [[states, {"pooled_output": pooled, **extra}]])
         assert torch.equal(_sampled(made, prompt=found).samples, made.latents.samples)
     with pytest.raises(InputError, match="pooled"):

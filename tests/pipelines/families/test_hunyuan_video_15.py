@@ -1,7 +1,5 @@
 """HunyuanVideo 1.5 by separate stages gives the one-shot pipeline's video, for text and for image."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """LTX-Video: our stages give what the bare diffusers pipelines give, and every input acts or is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -387,8 +385,7 @@ def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, te
 def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder: Path) -> None:
     fresh = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
     moved = replace(
-        fresh,
-        plan=replace(fresh.plan, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential")),
+        fresh, plan=replace(fresh.plan, offloader=StandaloneOffloader(fresh.parts, torch.device("cpu"), "sequential"))
     )
     expected = ours(plain, anchors=PLACES["first frame"])
     frames = stages.decode(plain.pipeline, expected, Silent())
@@ -399,8 +396,7 @@ def test_sequential_offload_reads_the_vaes_statistics(plain: Model, tiny_folder:
 
 
 @pytest.mark.parametrize(
-    ("anchors", "nearest"),
-    [([(PICTURE, 25, 1.0)], 24), ([(CLIP, 13, 1.0)], 16), ([(PICTURE, -2, 1.0)], -1)],
+    ("anchors", "nearest"), [([(PICTURE, 25, 1.0)], 24), ([(CLIP, 13, 1.0)], 16), ([(PICTURE, -2, 1.0)], -1)]
 )
 def test_a_picture_off_the_video_is_refused_with_the_nearest_place(
     condition: Model, anchors: Anchors, nearest: int

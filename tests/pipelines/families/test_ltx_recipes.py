@@ -1,7 +1,5 @@
 """LTX-Video's published recipes: our loop gives what Lightricks' own gives, as `published/ltx_reference.py` records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mochi through our stages against the bare pipeline."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -44,14 +42,9 @@ def test_equals_the_bare_pipeline(pipeline, latents, tiny_folder):
     pipe = tiny.one_shot("mochi", tiny_folder)
     decode_as_published(pipe.vae)  # as Genmo's; tests/pipelines/vae/test_published.py holds it beside theirs
     arguments = dict(
-        prompt="a red fox in snow",
-        negative_prompt="blurry",
-        height=48,
-        width=64,
-        num_frames=7,
-        num_inference_steps=3,
-        guidance_scale=4.5,
-    )
+        prompt="a red fox in snow", negative_prompt="blurry", height=48, width=64, num_frames=7,
+        num_inference_steps=3, guidance_scale=4.5,
+    )  # fmt: skip
     with torch.no_grad():
         video = pipe(**arguments, generator=torch.Generator().manual_seed(7), output_type="np").frames[0]
         raw = pipe(**arguments, generator=torch.Generator().manual_seed(7), output_type="latent").frames

@@ -1,7 +1,5 @@
 """SkyReels V1 image to video: HunyuanVideo with the picture beside the noise, equal to diffusers' pipeline for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """config.json against the file's tensors and the published configurations: one line at once, whatever it asks for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Downloads by the real huggingface_hub from a small Hub on this computer: whole, resumed, checked, or one line."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

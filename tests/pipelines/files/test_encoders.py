@@ -1,7 +1,5 @@
 """Models of transformers: what upstream's own loading gives, in any thread, with nothing changed that others see."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

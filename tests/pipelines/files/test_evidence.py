@@ -1,7 +1,5 @@
 """Which variant a published file is: what it says of itself, then the names around it, each named in the decision."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

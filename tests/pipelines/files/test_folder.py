@@ -1,7 +1,5 @@
 """What is wrong with a model folder is said in one line, before a weight is read."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -1,7 +1,5 @@
 """A checkpoint is the same model in every layout it is published in, found by its header alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

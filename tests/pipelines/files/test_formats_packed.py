@@ -1,7 +1,5 @@
 """Files that are smaller than their models, and models that are kept smaller than they compute."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts that are published apart: Mochi's VAE in two files, text encoders as GGUF, Llava's halves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRAs on a pipeline: the sums are right, chains do not see each other, and taking one off leaves no trace."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable

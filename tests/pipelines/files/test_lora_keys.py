@@ -1,7 +1,5 @@
 """Every style of LoRA keys leads to the same layers, and a filter to the blocks it names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

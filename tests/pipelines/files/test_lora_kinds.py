@@ -1,7 +1,5 @@
 """LoHa, LoKr, DoRA, whole differences and alphas from metadata: what core adds for each of them, in both modes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

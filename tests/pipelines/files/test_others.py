@@ -1,7 +1,5 @@
 """Files that are close to a model: what is too much is left out and said, another model is named with what runs it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,7 @@ from safetensors.torch import load_file, save_file
 
 @pytest.mark.parametrize(
     ("model", "title"),
-    [
-        ("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution"),
-        ("ltx-2", "LTX-2"),
-        ("wan", "Wan"),
-    ],
+    [("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution"), ("ltx-2", "LTX-2"), ("wan", "Wan")],
 )
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, title: str, prefix: str) -> None:

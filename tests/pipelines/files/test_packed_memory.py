@@ -1,7 +1,5 @@
 """What a file has packed takes no more memory than in the file, and is worth what the whole file unpacks to."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which mode is taken by its time, what more memory would save, and where people read it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

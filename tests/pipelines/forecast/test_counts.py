@@ -1,7 +1,5 @@
 """What is counted without data is what a run computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Forecasts come from file headers, plans from forecasts, and what cannot fit is said before anything is read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The factors of the forecasts are those that the measured rows give: nobody has copied or changed a number."""
 
-from __future__ import annotations
-
 import memory_fits
 import pytest
 from anygpu.pipelines.registry import FAMILIES

@@ -1,7 +1,5 @@
 """Runs correct the forecast of runs that do the same work at the same rate, and of no others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """A time for every precision that any card may get, of every family and of painting; a count that fails is said."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Shapes are those of the published files; nothing of their size is read. The card is a table row: this machine has none.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import published

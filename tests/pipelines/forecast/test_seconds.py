@@ -1,7 +1,5 @@
 """Minutes before a run: from rates, and corrected by what runs showed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Running out of memory says what to lower and by how much, in an error of torch's own class."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

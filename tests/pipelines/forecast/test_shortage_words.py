@@ -1,7 +1,5 @@
 """A stage whose memory runs out steps down, in whatever words the back end says so: that is not a fault of a kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

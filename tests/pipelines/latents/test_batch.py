@@ -1,7 +1,5 @@
 """A batch: each video is the one of its own seed, and is found again after core's nodes have cut or repeated it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from anygpu.compat.errors import InputError

@@ -3,8 +3,6 @@
 The layouts below were written down from kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

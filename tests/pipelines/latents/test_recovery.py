@@ -1,7 +1,5 @@
 """Sampled latents are kept by themselves: newest first, within a limit, whatever the disk does."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Latents and prompts as files: everything our nodes know comes back, and what does not belong is one line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sampling that was cut short goes on after its last step, bit for bit as if nothing had happened."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Decode fallbacks end and keep what the user chose, and the switches and tiles around a VAE come back."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -161,14 +159,9 @@ def test_switches_are_scoped_and_restored_also_after_an_error(monkeypatch, enabl
 
 def test_tiling_is_scoped_and_its_stride_is_whole_latents():
     vae = SimpleNamespace(
-        use_tiling=False,
-        tile_sample_min_height=512,
-        tile_sample_min_width=512,
-        tile_sample_stride_height=448,
-        tile_sample_stride_width=448,
-        spatial_compression_ratio=32,
-        config={},
-    )
+        use_tiling=False, tile_sample_min_height=512, tile_sample_min_width=512, tile_sample_stride_height=448,
+        tile_sample_stride_width=448, spatial_compression_ratio=32, config={},
+    )  # fmt: skip
     before = dict(vars(vae))
     with tiled(vae, 64):
         assert (vae.use_tiling, vae.tile_sample_min_width, vae.tile_sample_stride_width) == (True, 64, 32)

@@ -1,7 +1,5 @@
 """Decoders in chunks of time and layer by layer equal the whole; tiles add up to one; nothing is done twice."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Fused decoders however a decode is cut: in time, in tiles, layer by layer; and with compiled blocks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -22,12 +20,9 @@ from pipelines.vae.test_forms import CASES, CAUSAL, HOST, close, made, sampled, 
 assert made, "a fixture"
 BY_GROUPS = ("hunyuan_vae", "mochi_vae")  # their streams open the blocks, since the norms see the whole plane
 CUTS = {
-    "whole": {},
-    "chunks": {"frames": 2},
-    "tiles": {"tile": 32},
-    "stream": {"stream": 16},
+    "whole": {}, "chunks": {"frames": 2}, "tiles": {"tile": 32}, "stream": {"stream": 16},
     "stream of chunks": {"stream": 16, "frames": 2},
-}
+}  # fmt: skip
 QUICK = {("mochi_vae", "chunks"), ("ltx_vae", "stream")}
 CELLS = [
     pytest.param(name, cut, marks=[] if (name, cut) in QUICK else [pytest.mark.full])

@@ -1,7 +1,5 @@
 """Every decoder and encoder beside its publisher's own code: ``tests/fixtures/vae`` holds what that code returned."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
