@@ -147,7 +147,7 @@ def export() -> None:
         },
         {"tokenizer": first.files, "tokenizer_2": second.files},
         {"width": 64, "height": 64, "frames": 9, "steps": 20, "fps": FPS, "guidance": 10.0},
-        shared=dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"), "hunyuan_video"),
+        shared=dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"), hunyuan_video.NAME),
     )
 
 
