@@ -240,5 +240,5 @@ class StepCache(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
         caching = with_step_cache(pipeline, preset, chosen)
-        progress.finish(f"step cache {caching.step_cache or 'off'}")
+        progress.finish(f"step cache {caching.plan.step_cache or 'off'}")
         return io.NodeOutput(caching)

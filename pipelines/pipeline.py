@@ -212,6 +212,11 @@ class Pipeline(KnownToHost):
         return self.plan.offloader
 
     @property
+    def patcher(self) -> Any:
+        """The host's own handle of the transformer, by which its caches know a pipeline; None without a host."""
+        return self.offloader.patcher
+
+    @property
     def is_demo(self) -> bool:
         """True if its model ships with the pack, however it was chosen: by name, by path, or in another's place."""
         return DEMOS in value_or(self.model.source.resolve, self.model.source).parents

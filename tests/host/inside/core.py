@@ -119,7 +119,7 @@ def alone(adapted: Any) -> Any:
     """The pipeline with all its LoRAs beside the weights, which packed ones take too."""
     chosen = tuple(replace(one, mode="separate") for one in lora.on(adapted))
     adapters = lora.LoRAs(chosen, adapted.precision.transformer, adapted.spec.transformers)
-    return replace(adapted, offloader=adapted.offloader.with_adapters(adapters))
+    return replace(adapted, plan=replace(adapted.plan, offloader=adapted.offloader.with_adapters(adapters)))
 
 
 def _noise_shape(pipeline: Any, samples: torch.Tensor) -> tuple[int, ...]:
