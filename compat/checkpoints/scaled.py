@@ -51,7 +51,7 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
         CheckpointError: a shape, a mask and its values that do not go together, or too many values.
     """
     kept, dense = dict(entries), 0
-    for name, sides in json_object(notes.get(SPARSE, "{}")).items():
+    for name, sides in (json_object(notes.get(SPARSE, "{}")) or {}).items():
         values, mask = kept.get(name), kept.pop(name + MASK, None)
         try:
             shape = possible_shape(map(int, sides))
