@@ -168,6 +168,12 @@ def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> N
     assert core.said.startswith("cancelled")
 
 
+def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:
+    cached = core.run("StepCache", pipeline=loaded[0]).result[0]
+    assert cached.plan.step_cache is not None and loaded[0].plan.step_cache is None
+    assert cached.patcher is cached.offloader.patcher, "by which ComfyUI's caches know a model"
+
+
 def test_tools(core: ComfyUI, loaded) -> None:
     text, bars = core.run("MemoryPlan", pipeline=loaded[0], **SIZE).result
     assert "64x64" in text and bars.shape[-1] == 3
