@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-browser test-mutants pictures cards workflows schemas matrix memory words lint bench gpu clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-core core-classes test-browser test-mutants fuzz soak pictures cards workflows schemas matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -98,6 +98,16 @@ test-host: $(READY)
 test-full-host: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) tests/host
 
+# The tests of what core's own models are given, against any checkout: make test-core COMFYUI=~/ComfyUI
+COMFYUI ?= $(or $(COMFYUI_PATH),~/comfy/ComfyUI)
+test-core: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/host/core_page.py release $(COMFYUI)
+
+# What Fit Model reaches in each class of core's, counted and measured anew; then the table of threads.
+core-classes: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/host/core_page.py classes
+	$(PY) tests/host/core_page.py threads
+
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
@@ -111,6 +121,19 @@ test-browser: $(READY)
 MUTANTS ?= 60
 test-mutants: $(READY) accelerator
 	$(PY) tests/mutants.py --count $(MUTANTS)
+
+# Every reader on files that are nearly right, with budgets of memory and time; then, with atheris, guided by coverage.
+SECONDS ?= 600
+SEED ?= 0
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz/structured.py --seconds $(SECONDS) --seed $(SEED)
+	@mkdir -p .build/corpus
+	if $(PY) -c "import atheris" 2>/dev/null; then $(PY) tests/fuzz/readers.py .build/corpus tests/fixtures/fuzz -max_total_time=$(SECONDS) -max_len=4096; fi
+
+# Mixed work in a real ComfyUI, whose memory, threads and files are written into benchmarks/results/soak.csv.
+HOURS ?= 1
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(PY) tests/host/soak.py --hours $(HOURS) --seed $(SEED)
 
 # Each node's schema as users' workflows hold it, where a change is meant.
 schemas: $(READY)
@@ -137,6 +160,7 @@ matrix: $(READY)
 # The lists of inputs on the help pages, from the schemas; then the words of each page.
 words: $(READY)
 	$(PY) tests/help_pages.py
+	$(PY) tests/capabilities_page.py
 	$(PY) tests/words.py
 
 BENCH := OMP_NUM_THREADS=1 $(PY) benchmarks/runner.py

@@ -1,5 +1,4 @@
-"""The command `anygpu`, which works without ComfyUI: reports and checks what this machine can do, renders clips, runs
-the demo."""
+"""The command `anygpu`, which works without ComfyUI: reports what this machine can do, renders clips, runs the demo."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as the package it is
     import importlib.util
@@ -26,6 +25,9 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     __package__ = "anygpu"
 
 from .compat.errors import InputError, PackError
+
+if TYPE_CHECKING:
+    from .compat.memory.parts import ProgressStage
 
 STATE = "~/.cache/anygpu"
 JOB_BYTES = 1_000_000
@@ -47,18 +49,15 @@ class Printed:
         self._bar: Any = None
         self._stage = ""
 
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], Any] | None = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
         """Move the bar; a finished stage stays."""
         from tqdm import tqdm
 
-        from .compat.memory.parts import StageText
-
-        text = StageText(stage)
-        if self._bar is None or text.name != self._stage:
+        if self._bar is None or stage.name != self._stage:
             self.close()
-            self._bar, self._stage = tqdm(total=total, initial=max(0, done - 1), disable=None), text.name
+            self._bar, self._stage = tqdm(total=total, initial=max(0, done - 1), disable=None), stage.name
         self._bar.total = total
-        self._bar.set_description(str(text), refresh=False)
+        self._bar.set_description(str(stage), refresh=False)
         self._bar.update(done - self._bar.n)
         if done >= total:
             self.close()
@@ -174,6 +173,17 @@ def render(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def pack(arguments: argparse.Namespace) -> int:
+    """Write a model's transformer with packed weights, as AnyGPU and ComfyUI read them."""
+    from .compat.checkpoints.packed import as_in_files
+    from .compat.checkpoints.weights import write_tensors
+    from .pipelines.load.folder import LoadRequest, load
+
+    pipeline = load(LoadRequest(Path(arguments.model), device="cpu", precision="bf16", weights=arguments.weights))
+    print(write_tensors(Path(arguments.output), as_in_files(pipeline.parts["transformer"]), {"format": "pt"}))
+    return 0
+
+
 def _save_job(arguments: argparse.Namespace) -> int:
     """Write the job that the flags describe, in place of rendering it."""
     from .compat.durable import require_writable
@@ -275,12 +285,13 @@ def replay(arguments: argparse.Namespace) -> int:
 
 def _machine(arguments: argparse.Namespace) -> Any:
     """The machine that runs the job of ``arguments``."""
-    from .compat.device.facts import accelerators, default_device, rooms_on
+    from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
 
     beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
-    cards = rooms_on(accelerators(default_device())) if arguments.device is None else {}
+    devices = accelerators(default_device()) if arguments.device is None else ()
+    cards = {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
     return Machine(
         places=Places((*map(Path, arguments.search), DEMOS), (*beside, Path()), state=state),
         state=state,
@@ -398,9 +409,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     )
     share = "show and write this machine as a small file without names, for our tables; nothing is sent"
     about.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
-    about.set_defaults(run=report)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
-    tried.set_defaults(run=check)
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
     if renders:
@@ -408,15 +417,20 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
 
         _render_arguments(rendering)
         _render_arguments(watched)
-        watched.set_defaults(run=doctor, prompt="a red fox", steps=2, repair=OFFER)
+        watched.set_defaults(prompt="a red fox", steps=2, repair=OFFER)
     again = commands.add_parser("replay", help="make the video of a file again from the receipt in it")
     again.add_argument("file", help="a video or latents that AnyGPU saved")
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4")
-    again.set_defaults(run=replay)
-    for command in (about, tried, rendering, watched, again):
+    runs = ((about, report), (tried, check), (rendering, render), (watched, doctor), (again, replay))
+    for command, run in runs:
+        command.set_defaults(run=run)
         command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
+    packing = commands.add_parser("pack", help="write a transformer with weights such as int8_convrot")
+    for name in ("--model", "--weights", "--output"):
+        packing.add_argument(name, required=True)
+    packing.set_defaults(run=pack)
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
     shown.set_defaults(run=demo)
@@ -432,7 +446,6 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     from .pipelines.requests import PRECISIONS
     from .pipelines.vae.plan import METHODS
 
-    parser.set_defaults(run=render)
     add = parser.add_argument
     add(
         "--model",

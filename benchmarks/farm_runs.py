@@ -27,6 +27,7 @@ from anygpu.farm import cluster
 from anygpu.farm.driver import Driver, WorkerHandle
 from anygpu.farm.schedule import Task, TaskSchedule
 from anygpu.farm.worker import Worker
+from anygpu.pipelines.base import ProgressStage
 from anygpu.pipelines.records.job_folder import JobFolder
 from runner import Case, Row
 
@@ -222,7 +223,7 @@ class Sleeper:
         """Sleep in slices, as a render has layers at which it looks for a cancel."""
         end = time.monotonic() + float(line.split()[1])
         while (left := end - time.monotonic()) > 0:
-            progress.step(1, 2, "sampling")
+            progress.step(1, 2, ProgressStage("sampling"))
             time.sleep(min(left, 0.02))
         return {}
 

@@ -23,7 +23,7 @@ from anygpu.compat.device.facts import facts_for
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import AUTO, REFERENCE
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
-from runner import Case, Row, in_turn, machine, no_gpu, spent
+from runner import Case, Row, in_turn, known_rows, machine, no_gpu, spent, write_table
 from torch import Tensor
 from torch.nn import functional
 
@@ -344,10 +344,25 @@ def exactness(dtypes: tuple[str, ...]) -> Iterator[Row]:
                     yield row | about | {"date": machine()["date"]}
 
 
+def page(_: list[Row]) -> None:
+    """Write the table of all rows: milliseconds by form, and the share of the copy bandwidth that ours reaches."""
+    cases: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for row in known_rows("kernels_gpu"):
+        if row["form"] != "torch":
+            cases.setdefault((row["case"], row["dtype"]), {})[row["form"]] = row
+    head = ["Operation", "dtype", "Eager ms", "Ours ms", "compile ms", "Ours to eager", "Of copy bandwidth"]
+    cells = [
+        [case, dtype, *(forms[form]["ms"] for form in ("eager", "anygpu", "compile")),
+         f"{float(forms['anygpu']['to_eager']):.2f}×", forms["anygpu"]["of_copy"]]
+        for (case, dtype), forms in cases.items() if {"eager", "anygpu", "compile"} <= set(forms)
+    ]  # fmt: skip
+    write_table("performance.md", "kernels_gpu", head, cells)
+
+
 DEFAULT = ("bf16", "fp16")
 CASES = [
-    Case("kernels_gpu", rows, {"dry": False, "dtypes": DEFAULT}, "kernels_gpu", about=dict, lacks=no_gpu, gpu=True,
-         threads=0),
+    Case("kernels_gpu", rows, {"dry": False, "dtypes": DEFAULT}, "kernels_gpu", about=dict, page=page,
+         lacks=no_gpu, gpu=True, threads=0),
     Case("kernels_exactness", exactness, {"dtypes": DEFAULT}, "kernels_exactness", replaces=True, about=dict,
          threads=0),
 ]  # fmt: skip

@@ -42,7 +42,7 @@ RUNS = {  # the sizes of the shipped workflows
     "ltx 13B": Size(704, 480, 97, True),
     "hunyuan_video": Size(848, 480, 73),
     "hunyuan_video_15": Size(848, 480, 121, True),
-    "framepack": Size(640, 608, 153),
+    "framepack": Size(640, 608, 145),
     "mochi": Size(848, 480, 85, True),
 }
 

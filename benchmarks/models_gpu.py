@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,11 @@ from anygpu.compat.transforms.fused import fuse
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.compat.transforms.order import replace_attention
 from kernels_gpu import Clock, limits
-from runner import Case, Row, in_turn, no_gpu
+from runner import Case, Row, in_turn, known_rows, no_gpu, write_table
 from torch import Tensor, nn
 from torch.nn import functional
 
-ROUNDS = 20
+ROUNDS, LEAST_ROUNDS, SECONDS = 20, 3, 20.0  # of a model: as many rounds as its seconds allow
 FORMS = {"neither": (False, False), "kernels": (True, False), "compile": (False, True), "both": (True, True)}
 BARS = {
     ("LTX-Video step", "kernels", "neither"): 1.30,
@@ -152,7 +153,12 @@ def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iter
     settings = CompileSettings(vae=model.decodes, backend="eager" if tiny else "inductor")
     graphs = {name: Compilation(settings) if compiled else None for name, (_, compiled) in FORMS.items()}
     times, results, names = {name: list[float]() for name in FORMS}, dict[str, Any](), list(FORMS)
-    for _ in range((ROUNDS if not tiny else 2) + 1):
+    began = time.monotonic()
+    for number in range((ROUNDS if not tiny else 2) + 1):
+        if number == 1:
+            began = time.monotonic()  # the first round compiles
+        elif number > LEAST_ROUNDS and time.monotonic() - began > SECONDS:
+            break
         for name in names:
             undo = put_on(module, FORMS[name][0], graphs[name], "reference" if tiny else "auto", model.decodes)
             result = call()  # the form's own kernels are warm again
@@ -167,6 +173,8 @@ def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iter
         short = [row["verdict"]] if row["verdict"] != "ok" else []
         if model.decodes and near < LEAST_PSNR:
             short.append(f"{near:.1f} dB, {LEAST_PSNR:.0f} demanded")
+        if (compiled := graphs[name]) is not None and compiled.failure:
+            short.append(str(compiled))
         yield row | {"psnr_db": round(near, 1), "verdict": "; ".join(short) or "ok"}
 
 
@@ -201,23 +209,38 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
 
 
-def model_rows(dry: bool, dtype: str) -> Iterator[Row]:
-    """A row per model and form."""
+def model_rows(dry: bool, dtype: str, only: str) -> Iterator[Row]:
+    """A row per model and form, of the models with ``only`` in their names."""
     device, kind = torch.device("cpu" if dry else "cuda"), torch.bfloat16 if dry else getattr(torch, dtype)
     clock, facts = Clock(device), facts_for(device)
     copied, product = limits(clock, device, dry)
     known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch."),
              "copy_gb_per_s": round(copied, 1), "product_tflop_per_s": round(product, 1)}  # fmt: skip
     yield from (known | row for row in attention(clock, dry, kind))
-    for model in models():
+    for model in (model for model in models() if only in model.name):
         try:
             yield from (known | row for row in measured(model, clock, dry, kind))
         except torch.OutOfMemoryError as error:
             print(f"{model.name}: skipped: {str(error).splitlines()[0]}")
 
 
+def page(_: list[Row]) -> None:
+    """Write the table of all rows."""
+    cells = [
+        [row["case"], row["form"], row["ms"], f"{float(row['over_first']):.2f}×", row["psnr_db"], row["verdict"]]
+        for row in known_rows("models_gpu")
+    ]
+    write_table("performance.md", "models_gpu", ["Case", "Form", "ms", "To the first", "dB", "Target"], cells)
+
+
 CASES = [
     Case(
-        "models_gpu", model_rows, {"dry": False, "dtype": "bfloat16"}, "models_gpu", lacks=no_gpu, gpu=True, threads=0
+        "models_gpu",
+        model_rows,
+        {"dry": False, "dtype": "bfloat16", "only": ""},
+        "models_gpu",
+        lacks=no_gpu,
+        gpu=True,
+        threads=0,
     ),
 ]

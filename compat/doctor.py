@@ -1,7 +1,7 @@
 """The layer that first gives values that cannot be right, the values on the way there, and the repair that helps.
 
-Watching is one check of a step's result. Only where that fails is the step run again, with a hook on every module that
-compares what it is given with what it returns; then once more with each repair in turn until the result is right.
+Watching is one read of a step's result. Only where that is wrong is the step run again, with a hook on every module
+that compares what it is given with what it returns; then with up to four repairs in turn until the result is right.
 """
 
 from __future__ import annotations
@@ -21,17 +21,32 @@ from torch import nn
 from .device.execution import to_host
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
-from .repairs import ATTENTION, FP32, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
+from .repairs import (
+    ATTENTION,
+    FP32,
+    LIMIT,
+    NARROW,
+    REPLACED,
+    SCALED,
+    UNFIT,
+    Repair,
+    RepairStore,
+    repaired,
+    tensors_in,
+)
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried
 CHOICES = (OFFER, KEEP, FORGET)
-NAN, INFINITE = "NaN", "infinite values"
+NAN, INFINITE, STUCK = "NaN", "infinite values", "values at the end of fp16"
+PRODUCT, WEIGHED = "a product unlike its weights", "attention unlike its operands"
+TRIALS = 4  # of repairs, the comparison with the whole network in fp32 included
 SHOWN = 3  # places on the way that are named
 NEAR = 0.05  # relative L2 of a repaired result from that of the whole network in fp32: some roundings to 8 bits
 FEW = 0.1  # of a weight's values that zeros may stand for; without more of them it is another layer
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
-UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs too
+ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
+BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 INPUTS = {  # what models call what they are given
@@ -46,6 +61,14 @@ PARTS = (  # of a layer's dotted name, what they are in words; the first that fi
     (r"(^|[._])(resnets?|res_blocks)\b", "residual block"),
     (r"norm", "norm"),
 )
+
+
+PLAIN = {  # by fault: the first sentence, for people who know no layers
+    **dict.fromkeys((INFINITE, STUCK), "one layer's numbers grow too large for this card's 16-bit format"),
+    NAN: "one layer gives values that are no numbers",
+    PRODUCT: "this device multiplies wrongly in one layer",
+    WEIGHED: "this device's attention gives wrong values",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +102,16 @@ class Finding:
     way: tuple[tuple[str, float], ...] = ()
     inputs: str = ""
     between: bool = False
+
+    @property
+    def plain(self) -> str:
+        """The fault in words that need no knowledge of networks."""
+        if self.inputs:
+            return "The picture fails before this model: what it is given is broken already"
+        damaged = "the model's file, or its copy in memory, is damaged in one layer"
+        overflow = self.fault == NAN and self.dtype == "fp16" and not self.between and PLAIN[INFINITE]
+        cause = damaged if self.weight else overflow or PLAIN.get(self.fault, "one layer says the same everywhere")
+        return f"The picture fails because {cause}"
 
     def __str__(self) -> str:
         if self.inputs:
@@ -131,8 +164,18 @@ def one_colour(tensor: torch.Tensor) -> str:
 
 def lifeless(tensor: torch.Tensor) -> str:
     """The fault of a network's output: as :func:`not_finite`, or one value everywhere, which leaves noise as it is."""
+    return lifeless_range(*_range(tensor), tensor.numel())
+
+
+def lifeless_range(low: float, high: float, count: int) -> str:
+    """The same of an output's least and greatest value and their number."""
+    return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if count > 1 and low == high else "")
+
+
+def stuck(tensor: torch.Tensor) -> str:
+    """The fault of what a module returns: as :func:`not_finite`, or values clamped where fp16 ends."""
     low, high = _range(tensor)
-    return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if tensor.numel() > 1 and low == high else "")
+    return _range_fault(low, high) or (STUCK if tensor.dtype is torch.float16 and max(-low, high) >= LIMIT else "")
 
 
 def _range(tensor: torch.Tensor) -> tuple[float, float]:
@@ -152,43 +195,65 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
     """The place where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
 
     Args:
-        fault: of what any of their modules returns.
+        fault: of what any of their modules returns; values that are not finite come before it.
     """
-    search = _Search(networks, fault)
+    return _examined(networks, run, fault)[0]
+
+
+def _examined(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
+    """The same, with what ``run`` returned."""
+    search, output = _Search(networks, fault), None
     with search.hooked(), uncompiled():
         try:
-            run()
+            output = run()
         except _Found:
             pass
         except RuntimeError:  # torch's own checks of values that are not finite
             if search.finding is None:
                 raise
-    return search.finding
+    return search.finding or search.second, output
 
 
 def diagnose(
-    networks: nn.ModuleDict, run: Callable[[], torch.Tensor], fault: Fault = not_finite, repair: bool = True
+    networks: nn.ModuleDict,
+    run: Callable[[], torch.Tensor],
+    fault: Fault = not_finite,
+    repair: bool = True,
+    local: Fault | None = None,
+    found: Callable[[], Finding | None] = lambda: None,
 ) -> tuple[Diagnosis, torch.Tensor | None]:
     """The place where ``run`` goes wrong, the repair that helps, and the result with it, None where none helps.
+
+    The network runs at most five times: once with hooks, and for :data:`TRIALS` repairs.
 
     Args:
         fault: of the result.
         repair: whether to try any.
+        local: of what a module returns, where that is another fault.
+        found: the place that is known already, once ``fault`` was asked.
     """
-    # A sound layer may return one value; none returns NaN. What is asked of layers is what is wrong with the result.
-    finding = examine(networks, run, not_finite) or (None if fault is not_finite else examine(networks, run, fault))
+    finding = found()
+    output: Any = None
     if finding is None:
-        output = run()
-        return Diagnosis(None), None if fault(output) else output
+        finding, output = _examined(networks, run, local or fault)
+    elif not fault(output := run()):
+        return Diagnosis(None), output
+    if finding is None and not (wrong := fault(output)):
+        return Diagnosis(None), output
+    if finding is None:  # somewhere in the network, between layers that are right
+        name, network = next(iter(networks.items()))
+        dtype = next((DTYPES[each.dtype] for each in network.parameters() if each.dtype in DTYPES), "")
+        finding = Finding(name, type(network).__name__, dtype=dtype, fault=wrong, between=True)
     tried, exact = tuple(repairs_for(finding)) if repair else (), None
+    whole = tried[-1] if tried and tried[-1] == Repair(finding.layer.partition(".")[0], FP32) else None
+    tried = tried[:TRIALS] if whole is None else (*tried[:-1][: TRIALS - 1], whole)
     for one in tried:
-        whole = one.way == FP32 and "." not in one.layer
-        output = exact if whole and exact is not None else _output_with(one, networks, run)
+        output = exact if one == whole and exact is not None else _output_with(one, networks, run)
         if output is None or fault(output):
             continue
-        if one.way != REPLACED and tried[-1].way == FP32 and not whole:
+        if whole is not None and one != whole and one.way != REPLACED:
             # Finite is not right: some networks clip what overflows.
-            exact = _output_with(tried[-1], networks, run) if exact is None else exact
+            exact = _output_with(whole, networks, run) if exact is None else exact
             if exact is not None and not fault(exact) and distance(output, exact) > NEAR:
                 continue
         return Diagnosis(finding, one, tried), output
@@ -211,18 +276,20 @@ def distance(output: Any, exact: Any) -> float:
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
-    """Repairs that may help, from the least change to the greatest."""
+    """Repairs that may help, the likeliest first, and for 16 bits the whole in fp32 last."""
     if finding.inputs:
         return
+    layer, root = finding.layer, finding.layer.partition(".")[0]
     if finding.weight and finding.bad <= FEW:
-        yield Repair(finding.layer, REPLACED)
-    if finding.dtype == "fp16" and "Linear" in finding.kind:
-        yield Repair(finding.layer, SCALED)
-    root = finding.layer.partition(".")[0]
-    if finding.between:
-        yield from (Repair(layer, ATTENTION) for layer in dict.fromkeys((finding.layer, root)))
+        yield Repair(layer, REPLACED)
+    if finding.between and not finding.weight:
+        yield from (Repair(place, ATTENTION) for place in dict.fromkeys((layer, root)))
+    places = (layer, finding.block or root, root)
     if finding.dtype in ("fp16", "bf16"):
-        yield from (Repair(layer, FP32) for layer in dict.fromkeys((finding.layer, finding.block or root, root)))
+        way = SCALED if finding.dtype == "fp16" else FP32
+        yield from dict.fromkeys(Repair(place, way) for place in places[2 * finding.between :])
+        if way == SCALED:
+            yield Repair(root, FP32)
 
 
 @contextmanager
@@ -238,8 +305,7 @@ class _Search:
     def __init__(self, networks: nn.ModuleDict, fault: Fault) -> None:
         self.networks, self.fault = networks, fault
         self.finding: Finding | None = None
-        modules = dict(networks.named_modules(remove_duplicate=False))
-        self.lists = {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+        self.second: Finding | None = None  # of another fault than values that are not finite
         self.way: list[tuple[str, float]] = []
 
     @contextmanager
@@ -255,48 +321,61 @@ class _Search:
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            fault, wrong = self._wrong(output)
+            fault, wrong = _wrong(output, not_finite)
+            given = (args, kwargs)
             if not fault:
-                if name and self._block_of(name) == name:
+                if self.fault is not not_finite and self.second is None:
+                    fault, wrong = _wrong(output, self.fault)
+                    if fault and not _wrong(given, self.fault)[0]:
+                        self.second = self._finding(name, module, fault, wrong, largest(given))
+                if name and block_of(self.networks, name) == name:
                     self.way.append((name, largest(output)))
                 return
-            given = (args, kwargs)
-            if not self._wrong(given)[0]:
+            if not _wrong(given, not_finite)[0]:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
                 raise _Found
             if name in self.networks:
-                inputs = [key for key, value in _named(module, args, kwargs).items() if self._wrong(value)[0]]
+                inputs = [key for key, value in _named(module, args, kwargs).items() if _wrong(value, not_finite)[0]]
                 words = ", ".join(INPUTS.get(key, key) for key in inputs)
                 self.finding = Finding(name, type(module).__name__, dtype="", fault=fault, inputs=words)
                 raise _Found
 
         return after
 
-    def _wrong(self, value: Any) -> tuple[str, torch.Tensor | None]:
-        for tensor in tensors_in(value):
-            fault = self.fault(tensor)
-            if fault:
-                return fault, tensor
-        return "", None
-
-    def _block_of(self, name: str) -> str:
-        places = accumulate(name.split("."), "{}.{}".format)
-        return next((place for place in places if place.rpartition(".")[0] in self.lists), "")
-
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
         shares = ((key, _bad_share(weight)) for key, weight in module.named_parameters())
         place, bad = next((share for share in shares if share[1]), ("", 0.0))
         owner, _, weight = place.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
-        block = self._block_of(layer)
+        block = block_of(self.networks, layer)
         kind = type(self.networks.get_submodule(layer)).__name__
         dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
         if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
             dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
         values: dict[str, Any] = {"largest": given, "weight": weight, "bad": bad, "way": tuple(self.way)}
-        values |= {"block": block, "blocks": self.lists.get(block.rpartition(".")[0], 0)}
+        values |= {"block": block, "blocks": blocks_beside(self.networks, block)}
         between = not weight and any(True for _ in module.children())
         return Finding(layer, kind, dtype=dtype, fault=fault, between=between, **values)
+
+
+def block_of(networks: nn.ModuleDict, name: str) -> str:
+    """The repeated block that the module ``name`` is in, or is; empty outside."""
+    parent: nn.Module = networks
+    for place in accumulate(name.split("."), "{}.{}".format) if name else ():
+        if isinstance(parent, nn.ModuleList):
+            return place
+        parent = parent._modules.get(place.rpartition(".")[2]) or parent
+    return ""
+
+
+def blocks_beside(networks: nn.ModuleDict, block: str) -> int:
+    """The number of blocks in the list of ``block``; 0 outside of one."""
+    return len(list(networks.get_submodule(block.rpartition(".")[0]).children())) if block else 0
+
+
+def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
+    faults = ((fault(tensor), tensor) for tensor in tensors_in(value))
+    return next((each for each in faults if each[0]), ("", None))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -344,10 +423,13 @@ class Doctor:
         choice: one of :data:`CHOICES` or :data:`EXPLAIN`; ``offer`` stops with what helps, ``keep`` goes on with it,
             also next time.
         tell: takes one line that the user should read.
+        instead: what prevents an overflow, in words that follow *or*.
     """
 
-    def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
-        self.model, self.store, self.choice, self.tell = model, store, choice, tell
+    def __init__(
+        self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None], instead: str = ON_LOAD
+    ) -> None:
+        self.model, self.store, self.choice, self.tell, self.instead = model, store, choice, tell, instead
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
 
@@ -362,44 +444,50 @@ class Doctor:
         run: Callable[[], torch.Tensor],
         where: str,
         fault: Fault = not_finite,
+        local: Fault | None = None,
+        found: Callable[[], Finding | None] = lambda: None,
     ) -> torch.Tensor:
         """``output``, or with ``keep`` what a repair makes of it.
 
         Args:
             run: makes the output again by way of ``networks``.
             where: in a sentence, such as ``step 3 of 20``.
+            fault, local, found: as for :func:`diagnose`.
 
         Raises:
             NotFinite: it is wrong, and nothing helps or only an offer is wanted.
         """
-        wrong = fault(output)
-        if not wrong:
+        if not fault(output):
             return output
-        diagnosis, again = diagnose(networks, run, fault, repair=self.choice != EXPLAIN)
-        repair = diagnosis.repair
+        diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found)
+        repair, finding = diagnosis.repair, diagnosis.finding
+        if finding is not None and finding.fault == STUCK and again is not None and distance(output, again) <= NEAR:
+            return output  # clamped, as some networks do, without harm
         if repair is not None and self.choice != FORGET:
             self.store.add(self.model, repair)
         if again is not None and (repair is None or self.choice == KEEP):
             if repair is not None:
                 self.repairs = tuple(dict.fromkeys((*self.repairs, repair)))
-            self.tell(f"{where}: {diagnosis}" + ("; kept for the next runs of this model" if repair else ""))
+            kept = "; kept for the next runs of this model" if repair else ""
+            self.tell(f"{finding.plain}; {where}: {diagnosis}{kept}" if finding else f"{where}: {diagnosis}")
             return again
-        raise NotFinite(f"{where}: {diagnosis}", expected="right values", fix=advice(diagnosis))
+        plain = "The picture fails" if finding is None else finding.plain
+        offered = BUTTON if repair is not None and self.choice == OFFER else {}
+        fix = advice(diagnosis, self.instead)
+        raise NotFinite(f"{plain}; {where}: {diagnosis}", expected="right values", fix=fix, button=offered)
 
 
-def advice(diagnosis: Diagnosis) -> str:
+def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
     """The advice of a diagnosis, in a sentence."""
     finding, repair = diagnosis.finding, diagnosis.repair
+    keep = f"Set repair to {KEEP} on AnyGPU Doctor and run again"
     if finding is not None and finding.weight:
-        return f"Download the model's file again: {finding.layer}.{finding.weight} is damaged." + (
-            f" Or run again with repair {KEEP} of AnyGPU Doctor." if repair else ""
-        )
+        damaged = f"Download the model's file again: {finding.layer}.{finding.weight} is damaged."
+        return f"{damaged} Or {keep[0].lower()}{keep[1:]}." if repair else damaged
     if repair is not None:
-        slow = repair.way == FP32 and "." not in repair.layer
-        faster = ", or, faster, use precision fp16-safe or AnyGPU Fit Model" if slow else ""
-        return f"Run again with repair {KEEP} of AnyGPU Doctor, which keeps for this model what helped here{faster}."
-    if finding is not None and not diagnosis.tried and not finding.inputs and finding.dtype in ("fp16", "bf16"):
-        return "Choose precision fp32 (or bf16 if the device supports it) on the load node, or add AnyGPU Doctor."
+        return f"{keep}, or {instead}." if finding is not None and finding.dtype == "fp16" else f"{keep}."
     if finding is not None and finding.inputs:
         return "Look at the node before: the text encoder, the picture or the latents that it is given."
-    return "Choose precision fp32, or a model file in another precision."
+    if finding is not None and not diagnosis.tried and finding.dtype in ("fp16", "bf16"):
+        return f"Add AnyGPU Doctor with repair {KEEP}, or {instead}."
+    return f"Load the model again, use a file in another precision, or {instead}."

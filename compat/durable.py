@@ -8,12 +8,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from .errors import InputError, first_line
+from .errors import InputError, first_line, json_file
 
 
 @contextmanager
-def replacing(path: Path, suffix: str = ".part") -> Iterator[Path]:
+def replacing(path: Path, suffix: str = ".part", synced: bool = True) -> Iterator[Path]:
     """A file beside ``path`` for the block to write, which then takes the place of ``path``.
 
     It reaches the disk, not only the system's cache, before it is renamed, and the folder after that: a crash, a power
@@ -21,6 +22,7 @@ def replacing(path: Path, suffix: str = ".part") -> Iterator[Path]:
 
     Args:
         suffix: of the file that is written; some libraries go by it.
+        synced: whether to wait for the disk. What is not waited for outlives this process, but no power cut.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
@@ -28,15 +30,25 @@ def replacing(path: Path, suffix: str = ".part") -> Iterator[Path]:
         temporary.touch()
         mode = temporary.stat().st_mode  # as this user's files have; safetensors would keep others from reading it
         yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+        if synced:
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
         temporary.chmod(mode)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):  # whatever ended the block is what the user has to know
             temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    if synced:
+        _sync_folder(path.parent)
+
+
+def saved_json(path: Path) -> Any:
+    """The value in a JSON file of ours; None where there is none, or where somebody damaged it."""
+    try:
+        return json_file(path)
+    except (OSError, ValueError):
+        return None
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:

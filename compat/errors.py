@@ -1,19 +1,27 @@
-"""Errors that a user can act on: what was found, what was expected, what to do next, in one line.
+"""Errors that a user can act on: what was found, what was expected, what to do next, in one line; and what raises them:
+choices, ranges, and the memory that files of unknown origin may take, known before anything is built of them.
 
 ``__module__`` is set because ComfyUI shows it before the message, and loads this file under the name of its folder.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
 
-MOST_CHARACTERS = 700  # of what was found, which may quote a text of any length
+READING_TIMES, READING_BYTES = 10, 200 * 10**6  # small files can claim anything
+JSON_BYTES = 100_000_000  # of one text: the safetensors library's own limit of a header
+TOKEN_BYTES, PAIR_BYTES = 64, 192  # that Python takes for each value in a list, such as an empty one; for each pair
+MOST_SHOWN = 700  # of what was found, which may quote a text of any length
 _recent: deque[tuple[str, dict[str, str]]] = deque(maxlen=64)  # texts of errors made lately, with their parts
 
 
-def remember(text: str, found: str, expected: str, fix: str) -> str:
+def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str, str] | None = None) -> str:
     """``text``, an error's, whose parts :func:`parts_of` then gives to whoever has only the text."""
-    _recent.append((text, {"found": found, "expected": expected, "fix": fix}))
+    _recent.append((text, {"found": found, "expected": expected, "fix": fix, **(button or {})}))
     return text
 
 
@@ -28,8 +36,8 @@ def parts_of(message: str) -> dict[str, str]:
 
 def _shortened(line: str) -> str:
     """Shorten ``line`` to its beginning and end if it is very long."""
-    half = MOST_CHARACTERS // 2
-    return line if len(line) <= MOST_CHARACTERS else f"{line[:half]} … {line[-half:]}"
+    half = MOST_SHOWN // 2
+    return line if len(line) <= MOST_SHOWN else f"{line[:half]} … {line[-half:]}"
 
 
 class PackError(Exception):
@@ -39,15 +47,16 @@ class PackError(Exception):
         found: what is there, with the value, file or input quoted.
         expected: what would have been right, with units.
         fix: one sentence that says what to do.
+        button: what does it in the browser: ``press``, its text; the ``node`` whose ``input`` becomes ``value``.
     """
 
     __module__ = "anygpu"
 
-    def __init__(self, found: str, *, expected: str, fix: str) -> None:
+    def __init__(self, found: str, *, expected: str, fix: str, button: Mapping[str, str] | None = None) -> None:
         self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
         self.found = _shortened(self.found)
         text = f"{self.found}; expected {self.expected}. {self.fix}"
-        super().__init__(remember(text, self.found, self.expected, self.fix))
+        super().__init__(remember(text, self.found, self.expected, self.fix, button))
 
 
 class InputError(PackError, ValueError):
@@ -72,6 +81,72 @@ class MissingPackageError(PackError, ImportError):
     """A Python package that this feature needs is absent or broken."""
 
     __module__ = "anygpu"
+
+
+def require_range(
+    name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
+) -> None:
+    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
+    if not low <= value <= high:
+        valid = min(max(value, low), high) if nearest is None else nearest
+        fix = f"The nearest valid value is {valid:g}{advice}."
+        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
+
+
+def require_choice(
+    name: str, value: str, known: Collection[str], fix: str = "Choose one of these.", where: str = ""
+) -> None:
+    """Raise where ``value`` of the input ``name`` is not among the ``known`` ones; ``where`` says of what it is."""
+    if value not in known:
+        raise InputError(f"{name} {value!r}{where}", expected=f"one of {', '.join(known)}", fix=fix)
+
+
+def reading_budget(size: int) -> int:
+    """The bytes of memory that reading a file of ``size`` bytes may take, beside what it gives back."""
+    return READING_TIMES * size + READING_BYTES
+
+
+def afford(subject: str, cost: int, size: int, fix: str = "Export or download it again.") -> int:
+    """``cost``, the bytes that reading ``subject`` of ``size`` bytes takes.
+
+    Raises:
+        CheckpointError: more than :func:`reading_budget`.
+    """
+    if cost > reading_budget(size):
+        raise CheckpointError(
+            f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read",
+            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB",
+            fix=fix,
+        )
+    return cost
+
+
+def json_cost(text: bytes) -> int:
+    """The bytes of memory that the values of a JSON text take, with the text itself."""
+    values = TOKEN_BYTES * sum(map(text.count, (b",", b"[", b"{"))) + PAIR_BYTES * text.count(b":")
+    return values + (3 if text.isascii() else 9) * len(text)
+
+
+def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
+    """The value of a JSON text, read as ``json.loads`` with ``options`` does.
+
+    Raises:
+        CheckpointError: it takes more than :func:`reading_budget`. ValueError: it is no JSON, or nested too deeply.
+    """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if len(raw) > JSON_BYTES:
+        raise ValueError(f"more than {JSON_BYTES:,} bytes")
+    afford(subject, json_cost(raw), len(raw))
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def json_file(path: Path) -> Any:
+    """The value in a JSON file; raises as :func:`json_within`, and OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return json_within(file.read(JSON_BYTES + 1).decode("utf-8"), repr(str(path)))
 
 
 def first_line(error: BaseException) -> str:

@@ -12,6 +12,12 @@ from torch import nn
 from .errors import InputError
 
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
+FRAME, REGION = "a frame of one colour", "a region of one colour"
+SATURATED = "values far outside those of a picture"
+FINEST = 16  # cells that a frame is looked at in, per side, at least
+DEAD = 1 / 16  # of a frame, which varied latents do not leave in one colour
+RANGE, FAR, HALF = 4.0, 0.01, 0.5  # decoders end near -1..1; the share that may lie beyond; that may be at the ends
+SAMPLES = 4096  # values of a weight that are looked at, all over it
 CAST = "values that this device changes when casting to fp32 or back"
 Validator = Callable[[torch.Tensor], str]
 
@@ -43,22 +49,76 @@ def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
         )
 
 
-def fault_in_frames(video: torch.Tensor, cell: int = 1) -> str:
+def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:
     """The fault of decoded frames (B, C, F, H, W), on any device; empty for none.
 
     One colour is a frame that says the same in every cell, exactly, which no picture does. A decoder that unfolds
-    channels into pixels repeats a pattern there when its input is lost.
+    channels into pixels repeats a pattern there when its input is lost. The frames are read twice, the rest is done
+    on the least and the greatest value of each cell.
 
     Args:
         cell: pixels that one latent covers in each direction.
+        latents: (B, C, T, H / cell, W / cell) of the frames; with them dead frames, dead regions and saturation are
+            seen too. All of these but :data:`BROKEN` may be right, if rarely: another way of decoding tells.
     """
-    if not bool(video.isfinite().all()):
-        return BROKEN
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
-        return COLOUR if is_flat(video) else ""
-    cells = video.unflatten(-1, (columns // cell, cell)).unflatten(-3, (rows // cell, cell))
-    return COLOUR if bool((cells.amin((-4, -2)) == cells.amax((-4, -2))).all()) else ""
+        whole = BROKEN if not bool(video.isfinite().all()) else ""
+        return whole or (COLOUR if is_flat(video) else "")
+    parts = max(1, FINEST // min(rows // cell, columns // cell))
+    fine = cell // parts if latents is not None and cell % parts == 0 else cell
+    cells = video.unflatten(-1, (columns // fine, fine)).unflatten(-3, (rows // fine, fine))
+    low, high = cells.amin((-3, -1)), cells.amax((-3, -1))
+    least, most = low.amin(), high.amax()
+    if not bool((least.isfinite() & most.isfinite()).all()):
+        return BROKEN
+    if all(bool((each.amin((-2, -1)) == each.amax((-2, -1))).all()) for each in (low, high)):
+        cells = video.unflatten(-1, (columns // cell, cell)).unflatten(-3, (rows // cell, cell))
+        if bool((cells.amin((-4, -2)) == cells.amax((-4, -2))).all()):
+            return COLOUR
+    if latents is None:
+        return ""
+    share = float(dead_cells(torch.cat((low, high), 1), latents).float().mean((-2, -1)).amax())
+    dead = FRAME if share > 1 - DEAD else REGION if share >= DEAD else ""
+    return _saturated(video, low, high) or dead
+
+
+def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """The cells of (B, C, F, H, W) that repeat a neighbour although the latents there vary: (B, F, H, W)."""
+    every, less = latent_step(video.shape[2], latents.shape[2])
+    index = ((torch.arange(video.shape[2]) + less) // every).clamp(max=latents.shape[2] - 1)
+    varied, parts = (
+        ~_repeated(latents.to(video.device))[:, index.to(video.device)],
+        video.shape[-1] // latents.shape[-1],
+    )
+    return _repeated(video) & varied.repeat_interleave(parts, -1).repeat_interleave(parts, -2)
+
+
+def latent_step(frames: int, count: int) -> tuple[int, int]:
+    """The pixel frames of one latent frame, and how many the first of ``count`` latent frames lacks."""
+    if count > 1 and (frames - 1) % (count - 1) == 0:
+        return max(1, (frames - 1) // (count - 1)), max(1, (frames - 1) // (count - 1)) - 1
+    return max(1, frames // count), 0
+
+
+def _repeated(grid: torch.Tensor) -> torch.Tensor:
+    """The cells of (B, C, F, H, W) that equal a neighbour in all channels: (B, F, H, W)."""
+    found = torch.zeros_like(grid[:, 0], dtype=torch.bool)
+    for axis in (-2, -1):
+        same = (grid.narrow(axis, 1, grid.shape[axis] - 1) == grid.narrow(axis, 0, grid.shape[axis] - 1)).all(1)
+        for start in (0, 1):
+            found.narrow(axis, start, grid.shape[axis] - 1).logical_or_(same)
+    return found
+
+
+def _saturated(video: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> str:
+    """The fault of frames that leave a decoder's range, or of which half is at its ends; empty for none."""
+    far = torch.maximum(high, -low) > RANGE
+    if float(far.float().mean()) > FAR and float((video.abs() > RANGE).float().mean()) > FAR:
+        return SATURATED
+    least, most = low.amin(), high.amax()
+    ends = float(((low == least) | (high == most)).float().mean())
+    return SATURATED if ends > HALF and float(((video == least) | (video == most)).float().mean()) > HALF else ""
 
 
 def fault_in_latents(latents: torch.Tensor) -> str:
@@ -93,14 +153,11 @@ def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
         if fault:
             raise InvalidOutputError(fault)
 
-    handle = coder.register_forward_hook(check)
-    try:
+    with coder.register_forward_hook(check):
         yield
-    finally:
-        handle.remove()
 
 
-def fault_in_weight(name: str, tensor: torch.Tensor, samples: int = 4096) -> str:
+def fault_in_weight(name: str, tensor: torch.Tensor) -> str:
     """The fault of a weight that was just read, on the host; empty for none.
 
     Some thousand values all over the tensor are looked at; all of them only where those are zeros. One value alone, a
@@ -108,7 +165,7 @@ def fault_in_weight(name: str, tensor: torch.Tensor, samples: int = 4096) -> str
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
-    some = tensor.reshape(-1)[:: max(1, tensor.numel() // samples)].float()  # nothing is asked of 8 bits directly
+    some = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLES)].float()  # nothing is asked of 8 bits directly
     if not bool(some.isfinite().all()):
         return BROKEN
     matrix = tensor.ndim > 1 and tensor.numel() > 1 and name.endswith("weight")

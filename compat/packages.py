@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 
 from .errors import MissingPackageError
 
+MOST_CHARACTERS = 2**17  # of a prompt: no encoder reads more, but of white space
+CHARACTERS, MARGIN = 16, 32  # that a token is first taken to have; tokens behind a cut, which can be others there
 INSTALL = "Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U {name}"
 
 
@@ -156,3 +158,18 @@ def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
     if dtype is torch.float16:
         words |= {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
     return re.compile("|".join(rf"(^|\.){word}($|\.)" for word in sorted(words))) if words else None
+
+
+def beginning(tokenizer: Any, text: str, room: int, check: Callable[[], None] = lambda: None) -> str:
+    """The part of ``text`` from which its first ``room`` tokens come, and a little more; at most 131,072 characters.
+
+    Args:
+        check: called between parts; may raise to cancel.
+    """
+    count = CHARACTERS * (room + MARGIN)
+    while count < min(len(text), MOST_CHARACTERS):
+        check()
+        if len(tokenizer(text[:count], add_special_tokens=False, verbose=False)["input_ids"]) > room + MARGIN:
+            break
+        count *= 2
+    return text[: min(count, MOST_CHARACTERS)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from .device.facts import DeviceFacts
+from .device.packed_paths import packed_probes
 from .device.probe_store import ProbeStore
 from .device.probes import NAMES
 
@@ -22,7 +23,11 @@ def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool
         folder: where answers are kept; None keeps them in memory only.
         quiet: gives only what is kept.
     """
-    more = {TRITON: _triton} | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in NAMES.items()}
+    more = (
+        packed_probes(facts)
+        | {TRITON: _triton}
+        | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in NAMES.items()}
+    )
     return ProbeStore(facts, folder, more=more, quiet=quiet)
 
 

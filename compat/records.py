@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import types
 import typing
@@ -12,7 +11,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from .errors import InputError
+from .errors import InputError, PackError, json_within
 
 T = TypeVar("T")
 WITHOUT = "without"  # metadata of a field: names of the fields of its dataclass that a record does not have
@@ -85,10 +84,10 @@ def json_in(text: str | bytes, subject: str) -> Any:
         InputError: not JSON, a number that JSON does not have, such as NaN, or an object with a field twice.
     """
     try:
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=partial(_object, subject))
-    except InputError:
+        return json_within(text, subject, parse_constant=_refuse, object_pairs_hook=partial(_object, subject))
+    except PackError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{subject} is not JSON", expected="a JSON file that AnyGPU wrote", fix=FIX) from error
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .durable import replacing
+from .durable import replacing, saved_json
 from .memory.parts import Undo
 from .transforms.attention_chunks import chunked
 from .transforms.fp16_layers import row_scales
@@ -35,10 +35,12 @@ TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
 MEANINGS = {
     FP32: "computed in fp32",
     REPLACED: "with zeros for the weights that are not finite",
-    SCALED: "with operands scaled by powers of two, so that no sum on the way leaves fp16",
+    SCALED: "in safe fp16: an fp32 stream around products scaled by powers of two",
     ATTENTION: "with another attention, exact and in fp32",
 }
+LIMIT = torch.finfo(torch.float16).max
 FILE = "doctor.json"
+UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs too
 PLAIN = (torch.Tensor, nn.Parameter)  # whose values are what they hold; subclasses may hold packed bytes
 
 
@@ -73,19 +75,19 @@ class Widened(TorchFunctionMode):
         return func(*widened(args), **widened(kwargs))
 
 
-class Scaled(TorchFunctionMode):
-    """Products of Linears in fp16 from operands that are divided, per row, by what keeps every partial sum in range."""
+class Scaled(Widened):
+    """All in fp32 but the products of Linears: fp16 operands, divided per row so that every sum is in range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``func``, or the product in parts."""
+        """``func`` on widened operands, or the product in parts."""
         plain = func is functional.linear and all(type(each) in PLAIN for each in args[:2])
-        if not plain or args[0].dtype is not torch.float16:
-            return func(*args, **(kwargs or {}))
+        if not plain or float(args[1].detach().abs().amax()) > LIMIT:
+            return super().__torch_function__(func, types, args, kwargs)
         x, weight, bias = (*args, None)[:3] if len(args) > 2 else (*args[:2], (kwargs or {}).get("bias"))
         reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
-        scale = row_scales(x, reach)
-        product = func((x.float() / scale).to(x.dtype), weight.to(x.dtype)).float() * scale
-        return (product if bias is None else product + bias.float()).to(x.dtype)
+        scale = row_scales(x.float(), reach)
+        product = func((x.float() / scale).half(), weight.half()).float() * scale
+        return product if bias is None else product + bias.float()
 
 
 _asked = threading.local()  # two GPUs may sample at once, each from a thread of its own
@@ -187,10 +189,10 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
         undo.restore()
 
 
-def _in_fp32(_module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_fp32(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def wide(*args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
-        with Widened():
+        with mode():
             out = forward(*widened(args), **widened(kwargs))
         return out if given is None else _narrowed(out, given)
 
@@ -232,9 +234,9 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
-    FP32: _in_fp32,
+    FP32: partial(_in_fp32, Widened),
     REPLACED: _with_zeros,
-    SCALED: partial(_under, Scaled),
+    SCALED: partial(_in_fp32, Scaled),
     ATTENTION: partial(_under, OtherAttention),
 }
 
@@ -271,10 +273,7 @@ class RepairStore:
         return True
 
     def _all(self) -> dict[str, Any]:
-        try:
-            known = {} if self.path is None else json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
+        known = {} if self.path is None else saved_json(self.path)
         return known if isinstance(known, dict) else {}
 
     def _write(self, known: dict[str, Any]) -> None:

@@ -9,8 +9,10 @@ import torch
 
 from .decision import AUTO, Decision
 from .device.facts import GIBIBYTE, DeviceFacts
+from .device.packed_paths import kitchen_decisions
+from .device.packed_rows import INTEGERS
 from .device.precision import NAMES, ModelPrecision, Precision, precision_for
-from .device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
+from .device.probe_store import OK, PACKED, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
 from .device.quirks import DTYPE_NAMES, DevicePolicy, abilities, fixed, policy_for
 from .device.wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 from .errors import PackError
@@ -23,6 +25,7 @@ HEAD_WIDTH = 128
 OPTIONAL = (
     *("output.fp16_to_fp32", "float64", "float8", "triton", "bits.bf16_to_fp32", "sums.bf16", "sums.fp16"),
     *(f"{GELU}.{name}" for name in DTYPE_NAMES),
+    *(PACKED + layer_format for layer_format in INTEGERS),
 )
 """What a device may lack without anybody missing it: there is another way for each."""
 
@@ -60,8 +63,9 @@ class Report:
         return "\n".join([named[DEVICE][0].verdict, *changes])
 
 
-DEVICE, DECIDED, KERNELS, ANSWERED, KNOWN, CHANGES = (
-    "Device", "Precision", "Kernels and care", "What the device answered", "Known bugs here", "What to change",
+DEVICE, DECIDED, KERNELS, ANSWERED, FILES, KNOWN, CHANGES = (
+    "Device", "Precision", "Kernels and care", "What the device answered", "Packed files, with the Fit nodes",
+    "Known bugs here", "What to change",
 )  # fmt: skip
 
 
@@ -85,11 +89,12 @@ def report_on(
     decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
     care = (Decision("care", row.done, source=row.source) for row in policy.rows if row.effect)
     kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *care)
+    packed = tuple(kitchen_decisions(facts, probes))
     known = tuple(Decision(row.name, row.symptom, row.done, f"{row.source}, {row.seen}") for row in policy.rows)
     sections = [
         (DEVICE, _device(facts, free_bytes)), (DECIDED, decided), (KERNELS, kernels), (ANSWERED, _answered(probes)),
     ]  # fmt: skip
-    sections += [(KNOWN, known)] if known else []
+    sections += [section for section in ((FILES, packed), (KNOWN, known)) if section[1]]
     changes = changes_for(facts, probes, policy, note)
     if changes:
         sections.append((CHANGES, tuple(Decision(f"{number}.", text) for number, text in enumerate(changes, 1))))
@@ -220,9 +225,7 @@ class ProbeStatus:
     advice: str = ""
 
 
-def probe_statuses(
-    facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None
-) -> list[ProbeStatus]:
+def probe_statuses(facts: DeviceFacts, probes: Mapping[str, ProbeResult]) -> list[ProbeStatus]:
     """The status of each probe.
 
     Green: right. Amber: right but slow, or absent and not needed. Red: wrong or unusable. Grey: not asked.
@@ -230,7 +233,7 @@ def probe_statuses(
     Args:
         probes: answers by name; they are read as they are.
     """
-    policy = policy or policy_for(facts)
+    policy = policy_for(facts)
     return [_status(name, probes[name], facts, policy) for name in probes]
 
 

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,33 +86,35 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 def queue(arguments: argparse.Namespace) -> int:
     """Write a job for each prompt, seed and picture, as AnyGPU Queue Jobs does."""
-    from ..paint.jobs import model_item, paint_jobs
+    from ..paint.jobs import paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
     from ..pipelines.records.job import load_inputs
-    from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in, write_list
+    from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in, write_list
+    from ..pipelines.records.places import Places
 
-    folder = JobFolder(Path(arguments.folder))
+    folder, known = JobFolder(Path(arguments.folder)), Path(STATE).expanduser()
     if arguments.meshes:
         if arguments.pictures is None:
             raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
         meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
-        model, painting = model_item(Path(arguments.model)), PaintSettings(steps=arguments.steps)
+        content = partial(Places(state=known).content, check=lambda: None)
+        model, painting = content(Path(arguments.model)), PaintSettings(steps=arguments.steps)
         given = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
-        others = {name: model_item(Path(path)) for name, path in given.items() if path}
+        others = {name: content(Path(path)) for name, path in given.items() if path}
         sources = (meshes, pictures, seeds_in(arguments.seeds))
         jobs = write_list(folder, arguments.name, paint_jobs(model, *sources, painting, folder.add_input, **others))
     else:
         batch = Batch(
             prompts=prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
             seeds=seeds_in(arguments.seeds),
-            pictures=[] if arguments.pictures is None else pictures_in(Path(arguments.pictures)),
+            pictures=[] if arguments.pictures is None else files_in(Path(arguments.pictures)),
             negative=arguments.negative,
             settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
             load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
             framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
         )
-        jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch)
+        jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch, state=known)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
     return 0
 

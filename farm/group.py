@@ -24,7 +24,7 @@ from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
 from ..compat.ray_clusters import answer
-from ..pipelines.base import Progress
+from ..pipelines.base import Progress, ProgressStage
 from ..pipelines.records.job_folder import JobFolder
 from .render import KINDS, Renderer, job_of
 from .worker import (
@@ -59,9 +59,9 @@ class AgreedWatch(RenderWatch):
         super().__init__()
         self._ranks = ranks
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Any = None) -> None:
         """Take in how far it is; after each step of the sampling, which all ranks take, they agree whether to end."""
-        ended = getattr(stage, "name", stage) == SAMPLING and self._ranks.any(self.ending)
+        ended = stage.name == SAMPLING and self._ranks.any(self.ending)
         super().step(done, total, stage, preview)
         if ended:
             raise RenderCancelled
@@ -262,7 +262,7 @@ class GroupRenderer:
             for note in state["notes"][told:]:
                 progress.notify(note)
             told = len(state["notes"])
-            picture = (lambda: self._preview(progress)) if state["stage"].startswith(SAMPLING) else None
+            picture = (lambda: self._preview(progress)) if state["stage"].name == SAMPLING else None
             progress.step(state["done"], state["total"], state["stage"], picture)
         progress.check()
         return told

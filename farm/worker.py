@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from ..compat.durable import replacing, require_writable
 from ..compat.errors import InputError, MissingPackageError, PackError, first_line
 from ..compat.ranks import RankLost
 from ..compat.ray_clusters import token_mode
-from ..pipelines.base import Progress
+from ..pipelines.base import Preview, Progress, ProgressStage
 from ..pipelines.records.job_folder import JobFolder
 from .schedule import Task
 
@@ -72,14 +72,14 @@ class RenderWatch:
     """The progress of one job, for those who ask; raises inside the render once it is to end."""
 
     def __init__(self) -> None:
-        self.done, self.total, self.stage = 0, 0, ""
+        self.done, self.total, self.stage = 0, 0, ProgressStage("")
         self.notes: list[str] = []
         self._ended, self._wanted, self._shown = threading.Event(), threading.Event(), threading.Event()
         self._picture: torch.Tensor | None = None
 
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
         """Take in how far it is; makes the preview that is waited for."""
-        self.done, self.total, self.stage = done, total, str(stage)
+        self.done, self.total, self.stage = done, total, stage
         if preview is not None and self._wanted.is_set():
             self._wanted.clear()
             self._picture = pixels_of(preview())
@@ -168,7 +168,7 @@ class Worker:
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
-        progress = {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": watch.notes[-5:]}
+        progress = {"done": watch.done, "total": watch.total, "stage": str(watch.stage), "notes": watch.notes[-5:]}
         seconds = round(time.monotonic() - self._began, 1)
         return {"key": task.key, "seconds": seconds, "finished": self._finished, **progress}
 

@@ -145,20 +145,20 @@ class PackedLayer(CastLayer):
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
-        own, factors = dict(self._parameters), self.factors
+        own, sides = dict(self._parameters), self.sides
         if self.stored.device != device and self.memory_stats is not None:
-            self.memory_stats.add(bytes_of(t for t in (*own.values(), factors) if t is not None), 0.0)
+            self.memory_stats.add(bytes_of(t for t in (*own.values(), *sides.values()) if t is not None), 0.0)
         kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
         with comfy.ops.CastBiasWeightContext(self.rows, device=device, offloadable=True, **kinds) as (stored, bias):
             self._parameters.update(stored=stored, bias=bias)
-            self._buffers["factors"] = None if factors is None else factors.to(device)
+            self._buffers.update({name: side.to(device) for name, side in sides.items()})
             self.__dict__["fetched"] = True
             try:
                 yield
             finally:
                 self.__dict__.pop("fetched")
                 self._parameters.update(own)
-                self._buffers["factors"] = factors
+                self._buffers.update(sides)
 
 
 class _Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.device.facts import value_or
 from ..compat.errors import CheckpointError, InputError
+from ..compat.memory.parts import ProgressStage
 from ..compat.records import shown
 from ..paint.choices import MESH_FILES
-from ..pipelines.movie import read_frames
+from ..pipelines.movie import Check, read_frames
 from ..pipelines.records.job import Job, VideoJob, job_on
 from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
+from ..pipelines.records.places import Places
 from .api import InputImpl
 from .folders import AUTO, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
@@ -106,18 +109,26 @@ def input_folder(name: str) -> Path:
 
 
 def queue_meshes(
-    folder: JobFolder, name: str, models: PaintModels, meshes: str, pictures: str, seeds: Sequence[int], steps: int
+    folder: JobFolder,
+    name: str,
+    models: PaintModels,
+    meshes: str,
+    pictures: str,
+    seeds: Sequence[int],
+    steps: int,
+    check: Check,
 ) -> JobList:
     """Write a job for each mesh of a listed folder, to be textured by listed models."""
-    from ..paint.jobs import model_item, paint_jobs
+    from ..paint.jobs import paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
-    encoder = paint_provider_folder(models.image_encoder)
+    encoder, delight = paint_provider_folder(models.image_encoder), models.delight
+    content = partial(Places(state=state_folder()).content, check=check)
     others = {
-        "delight": None if models.delight == NONE else model_item(paint_path(models.delight), models.delight),
-        "image_encoder": None if encoder is None else model_item(encoder, models.image_encoder),
+        "delight": None if delight == NONE else content(paint_path(delight), delight),
+        "image_encoder": None if encoder is None else content(encoder, models.image_encoder),
     }
-    item, painting = model_item(paint_path(models.model), models.model), PaintSettings(steps=steps)
+    item, painting = content(paint_path(models.model), models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 
@@ -129,7 +140,7 @@ def job_of(line: str) -> Job:
     return job_on(line, VideoJob, PaintJob)
 
 
-def jobs_named(folder: JobFolder, name: str) -> JobList:
+def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:
     """The jobs of a file in ``folder``, or of the newest for an empty name.
 
     Raises:
@@ -143,21 +154,28 @@ def jobs_named(folder: JobFolder, name: str) -> JobList:
             expected="a file that AnyGPU Queue Jobs wrote",
             fix="Queue some, or correct the name.",
         )
-    lines = tuple(lines_of(path))
-    return JobList(folder, path.stem, lines, tuple(job_of(line).key for line in lines))
+    lines, keys = tuple(lines_of(path)), list[str]()
+    for line in lines:
+        check()
+        keys.append(job_of(line).key)
+    return JobList(folder, path.stem, lines, tuple(keys))
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
     """The results of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
     while True:
-        progress.check()
-        done = [key for key in jobs.keys if jobs.folder.is_done(key)]
-        failed = {key: text for key in jobs.keys if key not in done and (text := jobs.folder.failure(key))}
+        done, failed = list[str](), dict[str, str]()
+        for key in jobs.keys:
+            progress.check()
+            if jobs.folder.is_done(key):
+                done.append(key)
+            elif text := jobs.folder.failure(key):
+                failed[key] = text
         waiting = len(jobs.keys) - len(done) - len(failed)
         if not wait or not waiting:
             files = (jobs.folder.result(key) for key in done)
             return Collected(tuple(file for file in files if file is not None), failed, waiting)
-        progress.step(len(done) + len(failed), len(jobs.keys), "waiting for jobs")
+        progress.step(len(done) + len(failed), len(jobs.keys), ProgressStage("waiting for jobs"))
         until = time.monotonic() + POLL_SECONDS
         while time.monotonic() < until:
             progress.check()

@@ -13,6 +13,7 @@ import torch
 from ..compat.device.facts import value_or
 from ..compat.durable import replacing
 from ..compat.errors import InputError, MissingPackageError, UnsupportedError, first_line
+from ..compat.memory.parts import ProgressStage
 from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
 from ..pipelines.records.job_folder import SUFFIXES
 from ..pipelines.records.job_lists import JobList
@@ -98,7 +99,7 @@ class _Farm:
             left = [key for key in left if key not in standing["done"] and key not in standing["failed"]]
             progress.lines[:] = map(line_of, workers)
             self.worker = next((str(worker["worker"]) for worker in workers if worker.get("total")), "")
-            progress.step(len(keys) - len(left), len(keys), "waiting for the farm", self.look)
+            progress.step(len(keys) - len(left), len(keys), ProgressStage("waiting for the farm"), self.look)
             until = time.monotonic() + POLL_SECONDS
             while left and time.monotonic() < until:
                 progress.check()

@@ -27,7 +27,7 @@ from ..compat.device.facts import accelerators, default_device, free_bytes, valu
 from ..compat.device.failures import DEVICE_ERRORS, is_shortage
 from ..compat.errors import InputError
 from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
-from ..compat.memory.parts import Adapters, Parts, StageText, adapters_on, role_of
+from ..compat.memory.parts import Adapters, Parts, ProgressStage, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
 from . import patches
 from .casting import CastLayer, bytes_of, fixed_tensors, install_cast_layers, restore_layers, send, send_home
@@ -486,6 +486,6 @@ def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | No
     def moved(size: int) -> None:
         nonlocal done
         done = min(done + size, total)
-        progress.step(done, total, StageText("moving", f"{part} {amount(done, total)}", True))
+        progress.step(done, total, ProgressStage("moving", f"{part} {amount(done, total)}", True))
 
     return moved

@@ -7,20 +7,19 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
 import latent_preview
-import torch
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
-from ..compat.memory.parts import StageText
 from ..compat.memory.statistics import time_left
+from ..pipelines.base import Preview, ProgressStage
 from .families import latent_format_of
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
@@ -99,11 +98,10 @@ class NodeProgress:
         self._previewer: Any = None
         self._previewer_known = False
 
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
         """Move the bar; raises when the user has cancelled."""
         self.check()
-        text = StageText(stage)
-        name = text.name
+        name, text = stage.name, str(stage)
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
@@ -111,10 +109,10 @@ class NodeProgress:
         began, first = self._begun[name]
         if name in PACED:
             self._paced = f"{(time.monotonic() - began) / (done - first):.2g} s per step" if done > first else ""
-        now = text if text.counted else f"{text} {done}/{total}"
+        now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if text.counted else now + time_left(time.monotonic() - began, done, total, first))
+        self._text(text if stage.counted else now + time_left(time.monotonic() - began, done, total, first))
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -158,7 +156,7 @@ class NodeProgress:
         if self.node_id is not None:
             send(self.node_id, text, self._run.snapshot())
 
-    def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
+    def _picture(self, preview: Preview) -> Any:
         """The preview in the form ComfyUI sends; None when previews are off, or would go to windows of other runs."""
         if _window() is None:
             return None

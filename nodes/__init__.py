@@ -8,7 +8,7 @@ from ..compat.requirements import package_problem
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
-from .core_models import FitCLIP, FitModel, FitVAE
+from .core_models import FitAll, FitCLIP, FitModel, FitVAE
 from .decode import Decode
 from .doctor import WatchDoctor
 from .farm import Collect, Farm, QueueJobs
@@ -42,7 +42,7 @@ NODES = (
     MemoryPlan,
     DownloadModel,
     UpscaleLatents,
-    FitModel, FitVAE, FitCLIP,
+    FitAll, FitModel, FitVAE, FitCLIP,
     WatchDoctor,
     QueueJobs, Collect, Farm,
     Replay,

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..compat.decision import AUTO
+from ..compat.device.packed_paths import PACKED_PATHS
+from ..compat.errors import InputError
 from ..host.api import io
 from ..host.core import clip as core_clip
 from ..host.core import model as core_model
 from ..host.core import vae as core_vae
+from ..host.core.doctor import missing
 from ..host.core.machine import ATTENTIONS, PRECISIONS
 from ..host.progress import NodeProgress
 from .inputs import CATEGORY, schema
 
+log = logging.getLogger(__name__)
+
 FITTING = f"{CATEGORY}/fit"
+PRECISION = (
+    "auto: fp16-safe where this GPU has no fast bf16, otherwise as core loaded it. fp16-safe: scaled fp16 products around "
+    "an fp32 stream; the first step says in how many layers. fp32: exact and slow. as loaded: core's choice."
+)
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
@@ -21,8 +33,25 @@ def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutp
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))
-    progress.finish("nothing to change on this device" if fitted is before else "fitted to this device")
+    progress.finish(status_of(before, fitted))
     return io.NodeOutput(fitted)
+
+
+def status_of(before: Any, fitted: Any) -> str:
+    return "nothing to change on this device" if fitted is before else "fitted to this device"
+
+
+def telling(cls: Any) -> tuple[list[str], Callable[[str], None]]:
+    """The lines under the node, to be filled, and what adds one while a later node runs."""
+    node_id, messages = cls.hidden.unique_id, list[str]()
+
+    def tell(line: str) -> None:
+        progress = NodeProgress(node_id)
+        progress.lines += messages
+        progress.notify(line)
+        progress.show()
+
+    return messages, tell
 
 
 def attention_input() -> Any:
@@ -31,6 +60,71 @@ def attention_input() -> Any:
         tooltip="auto: exact attention in chunks where torch has no fused kernel and would build the whole score "
                 "matrix. bounded: the same, decided call by call on every device. as loaded: core's choice.",
     )
+
+
+class FitAll(io.ComfyNode):
+    """Fit a MODEL, a VAE and text encoders to the device."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUFit",
+            display_name="AnyGPU Fit",
+            category=FITTING,
+            description="Makes MODEL, VAE and CLIP from any loader run well on this GPU: safe fp16 where the GPU has no "
+                        "fast bf16, decodes that are checked, attention without huge score matrices. Connect what you "
+                        "have. One line each says what was done; where nothing is needed, nothing changes.",
+            search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "out of memory"],
+            inputs=[
+                io.Model.Input("model", optional=True, tooltip="A MODEL from any loader, with or without LoRAs."),
+                io.Vae.Input("vae", optional=True, tooltip="A VAE from any loader."),
+                io.Clip.Input("clip", optional=True, tooltip="A CLIP from any loader, with or without LoRAs."),
+                io.Combo.Input(
+                    "precision", options=list(PRECISIONS), default=AUTO,
+                    tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="model"),
+                io.Vae.Output(display_name="vae"),
+                io.Clip.Output(display_name="clip"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model: Any = None, vae: Any = None, clip: Any = None, precision: str = AUTO) -> io.NodeOutput:
+        """The connected parts, fitted."""
+        if model is None and precision != AUTO:
+            raise InputError(
+                f"precision {precision} without a MODEL", expected="a MODEL, which alone it is for",
+                fix=f"Connect a MODEL, or choose {AUTO}.",
+            )  # fmt: skip
+        node_id, lines = cls.hidden.unique_id, dict[str, str]()
+
+        def tell(name: str, line: str) -> None:  # while a later node runs, behind what was decided
+            log.info("AnyGPU: %s: %s", name, line)
+            lines[name] += f"; {line}"
+            progress = NodeProgress(node_id)
+            progress.lines += lines.values()
+            progress.show()
+
+        def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
+            if part is None:
+                return missing(name, "AnyGPU Fit")
+            result, decisions = fit(part)
+            for decision in decisions:
+                log.info("AnyGPU: %s: %s", name, decision)
+            briefs = "; ".join(decision.brief for decision in decisions)
+            lines[name] = f"{name}: {status_of(part, result)}; {briefs}"
+            return result
+
+        outputs = (
+            fitted("model", model, lambda part: core_model.fit_model(part, precision, tell=partial(tell, "model"))),
+            fitted("vae", vae, core_vae.fit_vae),
+            fitted("clip", clip, lambda part: core_clip.fit_clip(part, tell=partial(tell, "clip"))),
+        )
+        NodeProgress(node_id).finish("\n".join(lines.values()))
+        return io.NodeOutput(*outputs)
 
 
 class FitModel(io.ComfyNode):
@@ -49,10 +143,7 @@ class FitModel(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="A MODEL from any loader, with or without LoRAs."),
                 io.Combo.Input(
-                    "precision", options=list(PRECISIONS), default=AUTO,
-                    tooltip="auto: fp16-safe where this GPU has no fast bf16, otherwise as core loaded it. fp16-safe: "
-                            "scaled fp16 products around an fp32 stream; the first step says in how many layers. "
-                            "fp32: exact and slow. as loaded: core's choice.",
+                    "precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION,
                 ),
                 attention_input(),
                 io.Combo.Input(
@@ -60,22 +151,23 @@ class FitModel(io.ComfyNode):
                     tooltip="Saves the latents of each sampling for AnyGPU Recover Latents. auto: if the model is "
                             "changed here. always, never: regardless of that.",
                 ),
+                io.Combo.Input(
+                    "packed_layers", options=list(PACKED_PATHS), default=AUTO, optional=True, advanced=True,
+                    tooltip="How int8, int4, fp8 and fp4 layers are multiplied. auto: as they are packed where this GPU "
+                            "is known, or was tested, to do that right and faster; else dequantised. core's own: as they "
+                            "are packed. dequantise: never so.",
+                ),
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
 
     @classmethod
-    def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO) -> io.NodeOutput:
+    def execute(
+        cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO, packed_layers: str = AUTO
+    ) -> io.NodeOutput:
         """The model, fitted."""
-        node_id, messages = cls.hidden.unique_id, list[str]()
-
-        def tell(line: str) -> None:  # while a sampler runs, below what was decided
-            progress = NodeProgress(node_id)
-            progress.lines += messages
-            progress.notify(line)
-            progress.show()
-
-        fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, tell=tell)
+        messages, tell = telling(cls)
+        fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, packed_layers, tell=tell)
         messages += map(str, decisions)
         return output_of(cls, model, fitted, decisions)
 
@@ -150,4 +242,7 @@ class FitCLIP(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, precision: str, attention: str) -> io.NodeOutput:
         """The CLIP, fitted."""
-        return output_of(cls, clip, *core_clip.fit_clip(clip, precision, attention))
+        messages, tell = telling(cls)
+        fitted, decisions = core_clip.fit_clip(clip, precision, attention, tell=tell)
+        messages += map(str, decisions)
+        return output_of(cls, clip, fitted, decisions)

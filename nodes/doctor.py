@@ -11,6 +11,7 @@ from ..compat.repairs import RepairStore
 from ..host import folders
 from ..host.api import io
 from ..host.core import doctor as core
+from ..host.core.weight_check import name_of
 from ..host.progress import NodeProgress
 from .inputs import Pipeline, schema
 
@@ -67,8 +68,8 @@ class WatchDoctor(io.ComfyNode):
 
         outputs = (
             core.missing("pipeline") if pipeline is None else replace(pipeline, run=replace(pipeline.run, doctor=doctor(str(pipeline.model.source)))),
-            core.missing("model") if model is None else core.watched_model(model, doctor(core.name_of(model)), node_id),
-            core.missing("vae") if vae is None else core.watched_vae(vae, doctor(core.name_of(vae.patcher))),
+            core.missing("model") if model is None else core.watched_model(model, doctor(name_of(model)), node_id),
+            core.missing("vae") if vae is None else core.watched_vae(vae, doctor(name_of(vae.patcher))),
         )
         NodeProgress(node_id).finish("\n".join(dict.fromkeys(("watching", *lines))))
         return io.NodeOutput(*outputs)

@@ -10,7 +10,7 @@ from ..host.painting import PaintProgress
 from ..host.progress import NodeProgress
 from ..pipelines.base import FramePackSettings
 from ..pipelines.records.job import load_inputs
-from ..pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
 from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
@@ -131,19 +131,20 @@ class QueueJobs(io.ComfyNode):
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder)
-            jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps)
+            jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check)
             return cls.queued(jobs, progress)
         path = folders.model_folder(model)
         batch = Batch(
             prompts=prompts_in(prompts),
             seeds=seeds_in(seeds),
-            pictures=[] if pictures == farm.NONE else pictures_in(farm.input_folder(pictures)),
+            pictures=[] if pictures == farm.NONE else files_in(farm.input_folder(pictures)),
             negative=negative,
             settings={"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
             load=load_inputs({"precision": precision, "weights": weights}),
             framepack=FramePackSettings(clip_seconds) if clip_seconds else None,
         )
-        return cls.queued(queue_jobs(target, name.strip(), path, batch, model if ":" not in model else ""), progress)
+        title, state = model if ":" not in model else "", folders.state_folder()
+        return cls.queued(queue_jobs(target, name.strip(), path, batch, title, state, progress.check), progress)
 
     @classmethod
     def queued(cls, jobs: Any, progress: NodeProgress) -> io.NodeOutput:
@@ -182,7 +183,7 @@ class Collect(Uncached):
     def execute(cls, folder: str, name: str, wait: bool, jobs: Any = None) -> io.NodeOutput:
         """Videos, their first frames, and the report."""
         progress = NodeProgress(cls.hidden.unique_id)
-        jobs = jobs or farm.jobs_named(farm.job_folder(folder), name.strip())
+        jobs = jobs or farm.jobs_named(farm.job_folder(folder), name.strip(), progress.check)
         return results(jobs, farm.collect(jobs, wait, progress), progress)
 
 

@@ -60,7 +60,7 @@ def sampling_inputs() -> list[Any]:
         seed_input(),
         io.Combo.Input(
             "scheduler", options=list(SCHEDULERS), default="auto", advanced=True,
-            tooltip="The solver. auto is the one published with the model (Euler).",
+            tooltip="The solver. auto is the one published with the model (Euler; FramePack unipc_bh1).",
         ),
         io.Float.Input(
             "shift", default=0.0, min=0.0, max=100.0, step=0.1, advanced=True,

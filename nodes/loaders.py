@@ -17,8 +17,7 @@ from ..host.server import panel
 from ..pipelines.decisions import status_of
 from ..pipelines.files.evidence import variant_choices
 from ..pipelines.load import lora as adapters
-from ..pipelines.load.folder import load
-from ..pipelines.load.placed import load_placed
+from ..pipelines.load.folder import load, load_placed
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import LORA_MODES, PRECISIONS, LoadRequest
 from .inputs import Pipeline, schema, speed_inputs, weight_inputs

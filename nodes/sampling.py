@@ -94,7 +94,7 @@ class Sample(io.ComfyNode):
             steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             latents = stages.sample(pipeline, encoded, image, asked, part, steps)
             latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)
-            recovery.keep(folders.saved_folder(), latents, progress.notify)
+            recovery.save(folders.saved_folder(), latents, progress.notify)
             return latents
 
         return finished(progress, pipeline, batch.sampled(batch_size, chosen.seed, progress, sample, len(starts)))

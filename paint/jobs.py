@@ -6,17 +6,18 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from ..compat.checkpoints.identity import content_of
 from ..compat.decision import AUTO
 from ..compat.durable import replacing
 from ..compat.errors import InputError
 from ..compat.records import WITHOUT, plain
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, by_content
+from ..pipelines.records.job_lists import files_in
 from ..pipelines.records.places import Machine, Places
 from .baking.bake import BakeSettings
 from .geometry.mesh import FORMATS, load_mesh, write_glb
@@ -24,11 +25,6 @@ from .loading import PaintPipeline, PaintRequest, load_paint
 from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings
 from .texturing import OneStep, raster_size, textured
-
-
-def model_item(path: Path, title: str = "") -> Content:
-    """A paint model at ``path``; ``title`` is its name below the folders that other machines search."""
-    return Content(title or path.name, content_of(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +61,8 @@ class PaintJob(Job):
     @property
     def model_key(self) -> str:
         given = {"delight": self.delight, "image_encoder": self.image_encoder}
-        others = {name: item.content for name, item in given.items() if item is not None}
-        return _hash(self.model.content, self.precision, *([others] if others else []))
+        others = {name: item.whole or item.content for name, item in given.items() if item is not None}
+        return _hash(self.model.whole or self.model.content, self.precision, *([others] if others else []))
 
     @property
     def size(self) -> float:
@@ -79,7 +75,7 @@ class PaintJob(Job):
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
     """The pipeline that paints; behind it the one that takes shading out of the picture, for a job with one."""
-    find = machine.places.model
+    find = partial(machine.places.model, check=progress.check)
     request = PaintRequest(
         find(job.model),
         image_encoder=None if job.image_encoder is None else find(job.image_encoder),
@@ -95,9 +91,9 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
 
 def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline]) -> Result:
     """The textured mesh of a job, as a GLB."""
-    files = Places(machine.places.files)
-    mesh, _ = load_mesh(files.model(job.mesh), progress.check)
-    files.model(job.picture)
+    files = Places(machine.places.files, state=machine.state)
+    mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
+    files.model(job.picture, progress.check)
     pictures = [files.frames(job.picture, progress.check, 1)[0][0]]
     painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
     settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
@@ -132,13 +128,7 @@ def paint_jobs(
     Raises:
         InputError: no meshes, or one without a picture.
     """
-    shapes = sorted(path for path in meshes.glob("*.*") if path.suffix.lower() in FORMATS)
-    if not shapes:
-        raise InputError(
-            f"no meshes in {str(meshes)!r}",
-            expected=f"files that end in {', '.join(FORMATS)}",
-            fix="Put some there, or choose another folder.",
-        )
+    shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() not in FORMATS}
     lonely = next((path for path in shapes if path.stem not in by_name), None)
     if lonely is not None:
@@ -159,7 +149,7 @@ def paint_jobs(
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:
-    return Content(add(path), content_of(path))
+    return Places().content(path, add(path), lambda: None)
 
 
 def _hash(*values: Any) -> str:

@@ -18,9 +18,9 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ..compat.device.precision import PAINT, Precision, copies_decision, precision_for
 from ..compat.device.probe_store import ProbeStore
-from ..compat.errors import CheckpointError, InputError
+from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import HostWeights, Offloader, OffloadOptions
-from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, StageText
+from ..compat.memory.parts import KnownToHost, PartBytes, Parts, ProgressStage, Reader, Silent
 from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount
 from ..compat.probe_results import probe_results_of
@@ -32,7 +32,7 @@ from .choices import VARIANTS as VARIANTS
 from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
-from .networks.compile import Blocks, blocks_for, compile_step
+from .networks.compile import PARTS, Blocks, compile_step
 from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
@@ -154,7 +154,7 @@ def load_paint(
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size
-    compiled = blocks_for(request.compiled, readers)
+    compiled = {} if request.compiled is None else {part: Blocks(request.compiled) for part in PARTS if part in readers}
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
     offloader, offload = _offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
@@ -235,10 +235,7 @@ def _kind(stored: Weights) -> str:
 
 
 def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
-    if request.variant not in VARIANTS:
-        raise InputError(
-            f"paint variant {request.variant!r}", expected=f"one of {', '.join(VARIANTS)}", fix="Choose auto."
-        )
+    require_choice("paint variant", request.variant, VARIANTS, "Choose auto.")
     if kind != "paint":
         return {"paint_pbr": "v2-1", "delight": "v2-0"}[kind]
     if request.variant != AUTO:
@@ -284,7 +281,7 @@ def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]]
             done += size
             read_bytes = min(done, total_bytes)
             progress.step(
-                read_bytes, total_bytes, StageText("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+                read_bytes, total_bytes, ProgressStage("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
             )
             progress.check()
 
@@ -336,7 +333,7 @@ def _vae_reader(
         with torch.device("meta"):
             module = vae.autoencoder(config)
         wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        named = {vae.current_name(name): tensor for name, tensor in tensors.items()}
+        named = {vae.OLD.sub(lambda old: vae.OLD_NAMES[old[1]], name): tensor for name, tensor in tensors.items()}
         # Old files hold the attention's projections as 1x1 convolutions.
         named = {
             name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor

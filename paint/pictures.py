@@ -115,11 +115,8 @@ def resized(pictures: Tensor, height: int, width: int) -> Tensor:
     return torch.stack(scaled).float() / 255
 
 
-def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
+def recentred(picture: Tensor) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is.
-
-    Args:
-        border: what is free on each side, as a share of the object's own height and width.
 
     Raises:
         InputError: a picture that is wholly transparent.
@@ -135,7 +132,7 @@ def recentred(picture: Tensor, border: float = BORDER) -> Tensor:
         )
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     crop = picture[int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]
-    free = [int(length * border) for length in crop.shape[:2]]
+    free = [int(length * BORDER) for length in crop.shape[:2]]
     outer = [length + 2 * edge for length, edge in zip(crop.shape[:2], free, strict=True)]
     side = max(outer)
     square = picture.new_zeros(side, side, 4)

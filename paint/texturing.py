@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.device.execution import HOST, Checked, execution_device, to_host
+from ..compat.device.execution import HOST, Checked, to_host
 from ..compat.device.facts import GIBIBYTE, free_bytes
-from ..compat.errors import InputError, PackError
-from ..compat.memory.parts import Silent
+from ..compat.errors import InputError, PackError, require_choice
+from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
 from .choices import NORMALS as NORMALS
@@ -89,8 +89,7 @@ def maps_of(
     Raises:
         InputError: an unusable mesh, an unknown choice, or a size out of range.
     """
-    if normals not in NORMALS:
-        raise InputError(f"normals {normals!r}", expected=f"one of {', '.join(NORMALS)}", fix="Choose auto.")
+    require_choice("normals", normals, NORMALS, "Choose auto.")
     table = cameras or DEFAULT_VIEWS
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
     what = f"rendering maps of {size} pixels"
@@ -130,7 +129,7 @@ def texture_of(
             second = bake(surface, cameras, metallic_roughness, settings, count)
             both = to_host(filled(second, surface, settings.fill, settings.exact, progress.check))
             metallic, roughness = both[..., 0], both[..., 1]
-    progress.step(total, total, "baking")
+    progress.step(total, total, ProgressStage("baking"))
     share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
     return Texture(
         colour=to_host(colour),
@@ -150,7 +149,7 @@ def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
         nonlocal done
         done += 1
         if done:
-            progress.step(done, total, stage)
+            progress.step(done, total, ProgressStage(stage))
 
     return count
 
@@ -245,7 +244,7 @@ def textured(
         InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
     """
     progress = progress or Silent()
-    device = execution_device(pipeline.offloader)
+    device = pipeline.offloader.device
     with Checked(progress.check):
         surface = Surface.of(mesh, device)
         surface.with_uvs()

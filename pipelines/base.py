@@ -6,27 +6,33 @@ N tokens, D features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from ..compat.errors import InputError
+from ..compat.memory.parts import ProgressStage as ProgressStage
 from ..compat.memory.parts import Silent as Silent
-from ..compat.memory.parts import StageText as StageText
 from .family import GuidanceStep
 
 LATENT_VERSION = 1
+HALF = re.compile("[\ud800-\udfff]")  # of a pair of UTF-16, which no UTF-8 has
+MOST = {1_024: "section prompts", 65_536: "letters of template"}  # a video of two minutes has 720 sections at most
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
 POOLED, EMBEDS_2 = "pooled_prompt_embeds", "prompt_embeds_2"
-ENCODING = StageText("encoding", "prompt")
+ENCODING = ProgressStage("encoding", "prompt")
+
+Preview = Callable[[], torch.Tensor]  # makes the picture that goes with a step, where one is shown
 
 
 class Progress(Protocol):
     """Receives the progress of a long call, and tells it about a cancel."""
 
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
         """Report ``done`` of ``total`` in ``stage``.
 
         Args:
@@ -50,10 +56,12 @@ class SubProgress:
     count: int
     name: str
 
-    def step(self, done: int, total: int, stage: str, preview: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
-        part = StageText(stage, f"{self.name} {self.index + 1} of {self.count}", True) if self.count > 1 else stage
-        self.whole.step(self.index * total + done, self.count * total, part, preview)
+        if self.count > 1:
+            detail = f"{stage.detail} {self.name} {self.index + 1} of {self.count}"
+            stage = ProgressStage(stage.name, detail.lstrip(), counted=True)
+        self.whole.step(self.index * total + done, self.count * total, stage, preview)
 
     def check(self) -> None:
         """Raise when the user has cancelled."""
@@ -101,6 +109,7 @@ class PictureSource:
         content: hash of its pixels.
         fit: how it was brought to size.
         vision: whether another encoder looked at it.
+        size: width and height.
     """
 
     content: str
@@ -109,6 +118,7 @@ class PictureSource:
     strength: float
     seed: int
     vision: bool
+    size: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +228,13 @@ class PromptRequest:
     sections: tuple[str, ...] = ()
     image: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        for given, (most, what) in zip((self.sections, self.template), MOST.items(), strict=True):
+            if len(given) > most:
+                raise InputError(f"{len(given):,} {what}", expected=f"at most {most:,}", fix="Leave some out.")
+        if any(HALF.search(text) for text in (self.text, self.negative, self.template, *self.sections)):
+            raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
+
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
@@ -260,10 +277,6 @@ class FramePackSettings:
     order: str = "auto"
     end_strength: float = 1.0
     single_frame: bool = False
-
-    def ended_by(self, pictures: Iterable[tuple[int, float]]) -> bool:
-        """True if one of ``pictures``, by pixel frame and strength, is an end image that counts."""
-        return self.end_strength > 0 and any(frame == -1 and strength > 0 for frame, strength in pictures)
 
 
 @dataclass(frozen=True, slots=True)

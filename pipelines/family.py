@@ -18,7 +18,7 @@ from ..compat.ranks import SplitPlan
 from .hooks import code_of
 from .keys import Layout
 
-SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m")
+SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m", "unipc_bh1")  # grows at the end
 FITS = ("nearest bucket", "crop", "pad", "stretch")
 GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
 HUB = "https://huggingface.co/"
@@ -37,6 +37,7 @@ class Defaults:
     guidance: float = 0.0
     cfg: float = 1.0
     max_tokens: int = 256
+    shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Recipe:
         decode_timestep, decode_noise: for VAEs that remove the last noise themselves.
         tone_map: share by which large latents are compressed before a decode.
         size: width, height and frames per second; None for the family's.
+        frames, shift: of the video, and of the noise levels; 0 for the family's.
         second: the pass over upscaled latents; None where none is published.
     """
 
@@ -97,20 +99,18 @@ class Recipe:
     decode_noise: float = 0.0
     tone_map: float = 0.0
     size: tuple[int, int, float] | None = None
+    frames: int = 0
+    shift: float = 0.0
     second: Recipe | None = None
 
     def __str__(self) -> str:
         guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]
         words = [f"{self.steps} steps", *(guidance if len(guidance) > 1 else map(str, self.guidance))]
-        words += ["new noise after each step"] * self.stochastic
+        words += [f"shift {self.shift:g}"] * (self.shift > 0) + ["new noise after each step"] * self.stochastic
         words += [f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}"] * (self.decode_noise > 0)
-        words += [f"over upscaled latents {self.second.steps_run} more steps"] if self.second is not None else []
+        if (second := self.second) is not None:
+            words.append(f"over upscaled latents {second.steps - second.skip_first - second.skip_last} more steps")
         return "; ".join(words)
-
-    @property
-    def steps_run(self) -> int:
-        """Steps that are left of the schedule."""
-        return self.steps - self.skip_first - self.skip_last
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class OtherModel:
 
     Args:
         title: for people.
-        marks: names that its files have, under any prefix.
+        marks: names that its files have, under any prefix; of a module where it ends with a dot.
         columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
         runs: what runs its single file.
         classes: what its class names in diffusers begin with; empty where diffusers has none.
@@ -186,7 +186,7 @@ class OtherModel:
     title: str
     marks: tuple[str, ...]
     columns: int = 0
-    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit Model behind it"
+    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit behind it"
     classes: str = ""
 
 
@@ -196,7 +196,7 @@ class Caution:
 
     Args:
         named: a regular expression that the name of the file, or of a folder around it, has to fit.
-        stored: the dtype, without scales, that some of its matrices must have; safetensors' name.
+        stored: the dtype, without scales, that some of its matrices must have; safetensors' name; empty for any.
         text: what is wrong with it and what to use instead.
         source: who says so.
     """
@@ -400,6 +400,7 @@ class Recipes:
     Args:
         effective: the optional settings that act on this family.
         known: how its variants are run, by names of its own.
+        named: regular expression, for the name of a file, folder or LoRA, to a key of ``known``.
         variants: trainings that files cannot tell apart.
         newer_variants: how many of the last of them come after those of all families in the list of choices, which
             grows at its end.
@@ -409,6 +410,7 @@ class Recipes:
 
     effective: frozenset[str]
     known: Mapping[str, Recipe] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)
     variants: tuple[str, ...] = ()
     newer_variants: int = 0
     batched_cfg: bool = False

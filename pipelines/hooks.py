@@ -34,7 +34,7 @@ OPTIONAL = {  # None where a family has none
     "text_forwards": "pipeline request",
     "batches": "pipeline settings",
     "frames_for": "framepack fps",
-    "sections_for": "framepack frames ended",
+    "sections_for": "framepack frames",
     "training_plan": "frames window order",
     "training_sections": "film image plan",
 }

@@ -20,28 +20,19 @@ from .latents import recovery
 from .latents.steps import FOLDER, SavedSteps
 from .latents.store import load_latent
 from .load import lora
-from .load.placed import load_placed
-from .movie import write_mp4
+from .load.folder import load_placed
+from .movie import Check, write_mp4
 from .pipeline import DEMOS, Pipeline
+from .records import receipts
 from .records.job import Picture, Result, VideoJob
 from .records.places import Machine
-from .records.receipts import (
-    LATENT_FILES,
-    decoded_receipt,
-    differences_from,
-    job_of,
-    latents_hash,
-    read_receipt,
-    tags_for,
-    with_receipt,
-)
 from .requests import LoadRequest, load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
-from .settings import of_checkpoint, with_step_cache
+from .settings import clip_frames, of_checkpoint, with_step_cache
 from .sizes import Size
-from .vae.fallback import serve_decoding
+from .vae.fallback import decoding
 from .vae.plan import DecodeRequest
-from .vae.tiled import dismiss
+from .vae.tiled import serve
 
 VIDEO_FIT = "crop"
 
@@ -55,13 +46,13 @@ class Rendered:
     kept: str
 
 
-def request_of(job: VideoJob, machine: Machine) -> LoadRequest:
-    """The request with which this machine loads the job's model.
+def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> LoadRequest:
+    """The request with which this machine loads the job's model; ``check`` as of :meth:`Places.model`.
 
     Raises:
         CheckpointError: a model is not on this machine.
     """
-    find = machine.places.model
+    find = partial(machine.places.model, check=check)
     parts = {part: find(content) for part, content in job.files.items()}
     return load_request(
         job.load,
@@ -83,9 +74,9 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
     Args:
         request: what :func:`request_of` gave before; None asks it.
     """
-    pipeline = load_placed(request or request_of(job, machine), progress, **machine.host)
+    pipeline = load_placed(request or request_of(job, machine, progress.check), progress, **machine.host)
     for adapter in job.loras:
-        path = machine.places.model(adapter.file)
+        path = machine.places.model(adapter.file, progress.check)
         pipeline = lora.with_lora(pipeline, path, adapter.strength, adapter.blocks, adapter.mode, progress)
     return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
 
@@ -111,7 +102,7 @@ def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline 
 def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
     """The video of a job as an MP4 with its receipt; ``loaded`` has the pipeline that :func:`run` takes."""
     made = run(job, machine, progress, loaded[0])
-    tags = tags_for(decoded_receipt(made.latents, job.decode))
+    tags = receipts.tags_for(receipts.decoded_receipt(made.latents, job.decode))
     return Result(made.frames, ".mp4", lambda path: write_mp4(made.frames, made.latents.fps, path, tags))
 
 
@@ -121,12 +112,13 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Deco
     if group is None:
         return stages.decode(pipeline, latents, progress, form=form)
     if not group.leads:
-        serve_decoding(pipeline, latents.samples.shape, progress)
+        with decoding(pipeline, latents.samples.shape, progress) as passes:
+            serve(group, passes.region)
         return latents.samples.new_empty(0)
     try:
         return stages.decode(pipeline, latents, progress, form=form)
     finally:
-        dismiss(group)
+        group.world.shared(None)  # which ends their serving
 
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
@@ -144,15 +136,15 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     steps = steps if group is None else LeaderSteps(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
-        latents = with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
-        kept = recovery.keep(store, latents, progress.notify) if group is None or group.leads else ""
+        latents = receipts.with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
+        kept = recovery.save(store, latents, progress.notify) if group is None or group.leads else ""
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
         framepack = job.framepack
         assert framepack is not None  # as_run
         signed = partial(
-            with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
+            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=signed)
         sections = keeper if group is None else LeaderSections(group, keeper)
@@ -191,14 +183,13 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
         video = _frames(job, machine, progress, pipeline)
         width, height, frames = stages.video_size(pipeline, video, width, height, VIDEO_FIT)
     if job.framepack is not None:
-        frames = pipeline.spec.code.frames_for(job.framepack, settings.fps or usual.fps)
+        frames = clip_frames(pipeline, job.framepack, settings.fps)
     guided = (settings.cfg or usual.cfg) > 1.0
     size = page.planned_size(pipeline, width, height, frames, guided)
     if job.framepack is None:
         return size, settings
-    ended = job.framepack.ended_by((picture.frame, picture.strength) for picture in job.pictures)
-    sections, frames = pipeline.spec.code.sections_for(job.framepack, size.frames, ended)
-    return replace(size, frames=frames, sections=sections, window=job.framepack.window), settings
+    sections = pipeline.spec.code.sections_for(job.framepack, size.frames)
+    return replace(size, sections=sections, window=job.framepack.window), settings
 
 
 def _picture(job: VideoJob, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
@@ -270,18 +261,20 @@ def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
     Raises:
         PackError: no receipt, one that says too little, a model or picture that is not here, or what a stage refuses.
     """
-    record = read_receipt(path)
-    job = job_of(record)
+    record = receipts.read_receipt(path)
+    job = receipts.job_of(record)
     machine.places.differences = differences = []
+    if not job.model.whole:
+        progress.notify(f"{job.model.name!r} is known by samples of its bytes alone: the receipt has no hash of all")
     with torch.no_grad():
         pipeline = load_pipeline(job, machine, progress)
-        differences += differences_from(record, pipeline)
+        differences += receipts.differences_from(record, pipeline)
         for line in differences:
             progress.notify(f"differs: {line}")
         made = run(job, machine, progress, pipeline)
     expected = record.get("latents")
-    same = latents_hash(made.latents) == expected if isinstance(expected, str) else None
-    if path.suffix in LATENT_FILES and same is False:
+    same = receipts.latents_hash(made.latents) == expected if isinstance(expected, str) else None
+    if path.suffix in receipts.LATENT_FILES and same is False:
         there = load_latent(path, progress.notify)["samples"]
         if there.shape == made.latents.samples.shape:
             largest = float((there - made.latents.samples).abs().max())

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..compat.checkpoints.headers import plain_status, reading_budget
+from ..compat.checkpoints.headers import plain_status
 from ..compat.checkpoints.identity import levels_content
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, PackError, UnsupportedError, first_line
+from ..compat.errors import CheckpointError, PackError, UnsupportedError, first_line, reading_budget
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
@@ -106,6 +106,15 @@ def content_in(path: Path, check: Check, allowance: Allowance) -> str:
     sizes = [(frame.height, frame.width) for frame, _ in _decoded(path, check, allowance)]
     parts = (frame.to_ndarray(format="rgb24").tobytes() for frame, _ in _decoded(path, check, allowance))
     return levels_content((len(sizes), *sizes[0], 3), parts)
+
+
+def size_in(path: Path) -> tuple[int, ...]:
+    """Width and height by the header of a picture or video file; nothing for a file that is none."""
+    try:
+        with _opened(path, "a picture or video file") as container:
+            return container.streams.video[0].width, container.streams.video[0].height
+    except CheckpointError:
+        return ()
 
 
 def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[Any, float]]:

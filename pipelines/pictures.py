@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from ..compat.device.execution import to_host
-from ..compat.errors import InputError
+from ..compat.errors import InputError, require_choice
 from .family import FITS, FamilySpec
 from .pipeline import Pipeline
 from .settings import SIDES, of_checkpoint, own_defaults, snap
@@ -63,8 +63,7 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
     Raises:
         InputError: unknown fit, or a side out of range.
     """
-    if fit not in FITS:
-        raise InputError(f"fit {fit!r}", expected=f"one of {', '.join(FITS)}", fix="Choose one of these.")
+    require_choice("fit", fit, FITS)
     size = snap(family, width, height, 1)
     if fit != "nearest bucket":
         return size.width, size.height

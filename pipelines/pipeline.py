@@ -56,8 +56,8 @@ class StepStore(Protocol):
     def due(self) -> bool:
         """True once enough time has passed that saving a state costs next to nothing."""
 
-    def keep(self, key: str, state: StepState) -> bool:
-        """Replace what is kept of this sampling; returns whether that was done."""
+    def save(self, key: str, state: StepState) -> bool:
+        """Replace the saved state of this sampling; returns True if that was done."""
 
     def drop(self, key: str) -> None:
         """Forget this sampling: it has ended."""
@@ -69,24 +69,29 @@ class Resuming:
 
     Args:
         store: where.
-        key: of the sampling.
+        key: of the sampling; "" until its model is known by every byte.
         progress: told where it goes on.
         seed: of the request, which a user must give again.
-        broken: whether nothing more is kept, since what was kept may be what went wrong.
+        broken: True once nothing more is saved, since the saved state may be the fault.
         skipped: steps that an earlier run had done.
     """
 
     store: StepStore
-    key: str
+    key: Callable[[], str]
     progress: Progress
     seed: int = 0
     broken: bool = False
     skipped: int = 0
 
     def abandon(self) -> None:
-        """Forget what is kept and keep nothing more: the sampling starts again in another precision."""
+        """Forget the saved state and save no more: the sampling starts again in another precision."""
         self.broken = True
-        self.store.drop(self.key)
+        self.store.drop(self.key())
+
+    def save(self, state: StepState) -> bool:
+        """Replace what is saved, and return whether that was done."""
+        key = self.key()
+        return bool(key) and self.store.save(key, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,9 @@ class Checkpoint:
         request: the one it was loaded by.
         configs: contents of each part's ``config.json``.
         weights: bytes of each part, for forecasts.
-        storage: choice of storage of each part whose weights are kept smaller than they compute.
+        storage: choice of storage of each part whose weights are stored smaller than they compute.
         stands_in_for: the published model in whose place this demo model runs; empty otherwise.
+        recipe: the one of its family's that a name gave away; empty for its variant's.
     """
 
     task: str
@@ -112,6 +118,7 @@ class Checkpoint:
     weights: Mapping[str, PartBytes]
     storage: Mapping[str, str]
     stands_in_for: str = ""
+    recipe: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class Device:
     Args:
         facts: of it.
         precision: dtype of each part there.
-        probes: answers of the device, kept as they come; None asks it nothing.
+        probes: answers of the device, saved as they come; None asks it nothing.
     """
 
     facts: DeviceFacts
@@ -152,7 +159,7 @@ class RunOptions:
 
     Args:
         doctor: watches its samplings; None for none.
-        resuming: keeps the steps of its sampling; None for none.
+        resuming: saves the steps of its sampling; None for none.
         group: the processes that render one video together; None for this one alone.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..compat.errors import InputError
+from ..compat.errors import require_choice
 from . import families
 from .family import FamilySpec
 
@@ -34,8 +34,7 @@ def family_named(name: str) -> FamilySpec:
     Raises:
         InputError: no such family.
     """
-    if name not in FAMILIES:
-        raise InputError(f"family {name!r}", expected=f"one of {', '.join(FAMILIES)}", fix="Load a supported model.")
+    require_choice("family", name, FAMILIES, "Load a supported model.")
     return FAMILIES[name]
 
 

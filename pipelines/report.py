@@ -17,7 +17,7 @@ from ..compat.device.work import pace_of
 from ..compat.memory.statistics import saved_stages
 from ..compat.probe_results import probe_results_of
 from ..compat.report import DEVICE, Report, dtypes_in_use, report_on
-from .base import Progress
+from .base import Progress, ProgressStage
 from .pipeline import Pipeline
 from .registry import FAMILIES
 
@@ -95,7 +95,7 @@ def checked(report: Report, device: Any, state: Path | None, progress: Progress)
     """``report`` with a last section that says how each check went."""
     lines = []
     for count, one in enumerate(hardware_check(device, state), 1):
-        progress.step(count, max(count + 1, 45), "checking")
+        progress.step(count, max(count + 1, 45), ProgressStage("checking"))
         lines.append(Decision(one.name, one.status, one.detail, alarming=one.status == FAILED))
     return Report((*report.sections, ("Checks on this device", tuple(lines))))
 

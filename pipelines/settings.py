@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..compat.decision import AUTO, CHOSEN, Decision
-from ..compat.errors import InputError
+from ..compat.errors import InputError, require_choice, require_range
 from ..compat.output_check import fault_in_latents, require_finite
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
-from .base import ImageCondition, Progress, Prompt, SampleSettings
+from .base import FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
 from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
 from .pipeline import Pipeline
 
@@ -35,7 +35,8 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
     """
     code = pipeline.spec.code
     known = pipeline.spec.recipes.known.values()
-    recipe: Recipe | None = code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None)
+    recipe: Recipe | None = pipeline.spec.recipes.known.get(pipeline.model.recipe) if pipeline.model.recipe else None
+    recipe = recipe or (code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None))
     if recipe is None or settings is None or settings.latents is None:
         return recipe
     return recipe.second if _refines(settings) and recipe.second is not None else recipe
@@ -74,9 +75,17 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         width, height, fps = recipe.size or (defaults.width, defaults.height, defaults.fps)
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
+        defaults = replace(defaults, frames=recipe.frames or defaults.frames, shift=recipe.shift)
     own = own_defaults(pipeline)
     buckets = () if own.keys() & SIDES else family.sizes.buckets
     return replace(family, sizes=replace(family.sizes, defaults=replace(defaults, **own), buckets=buckets))
+
+
+def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) -> int:
+    """Pixel frames of a clip in sections; of a demo model, which draws one, no more than it was trained to show."""
+    defaults = of_checkpoint(pipeline).sizes.defaults
+    frames = int(pipeline.spec.code.frames_for(framepack, fps or defaults.fps))
+    return min(frames, defaults.frames) if pipeline.is_demo else frames
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
@@ -197,16 +206,6 @@ def check_steps(family: FamilySpec, steps: int) -> int:
     return steps
 
 
-def require_range(
-    name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
-) -> None:
-    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
-    if not low <= value <= high:
-        valid = min(max(value, low), high) if nearest is None else nearest
-        fix = f"The nearest valid value is {valid:g}{advice}."
-        raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
-
-
 def _nearest(value: int, multiple: int) -> int:
     return max(multiple, (value + multiple // 2) // multiple * multiple)
 
@@ -229,15 +228,14 @@ def complete(
     if size.said:
         progress.notify(size.said)
     defaults = family.sizes.defaults
+    own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     settings = replace(
         settings,
+        **own,
         width=size.width,
         height=size.height,
         frames=size.frames,
-        fps=settings.fps or defaults.fps,
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
-        guidance=settings.guidance or defaults.guidance,
-        cfg=settings.cfg or defaults.cfg,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
@@ -258,12 +256,7 @@ def complete(
             expected="a negative prompt, which may be an empty text",
             fix="Connect the negative conditioning, or set cfg to 1.",
         )
-    if settings.scheduler not in SCHEDULERS:
-        raise InputError(
-            f"scheduler {settings.scheduler!r} for {family.title}",
-            expected=f"one of {', '.join(SCHEDULERS)}",
-            fix="Choose auto.",
-        )
+    require_choice("scheduler", settings.scheduler, SCHEDULERS, "Choose auto.", f" for {family.title}")
     if image is not None:
         require_family(image.family, family, "an image condition")
         for name, tensor in image.tensors.items():

@@ -18,7 +18,7 @@ from ..compat.device.facts import DeviceFacts
 from ..compat.device.precision import NAMES
 from ..compat.device.probe_store import OK, ProbeResult
 from ..compat.device.quirks import abilities_of
-from ..compat.errors import InputError, UnsupportedError
+from ..compat.errors import UnsupportedError, require_choice
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises, role_of
 from ..compat.probe_results import GELU, TRITON
@@ -103,29 +103,22 @@ class Profile:
 
         Blocks are the members of its lists. A compiled block is one range: its inside is one graph.
         """
-        handles: list[Any] = []
+        undo = Undo()
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.ModuleList):
                 continue
             for index, block in enumerate(owner):
-                handles += self._range(f"{RANGE} block: {part}.{name}.{index}", block)
+                self._range(f"{RANGE} block: {part}.{name}.{index}", block, undo)
                 if not hasattr(block, COMPILED):
                     for child_name, child in block.named_children():
                         if not isinstance(child, nn.ModuleList):
-                            handles += self._range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child)
-        if not handles:
-            return None
+                            self._range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child, undo)
+        return undo.restore if undo else None
 
-        def removed() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return removed
-
-    def _range(self, text: str, module: nn.Module) -> tuple[Any, Any]:
+    def _range(self, text: str, module: nn.Module, undo: Undo) -> None:
         """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
-        before = module.register_forward_pre_hook(partial(self._enter, text), prepend=True)
-        return before, module.register_forward_hook(self._leave, always_call=True)
+        undo.append(module.register_forward_pre_hook(partial(self._enter, text), prepend=True).remove)
+        undo.append(module.register_forward_hook(self._leave, always_call=True).remove)
 
     def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:
         from torch.profiler import record_function
@@ -257,11 +250,6 @@ class Speed:
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
             notify(self.line(title))
 
-    def notify_decoded(self, notify: Callable[[str], None]) -> None:
-        """Say what was fused in the VAE, where something was."""
-        if VAE in self.fused:
-            notify(f"VAE kernels: {self.fused[VAE]}")
-
     def _multiply(self, part: str, module: Any) -> Undo | None:
         if not denoises(part):
             return None
@@ -309,7 +297,8 @@ def speed_for(
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    epilogue = form in (fused.AUTO, fused.TRITON) and probes is not None and _ends_in_gelu(probes, dtype)
+    answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in (fused.AUTO, fused.TRITON) else None
+    epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
     return Speed(
         request=request,
         forms={TRANSFORMER: form, VAE: other},
@@ -331,10 +320,7 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     Raises:
         InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
     """
-    if choice not in fused.CHOICES:
-        raise InputError(
-            f"kernels {choice!r}", expected=f"one of {', '.join(fused.CHOICES)}", fix="Choose one of these."
-        )
+    require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:
         raise UnsupportedError(
@@ -345,12 +331,6 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     if choice == AUTO:
         return ("" if against else AUTO), Decision("kernels", fused.OFF if against else fused.TRITON, against, AUTO)
     return ("" if choice == fused.OFF else choice), Decision("kernels", choice, "", CHOSEN)
-
-
-def _ends_in_gelu(probes: Mapping[str, ProbeResult], dtype: torch.dtype) -> bool:
-    """True if the probe saw a matmul end in GELU as well as two operations do it."""
-    answer = probes.get(f"{GELU}.{NAMES[dtype]}")
-    return answer is not None and answer.status == OK
 
 
 def _unusable(

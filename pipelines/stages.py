@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..compat.device.failures import is_shortage
-from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line
+from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
 from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
@@ -39,6 +39,7 @@ from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
     FINAL,
+    clip_frames,
     complete,
     final_size,
     guidance_steps,
@@ -46,7 +47,6 @@ from .settings import (
     recipe_of,
     report_unused,
     require_family,
-    require_range,
 )
 from .sizes import TRANSFORMER, VAE, Size
 from .text.t5 import described, texts_of
@@ -272,13 +272,10 @@ def sample_framepack(
             expected="a FramePack pipeline",
             fix="Use AnyGPU Sample for this model.",
         )
-    rate = settings.fps or of_checkpoint(pipeline).sizes.defaults.fps
-    settings = replace(settings, frames=family.code.frames_for(framepack, rate))
+    settings = replace(settings, frames=clip_frames(pipeline, framepack, settings.fps))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
-    pictures = () if image is None else image.anchors
-    ended = framepack.ended_by((frame, strength) for _, frame, strength in pictures)
-    sections, frames = family.code.sections_for(framepack, settings.frames, ended)
-    size = replace(size_of(settings, prompt, framepack.window), frames=frames, sections=sections)
+    sections = family.code.sections_for(framepack, settings.frames)
+    size = replace(size_of(settings, prompt, framepack.window), sections=sections)
     remembered = InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(
@@ -330,7 +327,8 @@ def decode(
         frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
-    pipeline.plan.speed.notify_decoded(progress.notify)
+    if VAE in pipeline.plan.speed.fused:
+        progress.notify(f"VAE kernels: {pipeline.plan.speed.fused[VAE]}")
     return frames
 
 

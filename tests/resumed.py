@@ -36,8 +36,8 @@ class Told(Silent):
         self.said: list[str] = []
         self.count, self.then = 0, then
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        self.count += str(stage).startswith(("sampling", "section")) or "section" in str(stage)
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        self.count += stage.name == "sampling"
         self.then(self.count)
 
     def notify(self, text: str) -> None:
@@ -70,7 +70,7 @@ def sampled(
     if not pipeline.spec.recipes.sections:
         return stages.sample(pipeline, prompt, image, settings, progress, steps)
     sections = None if kept is None else SavedSections(kept, progress.notify)
-    framepack = FramePackSettings(0.6, window=2)
+    framepack = FramePackSettings(0.4, window=2)  # three sections
     assert image is not None
     return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
 

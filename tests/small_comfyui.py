@@ -181,6 +181,9 @@ class ModelPatcher:
     def add_callback_with_key(self, kind: str, key: str, callback: Any) -> None:
         self.callbacks.setdefault(kind, {})[key] = callback
 
+    def remove_callbacks_with_key(self, kind: str, key: str) -> None:
+        self.callbacks.get(kind, {}).pop(key, None)
+
     def partially_load(self, device: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> None:
         if not self.loaded_size():
             self.load(device, extra_memory, force_patch_weights, full_load=True)
@@ -302,7 +305,9 @@ def modules(base: Path) -> dict[str, ModuleType]:
         ImageSaveHelper=SimpleNamespace(save_animated_webp=lambda *given: given),
     )
     attention = dict.fromkeys(("attention_pytorch", "attention_basic", "optimized_attention"), attention_pytorch)
-    kinds = {name: name.lower() for name in ("OUTER_SAMPLE", "APPLY_MODEL", "DIFFUSION_MODEL", "ON_PRE_RUN")}
+    kinds = {
+        name: name.lower() for name in ("OUTER_SAMPLE", "APPLY_MODEL", "DIFFUSION_MODEL", "ON_PRE_RUN", "ON_CLEANUP")
+    }
     model_base = {name: BaseModel for name in ("HunyuanVideo", "HunyuanVideo15", "LTXV", "GenmoMochi")}
     given: dict[str, dict[str, Any]] = {
         **{name: {} for name in EMPTY.split()},

@@ -1,14 +1,21 @@
 """The command answers at once where it can, and its demo checks what it shows."""
 
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+import tiny
 import torch
 from anygpu.cli import main
 from anygpu.paint import choices
 from anygpu.pipelines import demo
 from anygpu.pipelines.demo import drawing
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import Files, LoadRequest
+from comfy_kitchen.tensor import AsymW4A8Int8Layout, TensorWiseINT8Layout
+from safetensors.torch import load_file
 
 PROGRAM = """
 import sys
@@ -28,10 +35,11 @@ def test_the_help_imports_no_torch():
 
 def test_piped_progress_is_silent(capsys):
     from anygpu.cli import Printed
+    from anygpu.compat.memory.parts import ProgressStage
 
     progress = Printed()
     for done in range(1, 4):
-        progress.step(done, 3, "sampling")
+        progress.step(done, 3, ProgressStage("sampling"))
     progress.notify("rounded")
     assert capsys.readouterr().err == "rounded\n"
 
@@ -47,3 +55,34 @@ def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"ltx.mp4", "contact_sheet.png", "report.md"}
     assert ("FAILED: shows what was asked for, another prompt" in capsys.readouterr().out) == wrong
     assert "(contact_sheet.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("weights", ["int8_convrot", pytest.param("w4a8", marks=pytest.mark.full)])
+def test_packed_weights_are_written_once_and_read_as_they_were_rounded(tiny_folder, tmp_path, capsys, weights):
+    """Their values are comfy-kitchen's of what core reads from the file."""
+    folder, file = tiny.build("hunyuan_video", tiny_folder), tmp_path / "packed.safetensors"
+    assert main(["pack", "--model", str(folder), "--weights", weights, "--output", str(file)]) == 0
+    assert str(file) in capsys.readouterr().out
+    shutil.copy(folder / "transformer" / "config.json", file.with_suffix(".json"))
+    asked = {"device": "cpu", "precision": "bf16"}
+    made = load(LoadRequest(folder, weights=weights, **asked)).parts["transformer"].state_dict()
+    read = load(LoadRequest(file, folder, files=Files({"transformer": file}), **asked)).parts["transformer"]
+    assert made.keys() == read.state_dict().keys()
+    assert all(torch.equal(values.float(), made[name].float()) for name, values in read.state_dict().items())
+    tensors, judged = load_file(file), 0
+    for name, layer in read.named_modules():
+        if f"{name}.comfy_quant" not in tensors:
+            continue
+        about = json.loads(bytes(tensors[f"{name}.comfy_quant"].tolist()))
+        judged += about.pop("format") == ("asym_w4a8_int8" if weights == "w4a8" else "int8_tensorwise")
+        found = {end: tensors.get(f"{name}.weight{end}") for end in ("", "_scale", "_s_rel", "_s_channel", "_codebook")}
+        about |= {"orig_dtype": torch.float32, "orig_shape": tuple(layer.weight.shape)}
+        if weights == "w4a8" and found["_scale"] is None:
+            sides = {"scale": found["_s_rel"], "s_channel": found["_s_channel"], "codebook": found["_codebook"]}
+            about.pop("convrot")
+            values = AsymW4A8Int8Layout.dequantize(found[""], AsymW4A8Int8Layout.Params(**sides, **about))
+        else:
+            params = TensorWiseINT8Layout.Params(scale=found["_scale"], **about)
+            values = TensorWiseINT8Layout.dequantize(found[""], params)
+        assert torch.equal(layer.dense(torch.float32), values), name
+    assert judged > 8

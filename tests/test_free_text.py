@@ -1,9 +1,11 @@
 """Every text that a workflow may type freely is one for people, or is checked before anything is opened by it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import capabilities_page
 import pytest
 
 NODES = Path(__file__).resolve().parent.parent / "nodes"
@@ -35,3 +37,9 @@ def test_a_text_input_is_declared(file: str, name: str) -> None:
 
 def test_the_inputs_were_found() -> None:
     assert {name for _, name in free_texts()} == FOR_PEOPLE | set(CHECKED)
+
+
+def test_every_node_says_what_it_may_touch_and_the_page_shows_it() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in NODES.glob("*.py"))
+    assert set(capabilities_page.listed().CAPABILITIES) == set(re.findall(r'node_id="(\w+)"', text))
+    assert capabilities_page.page() == capabilities_page.PAGE.read_text(encoding="utf-8"), "run `make words`"

@@ -5,7 +5,7 @@ import re
 import subprocess
 import symtable
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -64,12 +64,16 @@ def tree_of(source: str) -> ast.Module:
 
 
 @cache
+def nodes_of(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(source)))
+
+
+@cache
 def imported(source: str) -> list[tuple[str, bool]]:
     """(absolute dotted name, whether it is imported at module scope) of each import; ours start with ``anygpu.``."""
-    tree, package = tree_of(source), ["anygpu", *Path(source).parent.parts]
-    top = {id(node) for node in tree.body}
+    package, top = ["anygpu", *Path(source).parent.parts], {id(node) for node in tree_of(source).body}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found += [(alias.name, id(node) in top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -193,7 +197,7 @@ def test_heavy_packages_are_imported_inside_functions(source: str) -> None:
 
 @over(SHIPPED)
 def test_nothing_the_registry_scan_flags(source: str) -> None:
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in BANNED_CALLS, f"{source}:{node.lineno} calls {node.func.id}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
@@ -208,14 +212,14 @@ def test_nothing_the_registry_scan_flags(source: str) -> None:
 def test_only_device_asks_a_vendor(source: str) -> None:
     if source == "compat/device/facts.py":
         return
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             assert node.attr not in {"cuda", "mps", "xpu", "hip"}, f"{source}:{node.lineno} uses torch.{node.attr}"
 
 
 @over([source for source in SOURCES if source not in ("cli.py", "farm/cli.py")])
 def test_no_print_no_environment(source: str) -> None:
-    calls = [n.func.id for n in ast.walk(tree_of(source)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    calls = [n.func.id for n in nodes_of(source) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     assert "print" not in calls, f"{source} prints"
 
 
@@ -223,7 +227,7 @@ def test_no_print_no_environment(source: str) -> None:
 def test_files_and_functions_are_short(source: str) -> None:
     text = (ROOT / source).read_text(encoding="utf-8")
     assert text.count("\n") <= 500, f"{source} is too long"
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != "define_schema":
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"
@@ -259,18 +263,18 @@ def is_host(node: ast.expr) -> bool:
 def plain_copies(tree: ast.AST) -> list[tuple[str, int, str]]:
     """(function, line, call) of each copy to the host that does not begin or end at ``to_host``."""
     found = []
-    for owner in ast.walk(tree):
-        if not isinstance(owner, (*FUNCTIONS, ast.Module)):
-            continue
-        inner = {id(n) for f in ast.walk(owner) if isinstance(f, FUNCTIONS) and f is not owner for n in ast.walk(f)}
-        for node in ast.walk(owner):
-            if id(node) in inner or not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
+
+    def search(node: ast.AST, owner: str) -> None:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name, arguments = node.func.attr, [*node.args, *(word.value for word in node.keywords)]
             home = name == "cpu" or (name in ("to", "as_tensor", "type", "copy_") and any(map(is_host, arguments)))
             names = {n.id for n in ast.walk(node.func) if isinstance(n, ast.Name)}
             if home or (name in ("item", "tolist") and not names & {"to_host", "numpy"}):
-                found.append((getattr(owner, "name", ""), node.lineno, name))
+                found.append((owner, node.lineno, name))
+        for child in ast.iter_child_nodes(node):
+            search(child, getattr(child, "name", "") if isinstance(child, FUNCTIONS) else owner)
+
+    search(tree, "")
     return found
 
 
@@ -295,12 +299,12 @@ def test_each_spelling_of_a_plain_copy_is_found() -> None:
         assert not plain_copies(ast.parse(f"def f(x):\n    return {text}")), text
 
 
-CLASSES = {node.name for source in SOURCES for node in ast.walk(tree_of(source)) if isinstance(node, ast.ClassDef)}
+CLASSES = {node.name for source in SOURCES for node in nodes_of(source) if isinstance(node, ast.ClassDef)}
 
 
 @over(SOURCES)
 def test_more_than_four_arguments_of_a_constructor_have_names(source: str) -> None:
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Call) and len(node.args) > 4:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             assert name not in CLASSES, f"{source}:{node.lineno} {name} is given {len(node.args)} arguments by place"
@@ -323,7 +327,7 @@ def crowded(function: ast.FunctionDef | ast.ClassDef) -> str:
 
 @over(SOURCES)
 def test_each_argument_is_described_on_a_line_of_its_own(source: str) -> None:
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             assert not crowded(node), f"{source}:{node.lineno} {crowded(node)!r}"
 
@@ -351,7 +355,7 @@ DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @over(SOURCES)
 def test_docstrings_begin_with_a_noun_or_a_verb(source: str) -> None:
-    for node in ast.walk(tree_of(source)):
+    for node in nodes_of(source):
         text = ast.get_docstring(node) if isinstance(node, DESCRIBED) else None
         assert not CLAUSE.match(text or ""), f"{source}: {text!r}"
 
@@ -411,13 +415,21 @@ def _names_of(path: Path) -> set[str]:
     return {name.get_name() for name in symbols if name.is_assigned() or name.is_imported()}
 
 
+def statements(owner: ast.AST) -> Iterator[ast.AST]:
+    """Every statement in ``owner``, without its expressions, which are most of a tree."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(owner, part, None) or ():
+            yield node
+            yield from statements(node)
+
+
 def test_imported_names_exist() -> None:
     """Names of ours that any file imports, inside functions too, where nothing fails before they run."""
     folders = ("compat", "pipelines", "paint", "kernels", "host", "nodes", "farm", "benchmarks", "tests", "training")
     names = cache(_names_of)
     for path in (*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))):
         package = ["anygpu", *path.relative_to(ROOT).parts[:-1]]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in statements(tree_of(path.relative_to(ROOT).as_posix())):
             if not isinstance(node, ast.ImportFrom):
                 continue
             above = package[: len(package) + 1 - node.level] if node.level else []

@@ -50,3 +50,13 @@ def test_a_prompt_that_names_no_window_is_shown_in_none(progress):
     server.client_id = None
     node.finish("done")
     assert server.texts == server.events == []
+
+
+def test_a_stage_that_does_not_count_itself_is_counted(progress, monkeypatch):
+    from anygpu.compat.memory.parts import ProgressStage
+
+    node, server = progress
+    monkeypatch.setitem(node._text.__globals__, "TEXT_SECONDS", 0.0)
+    node.step(1, 2, ProgressStage("encoding", "image"))
+    node.step(1, 2, ProgressStage("moving", "vae 1 of 2 GB", counted=True))
+    assert [text for text, _ in server.texts] == ["encoding image 1/2", "moving vae 1 of 2 GB"]

@@ -11,7 +11,7 @@ import schemas
 import small_comfyui
 import tiny
 import torch
-from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.repairs import Repair, RepairStore
 from anygpu.pipelines import stages
@@ -227,3 +227,19 @@ def test_what_fit_model_changes_is_done_and_taken_back_again(core: ComfyUI) -> N
     assert "an earlier fit taken back" in core.said and again.get_model_object("manual_cast_dtype") is None
     with pytest.raises(UnsupportedError, match="fp16-safe"):
         fitted(core, precision="fp16-safe")
+
+
+def test_one_node_fits_what_is_connected_and_has_a_line_for_each_part(core: ComfyUI, loaded) -> None:
+    model, single = fitted(core, torch.bfloat16, precision="fp32")
+    alone, _, missing = core.run("Fit", model=model, precision="fp32").result
+    assert alone.get_model_object("manual_cast_dtype") is single.get_model_object("manual_cast_dtype") is torch.float32
+    (wrapper,) = alone.wrappers["apply_model"]["anygpu_fit"]
+    wrapper.tell("fp16-safe in 2 of 2 layers called")
+    line = "model: fitted to this device; precision fp32; attention as loaded; latents kept"
+    assert core.said == f"{line}; fp16-safe in 2 of 2 layers called"
+    assert "connect clip to AnyGPU Fit" in str(missing.given)
+    assert core.run("Fit", model=loaded[1], vae=loaded[2]).result[:2] == loaded[1:3]
+    nothing = "nothing to change on this device"
+    assert core.said.split("  \n") == [f"{part}: {nothing}; {part} as it is" for part in ("model", "vae")]
+    with pytest.raises(InputError, match="precision fp32 without a MODEL"):
+        core.run("Fit", vae=loaded[2], precision="fp32")

@@ -511,7 +511,7 @@ def test_a_folder_that_is_not_listed_lends_nothing(pack, tiny_folder):
 
 def test_kept_latents_are_listed_shown_and_recovered(pack):
     samples = torch.arange(2 * 128 * 2 * 2, dtype=torch.float32).reshape(1, 128, 2, 2, 2)
-    identity = store.keep(pack.home / "kept", Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3), print)
+    identity = store.save(pack.home / "kept", Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3), print)
     before = pack.files()
     (_, found, _), (status, _, kind), (_, recovered, _), refused = pack.ask_all(
         [
@@ -530,7 +530,7 @@ def test_kept_latents_are_listed_shown_and_recovered(pack):
 
 def test_a_damaged_latent_is_not_recovered(pack):
     latents = Latents(torch.zeros(1, 128, 2, 2, 2), "ltx", "text", 9, 64, 64, 8.0, 3)
-    identity = store.keep(pack.home / "kept", latents, print)
+    identity = store.save(pack.home / "kept", latents, print)
     (path,) = (pack.home / "kept").glob("*.safetensors")
     path.write_bytes(path.read_bytes()[:-8])
     status, answer, _ = pack.ask("POST", "/anygpu/latents/recover", json={"id": identity})
@@ -666,7 +666,7 @@ def test_what_changed_since_the_sampling_before_is_told(pack):
         assert pack.ask("GET", "/anygpu/run")[1]["changed"] is None
         record = {"anygpu_receipt": 1, "latents": "00", "made_with": {"torch": torch_version}}
         latents = Latents(torch.zeros(1, 4, 2, 8, 8), "ltx", "text", 9, 64, 64, 8.0, 3, extra={"receipt": record})
-        assert store.keep(folder, latents, print)
+        assert store.save(folder, latents, print)
     told = pack.ask("GET", "/anygpu/run")[1]["changed"]
     assert told["changes"] == [{"subject": "torch", "before": "1.0", "now": "2.0"}] and told["same"]
     assert told["headline"] == "The same latents, bit for bit, although this changed:"

@@ -29,13 +29,10 @@ CORE |= {"EmptyLatentHunyuan3Dv2", "KSampler", "VAEDecodeHunyuan3D", "VoxelToMes
 CORE |= {"UNETLoader", "CLIPLoader", "VAELoader", "CheckpointLoaderSimple", "CLIPTextEncode", "ModelSamplingSD3"}
 CORE |= {"LTXAVTextEncoderLoader", "LTXVAudioVAELoader", "LTXVEmptyLatentAudio", "LTXVConcatAVLatent", "LTXVScheduler"}
 CORE |= {"LTXVSeparateAVLatent", "LTXVAudioVAEDecode", "RandomNoise", "KSamplerSelect", "CFGGuider", "BasicGuider"}
-CORE |= {
-    "SamplerCustomAdvanced",
-    "BasicScheduler",
-    "VAEDecodeAudio",
-    "Wan22ImageToVideoLatent",
-    "MiniMaxH3ImageToVideo",
-}
+CORE |= {"SamplerCustomAdvanced", "BasicScheduler", "VAEDecodeAudio", "Wan22ImageToVideoLatent"}
+CORE |= {"MiniMaxH3ImageToVideo", "DualCLIPLoader", "Kandinsky5ImageToVideo", "CosmosPredict2ImageToVideoLatent"}
+CORE |= {"LoraLoaderModelOnly", "CLIPVisionLoader", "WanAnimate2ToVideo", "WanAnimate2Cache", "TrimVideoLatent"}
+CORE |= {"ImageFromBatch"}
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 NOTES = ("Note", "MarkdownNote")
 OPTIONAL_SWITCHES = ("compile", "triton", "sage", "flash", "quant", "gguf")
@@ -164,15 +161,22 @@ def _is_file(value: Any) -> bool:
     return str(value).endswith(".safetensors")
 
 
-def test_core_s_own_templates_have_our_nodes_before_the_sampler_and_the_decode() -> None:
-    assert len(fitted()) == 4
+def test_core_s_own_templates_have_one_node_between_loaders_and_all_else() -> None:
+    assert len(fitted()) == 8
     for workflow in fitted():
         nodes = replay(workflow)
-        takes = {node["class_type"]: node["inputs"] for node in nodes.values()}
-        assert nodes[takes["VAEDecode"]["vae"][0]]["class_type"] == "AnyGPUFitVAE"
-        sampler = next((takes[kind] for kind in ("KSampler", "CFGGuider", "BasicGuider") if kind in takes), None)
-        assert sampler is None or nodes[sampler["model"][0]]["class_type"] == "AnyGPUFitModel"
-        assert sampler is not None or "AnyGPURecoverLatents" in takes
+        takers = (("VAEDecode", "vae"), ("CLIPTextEncode", "clip"), ("MiniMaxH3ImageToVideo", "clip"))
+        takers += tuple((kind, "model") for kind in ("KSampler", "CFGGuider", "BasicGuider", "BasicScheduler"))
+        taken = {
+            (name, nodes[inputs[name][0]]["class_type"])
+            for kind, name in takers
+            for inputs in (node["inputs"] for node in nodes.values() if node["class_type"] == kind)
+        }
+        if "rescue" in workflow.stem:
+            assert taken == {("vae", "AnyGPUFitVAE")}
+            continue
+        model = "WanAnimate2Cache" if "animate" in workflow.stem else "AnyGPUFit"
+        assert taken == {("vae", "AnyGPUFit"), ("clip", "AnyGPUFit"), ("model", model)}, workflow.stem
 
 
 @each

@@ -1,7 +1,7 @@
 // The notice for one error.
 import { ask } from "./ask.mjs";
 import { copyButton, make, style } from "./elements.mjs";
-import { jumpTo, nodeOf, titleOf } from "./jump.mjs";
+import { jumpTo, nodeOf, run, titleOf } from "./jump.mjs";
 import { isOpen, workflowOf } from "./runs.js";
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
@@ -17,7 +17,7 @@ function closeOther(tries = 20) {
 /** The notice for the error of a run; `dismiss` removes it. The node is one of the open graph, or is only named. */
 export async function noticeOf({ exception_message: message = "", exception_type: type, node_id: id, node_type: kind, prompt_id: prompt }, dismiss) {
   style();
-  const { found, expected, fix } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
+  const { found, expected, fix, press, ...it } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
   const node = isOpen(prompt) ? nodeOf(id).at(-1) : null;
   const here = node && [node.comfyClass, node.type].includes(kind);
   const title = here ? titleOf(id) : window.LiteGraph.registered_node_types[kind]?.title ?? kind;
@@ -39,6 +39,6 @@ export async function noticeOf({ exception_message: message = "", exception_type
       row("Expected", expected),
       row(MEMORY.test(type) ? "Lower" : "Do", fix),
     ),
-    make("footer", {}, jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
+    make("footer", {}, press && make("button", { class: "anygpu-button", onclick: () => run(it) }, press), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
   );
 }

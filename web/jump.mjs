@@ -14,6 +14,12 @@ export function nodeOf(id) {
   return path;
 }
 
+/** Set an input; run. */
+export function run({ node, input, value }) {
+  for (const { widgets } of app.graph.findNodesByType(node)) widgets.find(w => w.name === input).value = value;
+  app.queuePrompt(0);
+}
+
 /** The title of a node on the canvas. */
 export function titleOf(id, fallback = "") {
   const path = nodeOf(id);

@@ -6,7 +6,6 @@ loops for hours if a list is declared longer than its file.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import struct
@@ -14,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError, afford
 from ..packages import imported
-from .headers import MOST_AXES, TensorEntry, damaged, opened, possible_shape
+from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, possible_shape
 
 MAGIC = b"GGUF"
-MOST_ITEMS = 1_000_000  # tensors, notes, or items of a list; the largest vocabularies have a quarter of it
+ENTRY_BYTES = 700  # of memory for each tensor or note, at most
+MOST_ITEMS = 1_000_000  # of a list; the largest vocabularies have a quarter of it
 ALIGNMENT = 32
 PLAIN = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type number
@@ -33,7 +31,7 @@ class Header:
     """Reads a file's bytes in order; raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left, self.size = file, size, size
+        self.file, self.left, self.size, self.texts = file, size, size, 0
 
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes."""
@@ -51,7 +49,7 @@ class Header:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """The next value of a note: a number, a text, or a list of numbers; None for a list of texts."""
+        """The next value of a note: a number, a text, or a short list of numbers; None for another list."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == TEXT:
@@ -62,16 +60,18 @@ class Header:
         if count > MOST_ITEMS:
             raise ValueError(f"a list of {count} items")
         if inner in NUMBERS:
-            return list(struct.unpack(f"<{count}{NUMBERS[inner]}", self.take(count * struct.calcsize(NUMBERS[inner]))))
-        if inner != TEXT:
-            raise ValueError(f"a list of type {inner}")
+            raw = self.take(count * struct.calcsize(NUMBERS[inner]))
+            return list(struct.unpack(f"<{count}{NUMBERS[inner]}", raw)) if count <= MOST_AXES else None
+        self.texts += count
+        if inner != TEXT or self.texts > 2 * MOST_ITEMS:
+            raise ValueError(f"a list of type {inner}, {self.texts} texts in all")
         for _ in range(count):
             self.take(self.number("Q"))
         return None
 
 
 def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """The tensors that a GGUF file declares, and its notes by name; a list of texts, such as a vocabulary, is None.
+    """The tensors that a GGUF file declares, and its notes by name; a long list, such as a vocabulary, is None.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of a version that is not read.
@@ -89,27 +89,11 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         raise _damaged(path, f"contents that cannot be read ({' '.join(str(error).split())})") from error
 
 
-def decoded_rows(raw: torch.Tensor, codec: str) -> torch.Tensor:
-    """Values in fp32, (rows, columns), of packed rows (rows, bytes) uint8 on the host."""
-    gguf = imported("gguf")
-    return torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[codec]))
-
-
-@functools.cache
-def _has_decoder(codec: str) -> bool:
-    gguf = imported("gguf")
-    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec]]
-    try:
-        decoded_rows(torch.zeros(1, size, dtype=torch.uint8), codec)
-    except NotImplementedError:
-        return False
-    return True
-
-
 def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
-    if version not in (2, 3) or max(tensors, notes) > MOST_ITEMS:
+    if version not in (2, 3) or max(tensors, notes) > MOST_ENTRIES:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
+    afford(repr(str(path)), ENTRY_BYTES * (tensors + notes), header.size)
     noted: dict[str, Any] = {}
     for _ in range(notes):
         name, kind = header.text(), header.number("I")
@@ -140,7 +124,7 @@ def _entry(
     try:
         codec = gguf.GGMLQuantizationType(kind)
     except ValueError:
-        raise _damaged(path, f"tensor {name!r} of the unknown type {kind}") from None
+        raise _unread(path, name, f"type {kind} of GGUF") from None
     block, size = gguf.GGML_QUANT_SIZES[codec]
     shape, total = possible_shape(reversed(sides)), math.prod(sides)
     whole = notes.get(SHAPE_NOTE + name)
@@ -149,12 +133,8 @@ def _entry(
     packed = codec.name not in PLAIN
     if packed and (not sides or not total or sides[0] % block or (total // shape[0]) % block):
         raise _damaged(path, f"tensor {name!r} of {shape} in blocks of {block}")
-    if packed and not _has_decoder(codec.name):
-        raise UnsupportedError(
-            f"the weight {name!r} of {str(path)!r} is stored as {codec.name}",
-            expected="a format that the package gguf decodes, such as Q8_0 or Q4_K",
-            fix="Use another version of this file, or update the package: python -m pip install -U gguf.",
-        )
+    if packed and codec.name not in _codecs():
+        raise _unread(path, name, codec.name)
     end = start + total // block * size
     return TensorEntry(
         file=path,
@@ -164,6 +144,20 @@ def _entry(
         end=end,
         stamp=stamp,
         codec=codec.name if packed else "",
+    )
+
+
+def _codecs() -> tuple[str, ...]:
+    from .gguf_blocks import CODECS, OF_DIFFUSERS
+
+    return (*CODECS, *OF_DIFFUSERS)
+
+
+def _unread(path: Path, name: str, kind: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the weight {name!r} of {str(path)!r} is stored as {kind}",
+        expected="a format that the package gguf decodes, such as Q8_0 or Q4_K",
+        fix="Use another version of this file, or update the package: python -m pip install -U gguf.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import stat
@@ -16,11 +15,9 @@ from typing import Any, BinaryIO
 import torch
 
 from ..device.shortage import says_shortage
-from ..errors import CheckpointError, PackError, UnsupportedError, remember
+from ..errors import JSON_BYTES, CheckpointError, PackError, UnsupportedError, json_within, reading_budget, remember
 
-HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library's own limit
-READING_TIMES, READING_BYTES = 10, 200 * 10**6  # of a file of unknown origin: small ones can claim anything
-MOST_AXES = 16
+MOST_AXES, MOST_ENTRIES = 16, 100_000  # a file of weights has some thousand tensors
 STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
     "F64": torch.float64,
     "F32": torch.float32,
@@ -28,11 +25,15 @@ STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "BOOL": torch.bool,
 }
 OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is often saved under this name instead
@@ -58,8 +59,11 @@ class TensorEntry:
         shape: as a tensor of values.
         start, end: offsets in bytes in the file.
         stamp: size and time of the file's last change when its header was read.
-        codec: GGUF's name of a block format, such as ``Q4_K``; rows are packed one after the other.
-        scale: what the stored values are multiplied by: one number, or one per row.
+        codec: how values are packed, row after row: GGUF's name of a block format, such as ``Q4_K``, or a name of
+            :data:`~.unpacking.PACKINGS`.
+        sides: the tensors that belong to packed values, such as their scales, by name and whole.
+        part: the first row and the number of all rows, where only some of the rows that ``sides`` are for are meant.
+        group: how many columns were rotated together before they were rounded; 0 for none.
         swapped: whether the two halves of its rows change places.
         heads: above 0, rows of each of so many heads are pairs side by side and come as first halves before second
             halves, as rotary embeddings of transformers want.
@@ -73,7 +77,9 @@ class TensorEntry:
     end: int
     stamp: tuple[int, int] = (0, 0)
     codec: str = ""
-    scale: TensorEntry | None = None
+    sides: tuple[tuple[str, TensorEntry], ...] = ()
+    part: tuple[int, int] = (0, 0)
+    group: int = 0
     swapped: bool = False
     heads: int = 0
     mask: TensorEntry | None = None
@@ -86,21 +92,25 @@ class TensorEntry:
     @property
     def is_floating(self) -> bool:
         """Tell whether its values are numbers to calculate with, which a cast may touch."""
-        return bool(self.codec) or self.scale is not None or STORED[self.dtype].is_floating_point
+        return bool(self.codec) or STORED[self.dtype].is_floating_point
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether its bytes are not plain values: a block format, numbers with a scale, or only some of them."""
-        return bool(self.codec) or self.scale is not None or self.mask is not None
+        """Tell whether its bytes are not plain values: a packed format, or only some of them."""
+        return bool(self.codec) or self.mask is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensor and of its rows' share of the tensors beside it."""
+        sides = sum(side.total_bytes for _, side in self.sides)
+        return self.total_bytes + (sides * self.shape[0] // (self.part[1] or self.shape[0]) if sides else 0)
 
     def rows(self, first: int, count: int) -> TensorEntry:
         """``count`` rows from ``first`` on, as an entry of their own."""
         size = self.total_bytes // self.shape[0]
         start = self.start + first * size
-        scale = self.scale
-        if scale is not None and math.prod(scale.shape) > 1:
-            scale = scale.rows(first, count)
-        return replace(self, shape=(count, *self.shape[1:]), start=start, end=start + count * size, scale=scale)
+        part = (self.part[0] + first, self.part[1] or self.shape[0])
+        return replace(self, shape=(count, *self.shape[1:]), start=start, end=start + count * size, part=part)
 
 
 def header_of(path: Path) -> dict[str, TensorEntry]:
@@ -148,12 +158,12 @@ def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[
     (length,) = struct.unpack("<Q", prefix)
     file.seek(8)
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_distinct)
-    except (ValueError, RecursionError) as error:
+        header = json_within(file.read(length), f"the header of {str(path)!r}", object_pairs_hook=_distinct)
+    except ValueError as error:
         problem = f"{error.args[0]}" if isinstance(error, Repeated) else "a header that is not JSON"
         raise damaged(path, problem) from error
-    if not isinstance(header, dict):
-        raise damaged(path, "a header that is not an object")
+    if not isinstance(header, dict) or len(header) > MOST_ENTRIES:
+        raise damaged(path, f"a header that is not an object of at most {MOST_ENTRIES:,} tensors")
     entries = _entries(path, header, 8 + length, (status.st_size, status.st_mtime_ns))
     notes = header.get("__metadata__")
     return entries, {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {}
@@ -213,11 +223,6 @@ def reading(path: Path) -> Iterator[None]:
         raise unreadable(Path(error.filename or path), error) from error
 
 
-def reading_budget(size: int) -> int:
-    """The bytes of memory that reading a file of ``size`` bytes may take, beside what it gives back."""
-    return READING_TIMES * size + READING_BYTES
-
-
 def plain_status(path: Path) -> os.stat_result:
     """The status of a file of bytes.
 
@@ -250,8 +255,8 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
 def json_object(text: str | bytes) -> dict[str, Any] | None:
     """The object that ``text`` is in JSON; None for anything else, nesting without end included."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = json_within(text, "metadata")
+    except (CheckpointError, ValueError):
         return None
     return content if isinstance(content, dict) else None
 
@@ -268,7 +273,7 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
         if begins.startswith(magic):
             raise damaged(path, what, fix)
     (length,) = struct.unpack("<Q", begins[:8])
-    if length > min(size - 8, HEADER_LIMIT_BYTES):
+    if length > min(size - 8, JSON_BYTES):
         raise damaged(path, f"no safetensors header in its {size} bytes")
 
 
@@ -291,7 +296,9 @@ def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, in
             entry = TensorEntry(
                 file=path, dtype=str(record["dtype"]), shape=shape, start=base + start, end=base + end, stamp=stamp
             )
-            if entry.dtype not in STORED or entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
+            if entry.dtype not in STORED:
+                raise unread(path, name, entry.dtype)
+            if entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
                 raise damaged(path, f"tensor {name!r} of {entry.dtype} {shape} in {entry.total_bytes} bytes")
             entries[name] = entry
     except (KeyError, TypeError, ValueError) as error:
@@ -313,31 +320,8 @@ def _whole(number: Any) -> int:
     return number
 
 
-SCALES = (".scale_weight", ".weight_scale", ".fp8_scale")  # of a weight: before and after ComfyUI 0.4, Tencent's
-ASIDE = (".scale_input", ".input_scale", ".comfy_quant", ".pre_quant_scale")  # about the matrix product, not the weight
-MARK = "scaled_fp8"
-FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # values times one number, or one per row
-NARROW = ("F8_E4M3", "F8_E5M2", "I8")
 SPARSE, MASK = "anygpu_sparse", ".mask"  # shapes of tensors whose zeros a file leaves out, and the bitmap of each
 WIDEST = 4  # bytes of a value in fp32
-
-
-def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors of a part's ``files`` by name, each with its scale and its mask.
-
-    Raises:
-        CheckpointError: a file is damaged, or two of them have a tensor of the same name. UnsupportedError: as
-            :func:`with_scales`.
-    """
-    entries: dict[str, TensorEntry] = {}
-    for file in files:
-        found, notes = entries_and_notes(file)
-        mine = with_scales(with_masks(found, notes, file), notes, file)
-        twice = sorted(entries.keys() & mine.keys())
-        if twice:
-            raise damaged(file, f"tensor {twice[0]!r}, which {entries[twice[0]].file.name} has too")
-        entries.update(mine)
-    return entries
 
 
 def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
@@ -367,60 +351,17 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
     return kept
 
 
-def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with each scale attached to its weight, and without the tensors that only describe scales.
-
-    Raises:
-        UnsupportedError: weights in a format other than :data:`FORMATS`. CheckpointError: a scale without its weight,
-            or one that is neither a number nor one number per row.
-    """
-    for name, kind in _formats(entries, notes, path).items():
-        if kind not in FORMATS:
-            raise UnsupportedError(
-                f"the weight {name!r} of {str(path)!r} is stored as {kind}",
-                expected=f"bf16, fp16, fp32, GGUF, or {', '.join(FORMATS)}",
-                fix="Use another version of this file, such as bf16, scaled fp8 or GGUF.",
-            )
-    kept = {name: e for name, e in entries.items() if not name.endswith(ASIDE) and name.rpartition(".")[2] != MARK}
-    for name in [name for name in kept if name.endswith(SCALES)]:
-        owner, scale = name.rpartition(".")[0] + ".weight", kept.pop(name)
-        weight = entries.get(owner)
-        empty = weight is None or 0 in (len(weight.shape), math.prod(weight.shape))
-        if weight is None or empty or not scale.is_floating or math.prod(scale.shape) not in (1, weight.shape[0]):
-            raise CheckpointError(
-                f"the scale {name!r} of {scale.shape} in {str(path)!r} fits no weight {owner!r}",
-                expected="one number per weight, or one per row",
-                fix="Download this file again, or use another version of it.",
-            )
-        kept[owner] = replace(weight, scale=scale) if weight.dtype in NARROW else weight
-    missing = sorted(name for name, e in kept.items() if e.dtype == "I8" and not e.is_packed)
-    if missing:
-        raise CheckpointError(
-            f"no scale for the 8-bit weight {missing[0]!r} in {str(path)!r}",
-            expected="its weight_scale beside it",
-            fix="Use another version of this file.",
-        )
-    return kept
+def unread(path: Path, name: str, kind: str) -> UnsupportedError:
+    """The error for a whole file whose format is not read."""
+    return UnsupportedError(
+        f"the weight {name!r} of {str(path)!r} is stored as {kind}",
+        expected="bf16, fp16, fp32, GGUF, or a format of docs/models.md",
+        fix="Use another version of this file, such as bf16, scaled fp8 or GGUF.",
+    )
 
 
-def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, str]:
-    """The format that the file names for each of its layers, from its metadata or from a small tensor beside each."""
-    formats: dict[str, str] = {}
-    if "_quantization_metadata" in notes:
-        layers = (json_object(notes["_quantization_metadata"]) or {}).get("layers")
-        formats |= {name: _named(about) for name, about in layers.items()} if isinstance(layers, dict) else {}
-    for name, entry in entries.items():
-        if name.endswith(".comfy_quant") and entry.total_bytes < 4096:
-            with path.open("rb") as file:
-                file.seek(entry.start)
-                formats[name.removesuffix(".comfy_quant")] = _named(json_object(file.read(entry.total_bytes)) or {})
-    return formats
-
-
-def _named(about: Any) -> str:
-    """A format's name; one with a rotation before it is another format."""
-    if not isinstance(about, dict):
-        return "an unknown format"
-    inner = about.get("params")
-    rotated = about.get("convrot") or (isinstance(inner, dict) and inner.get("convrot"))
-    return f"{about.get('format')}{' with convrot' if rotated else ''}"
+def bytes_of(entry: TensorEntry) -> bytes:
+    """The bytes of a small tensor."""
+    with entry.file.open("rb") as file:
+        file.seek(entry.start)
+        return file.read(entry.total_bytes)

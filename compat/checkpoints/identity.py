@@ -1,42 +1,146 @@
-"""The content of a model, a file or pictures as one short hash that is the same on every machine.
+"""The content of a model, a file or pictures as hashes that are the same on every machine.
 
-Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is identified by its size and by samples of its bytes,
-spread evenly: a training changes nearly every weight. Neither paths nor times are part of it.
+Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is found by its size and by samples of its bytes,
+spread evenly: a training changes nearly every weight. That two are equal is claimed by :func:`whole_of` alone, a Merkle
+tree over all bytes, made once in the background. Neither paths nor times are part of either.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from ..device.execution import to_host
+from ..device.facts import value_or
+from ..durable import replacing, saved_json
 from .headers import unreadable
 
 WHOLE_BYTES = 64 * 1024**2  # up to which a file is hashed whole: LoRAs, encoders' tokenizers, configurations
 SAMPLES, SAMPLE_BYTES = 64, 64 * 1024  # of a larger one: one per block of the largest transformers here
+BLOCK_BYTES = 16 * 1024**2  # of the tree's leaves; a cancel is obeyed between two
 SUFFIXES = frozenset((".safetensors", ".gguf", ".bin", ".json", ".txt", ".model"))
 INDEX = "model_index.json"
 DIGITS = 32  # of a hash: 128 bits
+LENGTHS = (0, DIGITS, 2 * DIGITS)
+WHOLES = "whole_files.json"
+MOST_FILES = 4096  # of an index: the newest
+RESTING_NS = 3 * 10**9  # a file that changed just now can change again in the same tick: FAT's is 2 s
+log = logging.getLogger(__name__)
 
-_known: dict[tuple[str, int, int], str] = {}  # of files, while they do not change
+
+class FileIndex:
+    """Texts about files by what identifies one that has not changed: device, inode, size, and two times in ns.
+
+    Args:
+        path: of the JSON file that keeps them; None keeps them in memory. One that is damaged or cannot be written is
+            passed over.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self.changed = path, False
+        record = None if path is None else saved_json(path)
+        items = record.items() if isinstance(record, dict) else ()
+        self.texts = {key: text for key, text in items if isinstance(text, str) and len(text) in LENGTHS}
+
+    def of(self, path: Path, make: Callable[[], str | None]) -> str | None:
+        """The text about the file, made where it is new or changed; None, which is not kept, where there is none.
+
+        Raises:
+            OSError: the file cannot be asked for its times.
+        """
+        facts = facts_of(path)
+        if facts not in self.texts:
+            text, status = make(), path.stat()
+            age = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+            if text is None or facts_of(path) != facts or 0 <= age < RESTING_NS:
+                return text
+            self.texts[facts], self.changed = text, True
+        return self.texts[facts]
+
+    def save(self) -> None:
+        """Write down what is new."""
+        if self.path is None or not self.changed:
+            return
+        try:
+            with replacing(self.path) as temporary:
+                kept = dict(list(self.texts.items())[-MOST_FILES:])
+                temporary.write_text(json.dumps(kept), encoding="utf-8")
+            self.changed = False
+        except OSError as error:
+            log.debug("%s is not written: %s", self.path, error)
+
+
+_sampled = FileIndex(None)
+_wholes: dict[Path | None, FileIndex] = {}
+_waiting: queue.SimpleQueue[tuple[Path, Path | None]] = queue.SimpleQueue()
+_asked: set[Path] = set()  # that wait for the thread
+_one = threading.RLock()
+
+
+def facts_of(path: Path) -> str:
+    """The identity of a file that has not changed. Windows' second time is that of the file's creation."""
+    it = path.stat()
+    return f"{it.st_dev} {it.st_ino or path} {it.st_size} {it.st_mtime_ns} {it.st_ctime_ns}"  # FAT numbers no files
 
 
 def content_of(path: Path) -> str:
-    """The hash of a file, or of the files of a model folder that decide what it makes; empty where nothing is there.
+    """The hash by which a file is found, or the files of a model folder that decide what it makes; empty for nothing.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
-        if path.is_file():
-            return _file(path)
-        return _folder(path) if path.is_dir() else ""
-    except OSError as error:
-        raise unreadable(path, error) from error
+    return _hashed(path, lambda file: str(_sampled.of(file, lambda: _by_samples(file))))[:DIGITS]
+
+
+def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = None) -> str:
+    """The hash of every byte of a file or model folder, in 64 digits; empty where there is nothing, or not yet.
+
+    Args:
+        state: folder where hashes are kept; None keeps them while this process runs.
+        check: called between blocks, may raise to cancel; None leaves large files to a thread in the background.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _one:
+        index = _wholes.setdefault(state, FileIndex(None if state is None else state / WHOLES))
+    missing: list[Path] = []
+
+    def of(file: Path) -> str:
+        later = check is None and file.stat().st_size > WHOLE_BYTES
+        found = index.of(file, lambda: None if later else _merkle(file, check or (lambda: None)))
+        missing.extend([] if found else [file])
+        return found or ""
+
+    whole = _hashed(path, of)
+    index.save()
+    if not missing:
+        return whole
+    with _one:
+        if path not in _asked:
+            _asked.add(path)
+            _waiting.put((path, state))
+            if len(_asked) == 1:
+                threading.Thread(target=_hash_in_background, name="anygpu-hashes", daemon=True).start()
+    return ""
+
+
+def _hash_in_background() -> None:
+    while True:
+        path, state = _waiting.get()
+        value_or(lambda path=path, state=state: whole_of(path, state, lambda: None), "")  # type: ignore[misc]
+        with _one:
+            _asked.discard(path)
+            if not _asked:
+                return
 
 
 def picture_content(frames: torch.Tensor) -> str:
@@ -59,39 +163,48 @@ def bytes_of(values: torch.Tensor) -> bytes:
     return to_host(values).contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _folder(folder: Path) -> str:
-    """Of a pipeline the parts that its index names, so that other files beside them do not count.
+def _hashed(path: Path, of: Callable[[Path], str]) -> str:
+    """``of`` a file; of a folder the hash of each file that decides what it makes.
 
-    Parts that a demo model borrows from another do not either: both ship with the pack, and so change together.
+    Of a pipeline these are the parts that its index names, so that other files beside them do not count. Parts that a
+    demo model borrows from another do not either: both ship with the pack, and so change together.
     """
-    names: list[str] | None = None
-    if (folder / INDEX).is_file():
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):
-            index = None
+    try:
+        if path.is_file():
+            return of(path)
+        if not path.is_dir():
+            return ""
+        index = saved_json(path / INDEX)
         names = [INDEX, *index] if isinstance(index, dict) else None
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):
-        place = path.relative_to(folder)
-        hidden = any(name.startswith(".") for name in place.parts)
-        if path.suffix in SUFFIXES and not hidden and (names is None or place.parts[0] in names) and path.is_file():
-            digest.update(f"{place.as_posix()}\0{_file(path)}\0".encode())
+        digest = hashlib.sha256()
+        for file in sorted(path.rglob("*"), key=lambda file: file.relative_to(path).as_posix()):
+            place = file.relative_to(path)
+            hidden = any(name.startswith(".") for name in place.parts)
+            if file.suffix in SUFFIXES and not hidden and (names is None or place.parts[0] in names) and file.is_file():
+                digest.update(f"{place.as_posix()}\0{of(file)}\0".encode())
+        return digest.hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _by_samples(path: Path) -> str:
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        digest = hashlib.sha256(f"{size}\0".encode())
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+        else:
+            for index in range(SAMPLES):
+                file.seek((size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:DIGITS]
 
 
-def _file(path: Path) -> str:
-    status = path.stat()
-    key = (str(path), status.st_size, status.st_mtime_ns)
-    if key not in _known:
-        digest = hashlib.sha256(f"{status.st_size}\0".encode())
-        with path.open("rb") as file:
-            if status.st_size <= WHOLE_BYTES:
-                digest.update(file.read())
-            else:
-                last = status.st_size - SAMPLE_BYTES
-                for index in range(SAMPLES):
-                    file.seek(last * index // (SAMPLES - 1))
-                    digest.update(file.read(SAMPLE_BYTES))
-        _known[key] = digest.hexdigest()[:DIGITS]
-    return _known[key]
+def _merkle(path: Path, check: Callable[[], None]) -> str:
+    """The root of a tree over a file's blocks: leaf ``sha256(0, block)``, root ``sha256(1, leaves)``."""
+    root = hashlib.sha256(b"\1")
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+            check()
+            root.update(hashlib.sha256(b"\0" + block).digest())
+    return root.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..device.execution import HOST, placed, to_host
-from ..errors import CheckpointError, InputError, first_line
+from ..errors import CheckpointError, InputError, first_line, require_choice
 from .headers import STORED, entries_and_notes, json_object
 from .weights import tensor_file, write_tensors
 
@@ -125,8 +125,7 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
     Raises:
         InputError: ``choice`` is ``refuse`` and there are such values, or is none of these.
     """
-    if choice not in NOT_FINITE:
-        raise InputError(f"not_finite {choice!r}", expected=f"one of {', '.join(NOT_FINITE)}", fix="Choose refuse.")
+    require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""
     sound = torch.isfinite(tensor if tensor.itemsize > 1 else tensor.float())  # torch cannot ask 8-bit floats

@@ -7,7 +7,6 @@ are fast, large tensors that need no cast are views of the file instead.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -23,9 +22,20 @@ import torch
 
 from ..device.execution import to_host
 from ..durable import replacing
-from ..errors import CheckpointError, PackError
-from .gguf_file import decoded_rows
-from .headers import STORED, TensorEntry, damaged, header_in, opened, plain_status
+from ..errors import CheckpointError, PackError, json_file
+from .headers import (
+    STORED,
+    TensorEntry,
+    bytes_of,
+    damaged,
+    entries_and_notes,
+    header_in,
+    json_object,
+    opened,
+    plain_status,
+    with_masks,
+)
+from .unpacking import ALL, PACKINGS, laid_out, rows_of, unnested, unpacked
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
@@ -34,6 +44,7 @@ READ_ONLY = sys.platform == "win32"  # which promises memory for all of a view t
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_SUFFIX = ".safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")  # a file of these alone has no packed weights
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -48,14 +59,14 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """
     try:
         plain_status(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"no {path.name} in {str(path.parent)!r}", expected=what, fix="Download the whole folder again."
         ) from error
     except PackError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
         ) from error
@@ -272,7 +283,8 @@ def _read_one(
     if entry.is_packed and dtype is not None:
         return _unpacked(file, entry, dtype, advance)
     wanted = dtype if dtype is not None and stored.is_floating_point else stored
-    shape = (entry.shape[0], entry.total_bytes // entry.shape[0]) if entry.codec else entry.shape
+    rows = entry.shape[0] if entry.codec else 1
+    shape = (rows, entry.total_bytes // rows // stored.itemsize) if entry.codec else entry.shape
     tensor = torch.empty(shape, dtype=wanted)
     if not tensor.numel():
         return tensor
@@ -291,21 +303,17 @@ def _read_one(
 
 def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
     """The values of a packed tensor as ``dtype``, multiplied out in fp32, some rows at a time."""
-    rows, stored = entry.shape[0] if entry.shape else 1, STORED[entry.dtype]
+    rows = entry.shape[0] if entry.shape else 1
     result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
     width = entry.total_bytes // rows
-    factors = (
-        None if entry.scale is None else _read_one(file, entry.scale, torch.float32, lambda _bytes: None).reshape(-1, 1)
-    )
+    sides = _sides(file, replace(entry, swapped=False, heads=0))
     file.seek(entry.start)
     for first in range(0, rows, max(1, SLICE_BYTES // width)):
         part = result[first : first + max(1, SLICE_BYTES // width)]
         raw = torch.empty((len(part), width), dtype=torch.uint8)
         _fill(file, raw, entry.file)
-        values = decoded_rows(raw, entry.codec) if entry.codec else raw.view(stored).float()
-        if factors is not None:
-            values = values * (factors if factors.numel() == 1 else factors[first : first + len(part)])
-        part.copy_(values)
+        mine = rows_of(sides, rows, slice(first, first + len(part)))
+        part.copy_(unpacked(entry.codec, raw.view(STORED[entry.dtype]), mine, entry.group, dtype))
         advance(raw.numel())
     return result.view(entry.shape)
 
@@ -319,14 +327,63 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
     count = entry.total_bytes // stored.itemsize
     if len(places) != count or (count and int(places[-1]) >= math.prod(entry.shape)):
         raise damaged(entry.file, f"a mask of {len(places)} values where {count} are stored")
-    values = _read_one(file, replace(entry, shape=(count,), scale=None, mask=None), None, advance).to(torch.float32)
+    plain = replace(entry, shape=(count,), codec="", sides=(), mask=None)
     result = torch.zeros(math.prod(entry.shape), dtype=torch.float32)
-    result[places] = values
-    result = result.view(entry.shape)
-    if entry.scale is not None:
-        factors = _read_one(file, entry.scale, torch.float32, lambda _bytes: None)
-        result *= factors.reshape(-1, *[1] * (result.ndim - 1))
-    return result.to(dtype)
+    result[places] = _read_one(file, plain, None, advance).to(torch.float32)
+    if entry.codec:
+        rows = result.view(entry.shape[0], -1)
+        result = unpacked(entry.codec, rows, _sides(file, entry), entry.group, torch.float32)
+    return result.view(entry.shape).to(dtype)
+
+
+def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
+    """All tensors of a part's ``files`` by name, each with its mask and what lies beside a packed weight.
+
+    Raises:
+        CheckpointError: a file is damaged, or two of them have a tensor of the same name. UnsupportedError: weights in
+            a format that is not read.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in files:
+        found, notes = entries_and_notes(file)
+        mine = with_masks(found, notes, file)
+        if any(entry.dtype not in FLOATS for entry in mine.values()):
+            from .quantised import with_scales
+
+            mine = with_scales(mine, notes, file)
+        twice = sorted(entries.keys() & mine.keys())
+        if twice:
+            raise damaged(file, f"tensor {twice[0]!r}, which {entries[twice[0]].file.name} has too")
+        entries.update(mine)
+    return entries
+
+
+def read_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
+    """The tensors beside a packed weight, a row of each for a row of the weight, in the order its model has them.
+
+    Raises:
+        CheckpointError: as :func:`read_tensors`.
+    """
+    with opened(entry.file, buffering=0) as file:
+        return _sides(file, entry)
+
+
+def _sides(file: BinaryIO, entry: TensorEntry) -> dict[str, torch.Tensor]:
+    packing = PACKINGS.get(entry.codec)
+    if packing is None:
+        return {}
+    first, rows = entry.part[0], entry.part[1] or entry.shape[0]
+    columns = math.prod(entry.shape[1:])
+    sides = {
+        name: laid_out(_read_one(file, side, None, lambda _: None), packing.sides.get(name, ALL), rows, columns)
+        for name, side in entry.sides
+        if name != "state"
+    }
+    if "nested" in sides:
+        offset = (json_object(bytes_of(dict(entry.sides)["state"])) or {}).get("nested_offset")
+        sides = unnested(sides, offset if isinstance(offset, float) else 0.0)
+    mine = rows_of(sides, rows, slice(first, first + entry.shape[0]))
+    return {name: _arranged(side, entry) if len(side) == entry.shape[0] > 1 else side for name, side in mine.items()}
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,20 +25,6 @@ HOST = torch.device("cpu")
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)  # which travel as integers
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
-
-
-class HasDevice(Protocol):
-    """Anything that states the device it executes on, such as an offloader."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def device_of(self, part: str) -> torch.device: ...
-
-
-def execution_device(offloader: HasDevice, part: str = "") -> torch.device:
-    """The device on which the next forward of a pipeline, or of one ``part`` of it, runs."""
-    return offloader.device_of(part) if part else offloader.device
 
 
 @contextmanager
@@ -105,11 +91,8 @@ def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return placed(args, device), placed(kwargs, device)
 
-    handle = module.register_forward_pre_hook(before, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(before, with_kwargs=True):
         yield
-    finally:
-        handle.remove()
 
 
 def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
@@ -157,12 +140,10 @@ def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
     def before(_module: nn.Module, _inputs: Any) -> None:
         called()
 
-    handles = [layer.register_forward_pre_hook(before) for layer in dict.fromkeys(_layers(module))]
-    try:
+    with ExitStack() as stack:
+        for layer in dict.fromkeys(_layers(module)):
+            stack.enter_context(layer.register_forward_pre_hook(before))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

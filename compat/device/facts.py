@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,6 +32,7 @@ CGROUPS = (  # limit and use of version 2, then version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+KITCHEN = "comfy-kitchen"
 TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
@@ -49,8 +50,8 @@ class DeviceFacts:
         torch_build: torch's commit.
         compiled: the architectures it holds kernels for; empty where it does not tell.
         emulated: dtypes that the device computes with, slowly, without having units for them.
-        versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``, ``system`` (such
-            as ``Linux``), ``kernel`` (the operating system's version) and ``driver``.
+        versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``,
+            ``comfy-kitchen``, ``system`` (such as ``Linux``), ``kernel`` (the operating system's version), ``driver``.
     """
 
     device: torch.device
@@ -114,12 +115,6 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
     return (device, *others) if default_device().type == device.type else (device,)
 
 
-def rooms_on(devices: Iterable[torch.device]) -> dict[torch.device, int | None]:
-    """Free memory of each of several accelerators; empty for a single one, where there is nothing to choose."""
-    devices = tuple(devices)
-    return {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
-
-
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
     """Facts about ``device``, or about the default device; existing facts are returned unchanged.
 
@@ -143,6 +138,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "system": value_or(lambda: platform.system(), ""),
         "kernel": value_or(lambda: platform.release(), ""),
         "triton": next(filter(None, map(_version_of, TRITONS)), ""),
+        KITCHEN: _version_of(KITCHEN),
     }
     driver = stated.pop("driver", "") or (
         _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
@@ -362,7 +358,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
     cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        versions = {"rocm": torch.version.hip, "miopen": _miopen(cudnn)}
+        versions = {"rocm": torch.version.hip, "miopen": _version(cudnn, 1000)}
         return {"backend": "rocm", "arch": arch, "arch_class": "rocm", "versions": versions, **shared}
     # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
     modern = properties.major >= 8
@@ -371,7 +367,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "arch": f"sm{properties.major}{properties.minor}",
         "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),
-        "versions": {"cuda": torch.version.cuda, "cudnn": _cudnn(cudnn)},
+        "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)},
         **shared,
     }
 
@@ -473,11 +469,7 @@ def _version_of(package: str) -> str:
     return value_or(lambda: importlib.metadata.version(package), "")
 
 
-def _cudnn(number: int) -> str:
-    """91002 as 9.10.2, and 8902, of before cuDNN 9, as 8.9.2."""
-    base = 10_000 if number >= 90_000 else 1000
-    return f"{number // base}.{number % base // 100}.{number % 100}" if number else ""
-
-
-def _miopen(number: int) -> str:
-    return f"{number // 1_000_000}.{number // 1000 % 1000}.{number % 1000}" if number else ""
+def _version(number: int, base: int) -> str:
+    """91002 as 9.10.2, and 8902, of before cuDNN 9, as 8.9.2; MIOpen has three digits for each part."""
+    major = 1000 if base == 100 and number < 90_000 else base**2
+    return f"{number // major}.{number % major // base}.{number % base}" if number else ""

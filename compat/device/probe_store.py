@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from ..durable import replacing
-from ..errors import first_line
+from ..errors import first_line, json_file
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, flags, gone, value_or
 from .failures import is_shortage
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
 STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
 ENDED = "the process ended while it was asked"
+PACKED = "packed."  # questions about products that are known to end processes: drivers, not their users, mend them
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +118,17 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Run every probe, and write the results once at the end.
 
         Args:
-            again: forget what was kept and ask again.
+            again: forget what was kept and ask again, but for a question about packed products that ended a process.
         """
         with self._lock:
             if again:
-                self._answers.clear()
+                fatal = (name for name, kept in self._answers.items() if _ends_processes(name, kept))
+                self._answers = {name: self._answers[name] for name in fatal}
                 self._remembered.clear()
                 path = self.path
                 if path is not None:  # else what is written next takes in what it says
                     value_or(lambda: path.unlink(missing_ok=True), None)
+                    self._write()
             self._ask([name for name in self.probes if name not in self._answers])
             return {name: self._answers[name] for name in self.probes}
 
@@ -140,14 +144,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
             if self.quiet:
                 return self._remembered.get(name)
             if name not in self._remembered:
-                outer = self._asking
-                self._announce(name)
-                try:
+                with self._announced(name):
                     self._remembered[name] = measure()
-                except Exception:
-                    self._announce(outer)
-                    raise
-                self._asking = outer
                 self._write()
             return self._remembered[name]
 
@@ -158,18 +156,23 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def _ask(self, names: list[str]) -> None:
         if not names:
             return
-        outer = self._asking
         for name in names:
-            self._announce(name)
-            self._answers[name] = answer(self.probes[name], self.facts)
-        self._asking = outer
+            with self._announced(name):
+                self._answers[name] = answer(self.probes[name], self.facts)
         self._write()
 
-    def _announce(self, name: str) -> None:
+    @contextmanager
+    def _announced(self, name: str) -> Iterator[None]:
         """Write what is asked now: a driver may end the process or hang, and at the next start that is known."""
-        if self.facts.device.type != "cpu":
-            self._asking = name
+        outer, self._asking = self._asking, name
+        self._write(synced=self.facts.device.type != "cpu")
+        try:
+            yield
+        except Exception:  # the process goes on
+            self._asking = outer
             self._write()
+            raise
+        self._asking = outer
 
     def _read(self) -> None:
         """Read saved results, except for probes that already ran here; another process may have written in the
@@ -177,7 +180,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if self.path is None:
             return
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            content = json_file(self.path)
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
             asking, *asker = content.get("asking") or ("",)
@@ -190,13 +193,17 @@ class ProbeStore(Mapping[str, ProbeResult]):
                     remembered[asking] = None
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
-    def _write(self) -> None:
-        """Write what is known, on the disk when this returns: what is asked next may end the whole machine."""
+    def _write(self, synced: bool = True) -> None:
+        """Write what is known, on the disk when this returns: what is asked next may end the whole machine.
+
+        Args:
+            synced: False for a processor, which ends this process at most.
+        """
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
@@ -210,7 +217,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if self._asking:
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
         try:
-            with replacing(self.path) as temporary:
+            with replacing(self.path, synced=synced) as temporary:
                 temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
         except OSError as error:
             self.note = (
@@ -258,6 +265,10 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
         suite.SUITE,
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _ends_processes(name: str, kept: ProbeResult) -> bool:
+    return name.startswith(PACKED) and kept.detail == ENDED
 
 
 def _checked(entry: Any) -> ProbeResult:

@@ -70,9 +70,9 @@ def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tup
     return tuple(row for row in QUIRKS if _stands(row, facts, known))
 
 
-def policy_for(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> DevicePolicy:
+def policy_for(facts: DeviceFacts) -> DevicePolicy:
     """The combined policy for the device of ``facts``: the smallest cap and the most cautious switch of all rows."""
-    rows = active(facts, versions)
+    rows = active(facts)
     wrong: dict[str, Quirk] = {}
     costly: dict[str, Quirk] = {}
     effects: dict[str, Any] = {}

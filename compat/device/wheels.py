@@ -44,7 +44,9 @@ def has_kernels(facts: DeviceFacts) -> bool:
     if not facts.compiled or not facts.arch or facts.backend not in ("cuda", "rocm"):
         return True
     if facts.backend == "rocm":
-        return any(name == facts.arch or _generic(name, facts.arch) for name in facts.compiled)
+        # gfx11-generic covers gfx1100 to gfx1103, and gfx12-generic gfx1200 and gfx1201.
+        generic = (name.removesuffix("-generic") for name in facts.compiled if name.endswith("-generic"))
+        return facts.arch in facts.compiled or facts.arch.startswith(tuple(name.replace("-", "") for name in generic))
     return any(_runs_on(name, facts.arch) for name in facts.compiled)
 
 
@@ -76,8 +78,3 @@ def _runs_on(name: str, arch: str) -> bool:
     if suffix == "a":
         return (major, minor) == own
     return (major, minor) <= own and (kind == "compute" or major == own[0])
-
-
-def _generic(name: str, arch: str) -> bool:
-    """``gfx11-generic`` covers gfx1100 to gfx1103 and ``gfx12-generic`` gfx1200 and gfx1201."""
-    return name.endswith("-generic") and arch.startswith(name.removesuffix("-generic").replace("-", ""))

@@ -22,7 +22,7 @@ from ..device.execution import placed
 from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
 from .offloader import pin, views_of
-from .parts import Silent, StageText
+from .parts import ProgressStage, Silent
 from .prefetch import CopyStream, GroupLayout, is_dense
 from .statistics import MemoryStats, amount
 from .transfer import Transfer, put_back, send_together, set_data, tensors_of, transfer_for
@@ -232,7 +232,7 @@ class GroupHooks:
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             text = f"{self.part} {amount(self._came, self.total_bytes)}"
-            self.progress.step(self._came, self.total_bytes, StageText("moving", text, True))
+            self.progress.step(self._came, self.total_bytes, ProgressStage("moving", text, True))
 
     def offload(self) -> None:
         """Make every tensor its host weight, whatever was cut short, and forget what came ahead."""

@@ -40,28 +40,28 @@ def denoises(part: str) -> bool:
     return role_of(part) in ("transformer", "unet")
 
 
-class StageText(str):
-    """A stage in words, such as ``moving vae 0.1 of 0.3 GB``, which knows its name and whether it tells its own count.
+@dataclass(frozen=True, slots=True)
+class ProgressStage:
+    """A stage of a long call; its text is, for example, ``moving vae 0.1 of 0.3 GB``.
 
     Args:
-        name: what times are kept by, such as ``moving``.
-        detail: what is said behind it.
-        counted: whether the detail tells how far it is.
+        name: by which progress bars and times know it, such as ``moving``.
+        detail: the rest of the text.
+        counted: True where the detail says how far it is.
     """
 
     name: str
-    counted: bool
+    detail: str = ""
+    counted: bool = False
 
-    def __new__(cls, name: str, detail: str = "", counted: bool = False) -> StageText:
-        made = super().__new__(cls, f"{name} {detail}" if detail else name)
-        made.name, made.counted = str(getattr(name, "name", name)), counted or getattr(name, "counted", False)
-        return made
+    def __str__(self) -> str:
+        return f"{self.name} {self.detail}" if self.detail else self.name
 
 
 class Silent:
     """A progress that reports nothing and is never cancelled."""
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, stage: ProgressStage, preview: Any = None) -> None:
         """Nothing."""
 
     def check(self) -> None:

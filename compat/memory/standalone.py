@@ -15,7 +15,7 @@ from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
 from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, indexed
 from ..device.failures import is_shortage
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, require_choice
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .offloader import CHOICES, COSTS, HOSTED, MODES, PINNED, Offloader, OffloadOptions, placement, reason_against
 from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
@@ -318,8 +318,7 @@ def offloader_for(
         UnsupportedError: offload asked for where the host is the device, or the host's where there is none.
     """
     options = options or OffloadOptions()
-    if choice not in CHOICES:
-        raise InputError(f"offload {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    require_choice("offload", choice, CHOICES)
     if hosted is not None and choice in (AUTO, HOSTED):
         return _with_decision(hosted(parts, device, options), choice, COSTS[HOSTED])
     if choice == HOSTED:

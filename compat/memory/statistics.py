@@ -16,6 +16,7 @@ import torch
 from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
 from ..durable import replacing
+from ..errors import json_file
 
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
@@ -233,12 +234,12 @@ def stage_cost(
 def saved_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
-        rows = json.loads((state / FILE).read_text(encoding="utf-8"))
+        rows = json_file(state / FILE)
         costs = [StageCost(**row) for row in rows]
         for cost in costs:
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
         return costs
-    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError):
+    except (OSError, ValueError, TypeError, ArithmeticError):
         return []
 
 

@@ -32,7 +32,7 @@ from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import UnsupportedError
 from .offloader import ALIGNED_BYTES, SLICE_BYTES, views_of
-from .parts import StageText
+from .parts import ProgressStage
 from .statistics import MemoryStats, amount
 
 SMALL_BYTES = 1024**2  # larger ones travel alone
@@ -273,7 +273,7 @@ def move(
                 if shared:
                     del origins[id(tensor)], data
                 if progress is not None:
-                    progress.step(done, total, StageText("moving", f"{label} {amount(done, total)}", True))
+                    progress.step(done, total, ProgressStage("moving", f"{label} {amount(done, total)}", True))
                     progress.check()
     except BaseException:
         if not shared:

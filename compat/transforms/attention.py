@@ -19,9 +19,9 @@ from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
-from ..errors import InputError, PackError, UnsupportedError
+from ..errors import PackError, UnsupportedError, require_choice
 from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
-from .attention_kernels import BACKENDS, EXPLICIT, require_usable
+from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
 
 CHOICES = (
     "auto",
@@ -41,7 +41,7 @@ MEANINGS: dict[str, str] = {
     "native_efficient": "torch's memory-efficient kernel",
     "native_flash": "torch's own FlashAttention",
     "native_math": "plain matrix products, exact, in chunks of queries",
-    "sage": "the package sageattention: 8-bit products, fast, not exact",
+    "sage": "the package sageattention, or comfy-kitchen's int8 where that is faster: 8-bit products, not exact",
     "flash": "the package flash-attn",
     "xformers": "the package xformers",
 }
@@ -69,7 +69,8 @@ class Attention:
         avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
             compiled, in which torch cannot be asked.
-        fastest: the kernel that was timed fastest here, for long sequences without a mask; empty for torch's choice.
+        fastest: the kernel that was timed fastest here, under ``auto`` for long sequences without a mask; empty for
+            torch's choice, or the chosen one.
     """
 
     choice: str = AUTO
@@ -109,7 +110,7 @@ class Attention:
             (one row of scores where even that is more).
         """
         if mask is None and not causal and self.choice in EXPLICIT:
-            return EXPLICIT[self.choice](query, key, value)
+            return EXPLICIT[self.fastest or self.choice](query, key, value)
         if self.fastest and mask is None and not causal and key.shape[-2] >= LONG and query.dtype.itemsize < 4:
             return EXPLICIT[self.fastest](query, key, value)
         if self.choice != "native_math" and query.dtype not in self.avoided:
@@ -147,8 +148,7 @@ def attention_for(
     Raises:
         InputError: unknown choice. UnsupportedError, MissingPackageError: an explicit choice this machine cannot do.
     """
-    if choice not in CHOICES:
-        raise InputError(f"attention {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    require_choice("attention", choice, CHOICES)
     budget, avoided = budget_for(facts), dict(avoided or {})
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
     kernel = "" if dtype in avoided else fused_kernel(probe, probe, probe)
@@ -173,39 +173,49 @@ def attention_for(
             fix="Choose auto, which computes attention exactly in chunks.",
         )
     elif choice != "native":
-        require_usable(choice, facts, dtype, head_width)
+        verdict = kernels_for(choice, facts, dtype, head_width)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
-    return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused)
+    fastest = verdict if choice in LOSSY and verdict != choice else ""
+    return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused, fastest=fastest)
 
 
 def by_time(
     attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
 ) -> Attention:
-    """``attention`` with the kernel that is fastest here, where it was left to ``auto`` and torch has a fused one.
+    """``attention`` with the kernel that is fastest here, where torch has a fused one or a lossy one was chosen.
 
     cuDNN's kernel was seen 1.7 to 2.3 times as fast as torch's own choice on Hopper and slower on Ampere
     (huggingface/transformers#48163). No list of cards stays right, so the device is timed at the transformer's head
     width. A CPU has one kernel: nothing is timed there.
     """
-    if attention.choice != AUTO or (dtype, head_width) not in attention.fused or facts.backend == "cpu":
+    lossy = attention.choice in LOSSY
+    fused = attention.choice == AUTO and (dtype, head_width) in attention.fused
+    if not (lossy or fused) or facts.backend == "cpu":
         return attention
-    name = f"attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
-    times = stored_times(name, lambda: kernel_times(facts, dtype, head_width), facts, store)
-    if DEFAULT not in times:
+    name = f"{'lossy ' * lossy}attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
+    times = stored_times(name, lambda: kernel_times(facts, dtype, head_width, lossy), facts, store)
+    default = LOSSY[0] if lossy else DEFAULT
+    if default not in times:
         return attention
-    best, decision = fastest(times, DEFAULT, WORTH), attention.decision
+    best, decision = fastest(times, default, WORTH), attention.decision
     ranked = ", ".join(f"{kernel} {times[kernel]:.2f} ms" for kernel in sorted(times, key=times.__getitem__))
-    if best == DEFAULT:
+    if best == default:
         return replace(attention, decision=replace(decision, why=f"{decision.why}; timed on this device: {ranked}"))
     decision = replace(decision, verdict=best, why=f"the fastest of {ranked} on this device, timed once")
     return replace(attention, fastest=best, decision=decision)
 
 
-def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> dict[str, float]:
-    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; {} for one alone."""
+def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy: bool = False) -> dict[str, float]:
+    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; {} for one alone.
+
+    Args:
+        lossy: whether the lossy kernels are timed instead.
+    """
     query = torch.randn(1, HEADS, TOKENS, head_width, device=facts.device, dtype=dtype)
-    ways = {DEFAULT: lambda: functional.scaled_dot_product_attention(query, query, query)}
-    for kernel in BACKENDS:
+    ways: dict[str, Any] = {}
+    if not lossy:
+        ways[DEFAULT] = lambda: functional.scaled_dot_product_attention(query, query, query)
+    for kernel in LOSSY if lossy else BACKENDS:
         try:
             require_usable(kernel, facts, dtype, head_width)
         except PackError:

@@ -27,6 +27,7 @@ BACKENDS = {
 }
 FOREIGN = "other"
 TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
+LOSSY = ("sage", "kitchen_int8")  # the kernels of the choice sage
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,15 @@ NEEDS: tuple[KernelNeed, ...] = (
         **_SAGE,
     ),
     KernelNeed("sage", ("rocm",), dtypes=HALF, **_SAGE),
+    KernelNeed(  # on AMD it ends the process of some (Comfy-Org/comfy-kitchen#110), so it is not asked there
+        "kitchen_int8",
+        ("cuda",),
+        (75, NEWEST),
+        package="comfy-kitchen",
+        module="comfy_kitchen",
+        dtypes=HALF,
+        source="Comfy-Org/comfy-kitchen",
+    ),
     KernelNeed("flash", ("cuda",), (80, NEWEST), source=_FLASH_PAGE, **_FLASH),
     KernelNeed("flash", ("rocm",), source=_FLASH_PAGE, **_FLASH),
     KernelNeed("xformers", ("cuda",), (50, NEWEST), source=_XFORMERS_PAGE, **_XFORMERS),
@@ -124,6 +134,24 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     if not error <= bound:
         found = f"attention {choice!r} is wrong by {error:.2g} on {facts.name} in {name}"
         raise UnsupportedError(found, expected=f"at most {bound:.2g}", fix="Choose auto.")
+
+
+def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> list[str]:
+    """The kernels of a choice that run on the device and give the right result.
+
+    Raises:
+        UnsupportedError, MissingPackageError: none does; why its first one does not.
+    """
+    usable, errors = [], []
+    for kernel in LOSSY if choice == LOSSY[0] else (choice,):
+        try:
+            require_usable(kernel, facts, dtype, head_width)
+            usable.append(kernel)
+        except PackError as error:
+            errors.append(error)
+    if not usable:
+        raise errors[0]
+    return usable
 
 
 def reason_against(choice: str, facts: DeviceFacts) -> str:
@@ -189,7 +217,7 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
     # The reference is the host's: a device with a broken kernel may have broken products too.
     error = float((result - chunked(query, key, value).to(WORKED_ON)).abs().max())
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.
-    return error, LOSSY_SHARE if choice == "sage" else EXACT_SHARE * torch.finfo(dtype).eps
+    return error, LOSSY_SHARE if choice in LOSSY else EXACT_SHARE * torch.finfo(dtype).eps
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -214,6 +242,7 @@ def _by_torch(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
     **{name: partial(_by_torch, backend) for name, backend in BACKENDS.items()},
     "sage": _sage,
+    "kitchen_int8": lambda *operands: imported("comfy_kitchen").int8_attention(*operands),
     "flash": partial(_by_package, "flash_attn", "flash_attn_func"),
     "xformers": partial(_by_package, "xformers.ops", "memory_efficient_attention"),
 }

@@ -168,9 +168,9 @@ class JointProcessor(Processor):
     @staticmethod
     def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
         """``tokens`` (B, N, H, D) rotated by upstream's (cos, sin)."""
-        from diffusers.models import embeddings
+        from diffusers.models.embeddings import apply_rotary_emb  # torch 2.11 traces no import from a lazy package
 
-        apply: Any = embeddings.apply_rotary_emb  # upstream annotates it as narrower than what it passes
+        apply: Any = apply_rotary_emb  # upstream annotates it as narrower than what it passes
         result: torch.Tensor = apply(tokens, table, sequence_dim=1)
         return result
 

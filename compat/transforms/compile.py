@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..device.execution import COMPILED
-from ..errors import InputError, UnsupportedError
+from ..errors import UnsupportedError, require_choice, require_range
 from ..memory.parts import Undo, transformer_blocks
 from .fp16_layers import SETTINGS
 
@@ -76,16 +76,9 @@ class CompileSettings:
     backend: Any = "inductor"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("mode", self.mode, MODES), ("dynamic", self.dynamic, DYNAMIC)):
-            if value not in known:
-                expected = f"one of {', '.join(known)}"
-                raise InputError(f"compile_{name} {value!r}", expected=expected, fix="Choose one of these.")
-        if not 1 <= self.cache_size <= MOST_CACHED:
-            raise InputError(
-                f"compile_cache_size {self.cache_size}",
-                expected=f"1 to {MOST_CACHED} graphs",
-                fix=f"The nearest valid value is {min(max(self.cache_size, 1), MOST_CACHED)}.",
-            )
+        require_choice("compile_mode", self.mode, MODES)
+        require_choice("compile_dynamic", self.dynamic, DYNAMIC)
+        require_range("compile_cache_size", self.cache_size, 1, MOST_CACHED, "graphs")
 
 
 def require_offload(mode: str) -> None:
@@ -243,14 +236,13 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
-    paused = [block for block in module.modules() if getattr(block, COMPILED, False)]
+    undo = Undo()
     try:
-        for block in paused:
-            setattr(block, COMPILED, False)
+        for block in (block for block in module.modules() if getattr(block, COMPILED, False)):
+            undo.set(block, COMPILED, False)
         yield
     finally:
-        for block in paused:
-            setattr(block, COMPILED, True)
+        undo.restore()
 
 
 def failure_line(error: BaseException) -> str:

@@ -1,20 +1,24 @@
-"""Products of 8-bit weights as they are stored: the activations are rounded to 8 bits too, a scale per token.
+"""Products of packed weights as they are stored: the activations are rounded to 8 bits too, a scale per token.
 
-Lossy, and off by default. It saves unpacking the weights, and 8-bit units multiply twice as fast as
-16-bit ones. Layers with few tokens (modulations), other storage and patched weights compute as always.
+Lossy, and off by default. It saves unpacking the weights, and 8-bit units multiply twice as fast as 16-bit ones. Where
+comfy-kitchen is installed, its kernels multiply int8, rotated or not, and W4A8; elsewhere torch does, int8 and fp8.
+Layers with few tokens (modulations), other storage and patched weights compute as always.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.packed import EIGHT, StoredLinear
+from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
+from ..checkpoints.unpacking import W4A8, rotated
 from ..device.facts import DeviceFacts
-from ..errors import UnsupportedError
+from ..errors import MissingPackageError, UnsupportedError
+from ..packages import imported
 
 # Where torch multiplies a format: back end, the least architecture, and whose product it is.
 NEEDS: Mapping[torch.dtype, tuple[str, int, str]] = {
@@ -51,8 +55,9 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
 
 def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> tuple[int, Callable[[], None]]:
     """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
-    layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and not layer.codec]
-    layers = [layer for layer in layers if layer.stored.dtype in formats]
+    kinds = (SCALED, "", *([W4A8] if kitchen() else ()))
+    layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and layer.codec in kinds]
+    layers = [layer for layer in layers if layer.stored.dtype in formats and "pre_scale" not in layer.sides]
     for layer in layers:
         layer.__dict__["multiply"] = product
 
@@ -69,14 +74,18 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
     Peak extra memory: ``x`` in 8 bits and the output in fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
-    sides = (layer.in_features, layer.out_features)
+    sizes = (layer.in_features, layer.out_features)
     adapted = bool(getattr(layer, "weight_function", None))
-    if rows.shape[0] < LEAST_TOKENS or any(side % MULTIPLE for side in sides) or adapted:
+    if rows.shape[0] < LEAST_TOKENS or any(size % MULTIPLE for size in sizes) or adapted:
         return None
     stored: Tensor = layer.stored
+    if stored.dtype is torch.int8 and kitchen():
+        return _by_kitchen(layer, x)
+    # A rotation adds up to sixteen times as much as fp16 may hold, so it is done in fp32.
+    wide = rotated(rows.float(), layer.group) if layer.group else rows
     largest = LARGEST[stored.dtype]
-    scale = (rows.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    small = rows.float() / scale
+    scale = (wide.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    small = wide.float() / scale
     if stored.dtype is torch.int8:
         wide = torch._int_mm(small.round().to(torch.int8), stored.t()).float()
     else:
@@ -84,8 +93,42 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
         narrow = small.clamp(-largest, largest).to(stored.dtype)
         wide = torch._scaled_mm(narrow, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
     wide = wide.mul_(scale)
-    if layer.factors is not None:
-        wide = wide.mul_(layer.factors.view(1, -1))
+    if "scale" in layer.sides:
+        wide = wide.mul_(layer.scale.float().view(1, -1))
     if layer.bias is not None:
         wide = wide.add_(layer.bias.float())
     return wide.to(x.dtype).view(*x.shape[:-1], layer.out_features)
+
+
+@cache
+def kitchen() -> Any:
+    """The package comfy_kitchen; None where it is absent or broken."""
+    try:
+        return imported("comfy_kitchen")
+    except MissingPackageError:
+        return None
+
+
+def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
+    """The product by comfy-kitchen, which takes the kernel that it has for this device; fp16 is rotated in fp32."""
+    sides, dtype = layer.sides, x.dtype
+    x = (x.float() if dtype is torch.float16 and layer.group else x).contiguous()
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    if layer.codec != W4A8:
+        turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}
+        result: Tensor = kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
+        return result
+    book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
+    result = kitchen().w4a8_int8_linear(
+        x,
+        layer.stored.view(torch.int8),
+        s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel,
+        sides["s_channel"].float().flatten(),
+        codebook=None if book is None else book[0],
+        correction=None if added is None else added.t(),
+        bias=bias,
+        group_size=layer.in_features // s_rel.shape[1],
+        convrot_groupsize=layer.group,
+        out_dtype=dtype,
+    )
+    return result

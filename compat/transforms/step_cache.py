@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..device.execution import COMPILED, HOST, placed, to_host
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError, UnsupportedError, require_choice
 from ..memory.parts import Undo, transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
@@ -72,9 +72,7 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
     Raises:
         InputError: an unknown choice or a number out of range. UnsupportedError: an unknown kind.
     """
-    if preset not in PRESET_CHOICES:
-        known = f"one of {', '.join(PRESET_CHOICES)}"
-        raise InputError(f"preset {preset!r}", expected=known, fix="Choose one of these.")
+    require_choice("preset", preset, PRESET_CHOICES)
     if preset == OFF:
         return None
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind

@@ -8,25 +8,58 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-import comfy.ops
+import comfy.ldm.modules.attention as core_attention
 import torch
 from comfy.ldm.modules.attention import attention_pytorch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
-from ...compat.transforms.fp16_layers import FULL, HALF, Fp16Operands, fp16_operands
-from .counts import INNER, Counts
+from ...compat.transforms.fp16_layers import FULL, HALF, LIMIT, MOST_VALUE, Fp16Operands, fp16_operands, scales_for
+from .counts import Counts
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
+INNER = "_inside_attn_wrapper"  # by which core tells a call from within another
 BUILDS_SCORES = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
 """Core's attention functions that build score matrices, or may: the rest are kernels of packages."""
-FUSED, EXACT = "by torch's fused kernel", "exact in fp32"
+MISSES_KERNELS = BUILDS_SCORES[1:]  # also where torch has a kernel: on Radeons that are not in core's list
+SUMS_IN_FP16 = ("attention_sage", "attention3_sage")  # of 64 values, on some cards
+WIDE_SUMS = ("attention_flash", "attention_xformers")
+INT8 = "attention_comfy_kitchen_int8"  # takes fp32 of any size, in containers too
+FUSED, EXACT, BY_INT8 = "by torch's fused kernel", "exact in fp32", "by comfy-kitchen's int8 kernel"
+ASKED = "comfy_attention"  # on layers of newer core: the function that the model's file asks for
+
+
+@dataclass(slots=True)
+class Preference:
+    """The attention function that the file of a model asks for in the layer that is running; None for none."""
+
+    function: Callable[..., Tensor] | None = None
+
+    @contextmanager
+    def followed(self, network: nn.Module) -> Iterator[None]:
+        """Follow the layers of ``network``: newer core looks at its slot for another attention first, and drops it."""
+
+        def enter(layer: Any, *_: Any) -> None:
+            self.function = layer.comfy_attention.function
+
+        def leave(*_: Any) -> None:
+            self.function = None
+
+        asking = [each for each in network.modules() if getattr(getattr(each, ASKED, None), "function", None)]
+        hooks = [layer.register_forward_pre_hook(enter) for layer in asking]
+        hooks += [layer.register_forward_hook(leave, always_call=True) for layer in asking]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +71,55 @@ class AttentionOverride:
         safe: whether fp32 operands go to a kernel as fp16, where that is near to fp32.
         before: the override that another node has set, which then is the kernel.
         counts: counts the calls, where that is wanted.
+        preference: the kernel that the running layer prefers.
+        refused: called for operands that have no fp16 form.
     """
 
     attention: Attention
     safe: bool
     before: Callable[..., Tensor] | None = None
     counts: Counts | None = None
+    preference: Preference = field(default_factory=Preference)
+    refused: Callable[[], None] | None = None
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The result of ``func`` for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
+        kwargs.pop("preferred_attention", None)  # which the layer has said before
+        with self.counts.inside_attention() if self.counts is not None else nullcontext():
+            if len({each.dtype for each in args[:3]}) > 1:  # some layers of a block in fp16, some not
+                args = (*(each.to(FULL) for each in args[:3]), *args[3:])
+            return self._computed(self.preference.function or func, *args, **kwargs)
+
+    @property
+    def container_function(self) -> Callable[..., Tensor]:
+        """The function for operands in containers, which only comfy-kitchen's kernel empties one by one.
+
+        Raises:
+            AttributeError: another kernel computes; core then unpacks them for us.
+        """
+        asked = self.before or self.preference.function or core_attention.optimized_attention
+        if not _is_int8(asked):
+            raise AttributeError("container_function")
+        return functools.partial(self._packed, asked.container_function)  # type: ignore[attr-defined]
+
+    def _packed(self, kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._note(BY_INT8)
+        return kernel(*args, **kwargs)
+
+    def _computed(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if _is_int8(self.before or func):
+            self._note(BY_INT8)
+            return func(*args, **kwargs) if self.before is None else self.before(func, *args, **kwargs)
         query = args[0]
-        foreign = self.before is not None or func.__name__ not in BUILDS_SCORES
+        foreign = self.before is not None or _name(func) not in BUILDS_SCORES
         safe = self.safe and type(query) is Tensor and query.dtype is FULL and not query.requires_grad
         kernel = func if self.before is None else functools.partial(self.before, self._without_narrow(func, safe))
         if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
             self._note(f"by {_name(kernel)}")
-            return kernel(*args, **kwargs)
+            return _with_small_values(kernel, *args, **kwargs)
         named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
         if safe and (foreign or call.has_kernel(HALF, self.attention)):
@@ -64,11 +127,13 @@ class AttentionOverride:
             if operands is not None:
                 self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
                 return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
+            if self.refused is not None:
+                self.refused()
         if not safe and call.has_kernel(query.dtype, self.attention):
             self._note(FUSED)
             return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
         small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
-        if small and not safe and query.dtype not in self.attention.avoided:
+        if small and not safe and query.dtype is not HALF and query.dtype not in self.attention.avoided:
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
         self._note(EXACT)
@@ -91,6 +156,22 @@ class AttentionOverride:
     def _note(self, way: str) -> None:
         if self.counts is not None:
             self.counts.ways[way] += 1
+
+
+def _with_small_values(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The result of a package's kernel on 16-bit operands, with values that its sums in fp16 can hold."""
+    value = args[2]
+    plain = type(value) is Tensor and value.dtype.itemsize == 2 and not value.requires_grad
+    if not plain or _name(kernel) in WIDE_SUMS:
+        return kernel(*args, **kwargs)
+    scale = scales_for(value.abs().amax().float(), LIMIT / MOST_VALUE).to(value.dtype)
+    return kernel(*args[:2], value / scale, *args[3:], **kwargs) * scale
+
+
+def _is_int8(kernel: Any) -> bool:
+    """True if ``kernel`` is comfy-kitchen's int8 attention, or core's override for it."""
+    packed = getattr(kernel, "container_function", None)
+    return _name(kernel) == INT8 or (packed is not None and packed is getattr(core_attention, INT8).container_function)
 
 
 def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
@@ -181,7 +262,8 @@ class Heads:
             apart = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
             query, key, value = (tensor.transpose(1, 2) for tensor in apart)
         if key.shape[1] != query.shape[1]:
-            key, value = comfy.ops.repeat_kv_for_gqa(key, value, query.shape[1], 1)
+            times = query.shape[1] // key.shape[1]
+            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
         mask, scale = named.get("mask"), named.get("scale")
         if isinstance(mask, Tensor):
             mask = mask[None] if mask.ndim == 2 else mask
@@ -226,4 +308,4 @@ def _names(func: Callable[..., Tensor]) -> tuple[str, ...]:
 
 
 def _name(kernel: Callable[..., Tensor]) -> str:
-    return "another node's attention" if isinstance(kernel, functools.partial) else kernel.__name__
+    return str(getattr(kernel, "__name__", "another node's attention"))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,16 @@ from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .layers import PROVIDER, ByNetwork, cast_weights, is_native, safe_linear, settings_of
+from .counts import COUNTS, Counts
+from .layers import PROVIDER, ByNetwork, cast_weights, left_of, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import is_linear, left_class, left_decisions
+from .packed import PackedFit, is_native, packed_fit
+
+log = logging.getLogger(__name__)
 
 KEY = "anygpu_fit"  # of our injections
+ENCODE = "encode_token_weights"  # core's method for a prompt
 CLIP_PRECISIONS = (AUTO, SAFE, AS_LOADED)  # grows at the end
 ATTENTION = "optimized_attention"  # the argument by which core's encoders pass their attention on
 
@@ -39,27 +45,50 @@ class FittedEncoder:
 
     fit: Fit
     fp32_output: bool
+    packed: PackedFit = field(default_factory=PackedFit)
+    tell: Callable[[str], None] = log.info
     hooks: ByNetwork = field(default_factory=ByNetwork)
+    counted: ByNetwork = field(default_factory=ByNetwork)
 
     def attach(self, patcher: Any) -> None:
         """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
-        handles = []
+        handles, encoders, counts = [], patcher.model, None
+        if encoders not in self.counted and hasattr(encoders, ENCODE):
+            counts = self.counted[encoders] = Counts()
+            encoders.__dict__[ENCODE] = functools.partial(self._first, encoders, counts)
         if self.fit.attention is not None:
-            override = AttentionOverride(self.fit.attention, self.fit.safe)
+            override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
             takers = [module for module in patcher.model.modules() if _takes_attention(type(module))]
             handles = [module.register_forward_pre_hook(swap, with_kwargs=True) for module in takers]
-        self.hooks[patcher.model] = handles
+        self.hooks[patcher.model] = [handle.remove for handle in handles] + [self.packed.attach(patcher.model).restore]
         forward = functools.partial(_linear, self.fp32_output)
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
-            if not is_native(layer) and "forward" not in layer.__dict__:
+            if "forward" not in layer.__dict__:
                 layer.__dict__["forward"] = functools.partial(forward, layer)
                 layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
 
+    def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
+        """Run core's own method for a prompt, and say what its first call did."""
+        del encoders.__dict__[ENCODE]
+        ours = {layer for layer in encoders.modules() if PROVIDER in layer.__dict__}
+        for layer in ours:
+            layer.__dict__[COUNTS] = counts
+        try:
+            with counts.counting(left_of(encoders, ours) if self.fit.safe else {}):
+                result = getattr(encoders, ENCODE)(*args, **kwargs)
+        finally:
+            for layer in ours:
+                layer.__dict__.pop(COUNTS, None)
+        if str(counts):
+            self.tell(str(counts))
+        return result
+
     def detach(self, patcher: Any) -> None:
         """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
-        for handle in self.hooks.pop(patcher.model, ()):
-            handle.remove()
+        patcher.model.__dict__.pop(ENCODE, None)
+        for remove in self.hooks.pop(patcher.model, ()):
+            remove()
         for layer in patcher.model.modules():
             if PROVIDER in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
@@ -94,13 +123,17 @@ def of_fitted_class(clip: Any) -> Any:
 
 
 def _linear(fp32_output: bool, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if SETTINGS not in layer.__dict__:
+    if SETTINGS not in layer.__dict__ and not is_native(layer):  # which core may change between two prompts
         layer.__dict__[SETTINGS] = settings_of(layer, x, fp32_output)
     return safe_linear(layer, x, *args, **kwargs)
 
 
 def fit_clip(
-    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: ModelDevice | None = None
+    clip: Any,
+    precision: str = AUTO,
+    attention: str = AUTO,
+    machine: ModelDevice | None = None,
+    tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
@@ -108,6 +141,7 @@ def fit_clip(
         clip: a CLIP.
         precision, attention: as on the node.
         machine: what is known of the device; None asks the one that the encoders load on.
+        tell: takes a line, once the first prompt's calls have been counted.
 
     Raises:
         InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.
@@ -126,10 +160,13 @@ def fit_clip(
         clip.patcher.is_injected = False  # core's clone copies that too
         clip.patcher.patches_uuid = uuid.uuid4()  # or core would keep what is loaded
         decisions.insert(0, Decision("an earlier fit", "taken back"))
-    if not fit.needed:
+    packed = packed_fit(clip.cond_stage_model, machine.facts, machine.probes.known(), fit.safe)
+    decisions += packed.decisions
+    if not (fit.needed or packed.needed):
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
-    fitted, encoder = of_fitted_class(clip.clone()), FittedEncoder(fit, fit.safe and machine.fp32_output)
+    fitted = of_fitted_class(clip.clone())
+    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])
     return fitted, decisions
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import comfy.ops
 import torch
 from comfy.ldm.modules import attention
 from torch import nn
+from torch.nn import functional
 
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
+SAFE, PLAIN = "fp16-safe", "plain fp16"
 WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
-INNER = "_inside_attn_wrapper"  # by which core tells a call from within another
+PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__", None)  # computes packed layers itself
 
 
 @dataclass
@@ -23,56 +27,91 @@ class Counts:
     """The layers and attention calls of one call of a network.
 
     Args:
-        called: the layers that were patched and called.
-        safe: those of them whose product was in safe fp16.
+        layers: how each layer was computed that was called.
         ways: how often attention that reached us was computed in which way.
-        attention: the number of all calls of core's attention.
+        attention: the number of all calls of attention: core's, and torch's own outside them.
+        complete: whether all calls were seen; False under another profiler.
     """
 
-    called: set[nn.Module] = field(default_factory=set)
-    safe: set[nn.Module] = field(default_factory=set)
+    layers: dict[nn.Module, str] = field(default_factory=dict)
     ways: Counter[str] = field(default_factory=Counter)
     attention: int = 0
+    complete: bool = False
+    _depth: int = 0
 
     @property
-    def unused(self) -> bool:
-        """True if layers were called and none of them was computed in safe fp16."""
-        return bool(self.called) and not self.safe
+    def casts(self) -> bool:
+        """True if layers were given fp16 by the network itself, and none was computed in safe fp16."""
+        return PLAIN in self.layers.values() and SAFE not in self.layers.values()
+
+    @property
+    def unreached(self) -> int:
+        """Calls of attention that did not reach us."""
+        return max(0, self.attention - self.ways.total())
+
+    def note(self, layer: nn.Module, way: str) -> None:
+        """Count a layer; of several calls the first that is not in safe fp16 stands for it."""
+        if self.layers.get(layer, SAFE) == SAFE:
+            self.layers[layer] = way
 
     @contextmanager
-    def attention_counted(self) -> Iterator[None]:
-        """Count core's attention calls of this thread, those too that reach no override; not under another profiler."""
-
-        def profile(frame: Any, event: str, _argument: Any) -> None:
-            if event == "call" and frame.f_code is WRAPPER and INNER not in frame.f_locals.get("kwargs", {}):
-                self.attention += 1
-
-        if sys.getprofile() is not None:
-            yield
-            return
-        sys.setprofile(profile)
+    def inside_attention(self) -> Iterator[None]:
+        """One call of attention, whatever it calls."""
+        self.attention += not self._depth
+        self._depth += 1
         try:
             yield
         finally:
-            sys.setprofile(None)
+            self._depth -= 1
+
+    @contextmanager
+    def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Count the calls of this thread inside the block, those of attention too that reach no override.
+
+        Args:
+            left: the layers that are left alone, and why.
+        """
+        hooks = [layer.register_forward_pre_hook(functools.partial(self._left, why)) for layer, why in left.items()]
+        self.complete = sys.getprofile() is None
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if frame.f_code is WRAPPER and event in ("call", "return"):
+                self.attention += event == "call" and not self._depth
+                self._depth += 1 if event == "call" else -1
+            elif event == "c_call" and argument is functional.scaled_dot_product_attention and not self._depth:
+                self.attention += 1
+            elif event == "call" and frame.f_code is PAST_FORWARD and frame.f_locals["linear"] in left:
+                self.note(frame.f_locals["linear"], left[frame.f_locals["linear"]])
+
+        if self.complete:
+            sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            if self.complete:
+                sys.setprofile(None)
+            for hook in hooks:
+                hook.remove()
+
+    def _left(self, why: str, layer: nn.Module, *_: Any) -> None:
+        self.note(layer, why)
 
     def __str__(self) -> str:
-        layers = f"fp16-safe in {len(self.safe)} of {len(self.called)} layers called" if self.called else ""
-        reached = self.ways.total()
-        if not (calls := max(reached, self.attention)):
+        ways = Counter(self.layers.values())
+        ours = [f"{way} in {ways.pop(way)}" for way in (PLAIN, SAFE) if way in ways] or [f"{SAFE} in 0"]
+        layers = f"{' and '.join(ours)} of {len(self.layers)} layers called" if self.layers else ""
+        if ways:
+            layers += f" (left: {'; '.join(f'{count} {way}' for way, count in ways.most_common())})"
+        if not (calls := max(self.ways.total(), self.attention)):
             return layers
-        ways = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
-        message = f"attention {reached} of {calls}" + (f" ({ways})" if ways else "")
-        if reached < calls:
+        named = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
+        message = f"attention {calls - self.unreached} of {calls}" + (f" ({named})" if named else "")
+        if self.unreached:
             message += ", the rest is core's own: it passes no options to its attention there"
         return ", ".join(filter(None, (layers, message)))
 
 
-def note_call(layer: nn.Module, safe: bool) -> None:
+def note_call(layer: nn.Module, way: str) -> None:
     """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
-    if torch.compiler.is_compiling() or COUNTS not in layer.__dict__:
-        return
-    counts: Counts = layer.__dict__[COUNTS]
-    counts.called.add(layer)
-    if safe:
-        counts.safe.add(layer)
+    if not torch.compiler.is_compiling() and COUNTS in layer.__dict__:
+        layer.__dict__[COUNTS].note(layer, way)

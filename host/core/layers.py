@@ -1,4 +1,4 @@
-"""Core's Linear and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
+"""Core's Linear, Conv1d and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
 
 Only layers are touched, and only while the network runs: what patched blocks or signatures broke at every release of
 ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
@@ -11,7 +11,7 @@ import math
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,35 +24,27 @@ from torch import Tensor, nn
 
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
 from .convolutions import HOOK
-from .counts import COUNTS, Counts, note_call
+from .counts import COUNTS, PLAIN, SAFE, Counts, note_call
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
+from .packed import is_native
 
 PROVIDER = "weights_on"  # by which our own layers ask for weights
+FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
 FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 
 
-def is_conv2d(module: nn.Module) -> bool:
-    """True if ``module`` is one of core's 2-D convolutions."""
-    cast = isinstance(module, nn.Conv2d) and isinstance(module, comfy.ops.CastWeightBiasOp)
+def is_convolution(module: nn.Module) -> bool:
+    """True if ``module`` is one of core's 1-D or 2-D convolutions."""
+    cast = isinstance(module, (nn.Conv1d, nn.Conv2d)) and isinstance(module, comfy.ops.CastWeightBiasOp)
     return cast and is_own_convolution(module)
 
 
-def is_native(layer: Any) -> bool:
-    """True if core computes ``layer`` in a packed format, by int8 sums or on fp8 tensor cores."""
-    return (
-        getattr(layer, "layout_type", None) is not None
-        and not layer._full_precision_mm
-        and not getattr(layer, "comfy_force_cast_weights", False)
-        and not layer.weight_function
-        and not layer.bias_function
-    )
-
-
 def unfit_for_safe(network: nn.Module) -> str:
-    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most of its weights are in Linears."""
+    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most weights are in Linears or Conv1ds."""
     linear = other = 0
     for module in network.modules():
-        if is_linear(module):
+        linears = is_linear(module) or (isinstance(module, nn.Linear) and not left_class(module))
+        if linears or (isinstance(module, nn.Conv1d) and is_convolution(module)):
             linear += size_of(module)
         elif not isinstance(module, nn.Embedding) and not left_class(module):
             other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
@@ -62,7 +54,19 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 def reached_by_safe(network: nn.Module) -> bool:
     """True if ``network`` has any layer that safe fp16 can compute."""
-    return any(is_linear(module) or is_conv2d(module) for module in network.modules())
+    return any(is_linear(module) or is_convolution(module) for module in network.modules())
+
+
+def takes_fp16(network: nn.Module) -> bool:
+    """True if each layer of ``network`` is core's and casts its weights to the dtype of its input, or has fp16 ones."""
+    for module in network.modules():
+        if left_class(module) or type(module) is nn.Linear:
+            return False
+        weight = module._parameters.get("weight")
+        fixed = isinstance(module, comfy.ops.CastWeightBiasOp) and not getattr(module, "comfy_cast_weights", True)
+        if fixed and weight is not None and weight.dtype is not HALF:
+            return False
+    return True
 
 
 @contextmanager
@@ -86,9 +90,10 @@ def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | No
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
+    x = _measured_to_fit(layer, x)
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     safe = plain and not is_native(layer) and math.isfinite(getattr(layer, SETTINGS).reach)
-    note_call(layer, safe)
+    note_call(layer, _way(x, safe))
     if not safe:
         x = x if isinstance(layer, comfy.ops.CastWeightBiasOp) else x.to(layer.weight.dtype)  # torch's does not cast
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -106,21 +111,34 @@ def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
-def safe_conv2d(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the place of a 2-D convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
-    forward = functools.partial(type(layer)._conv_forward, layer)
+def _measured_to_fit(layer: Any, x: Tensor) -> Tensor:
+    """``x`` in the dtype that a measured layer computes from; as it is for others."""
+    if FITS not in layer.__dict__ or type(x) is not Tensor or x.dtype not in (HALF, FULL):
+        return x
+    return x.to(HALF if layer.__dict__[FITS] else FULL)
+
+
+def _way(x: Tensor, safe: bool) -> str:
+    return SAFE if safe else PLAIN if x.dtype is HALF else f"in {str(x.dtype).removeprefix('torch.')} by core"
+
+
+def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In the place of a convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
+    forward, x = functools.partial(type(layer)._conv_forward, layer), _measured_to_fit(layer, x)
     reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
-    note_call(layer, safe)
-    if not safe:
-        return forward(x, weight, bias)  # type: ignore[no-any-return]
-    scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=(-3, -2, -1), keepdim=True), reach)
+    note_call(layer, _way(x, safe))
+    if not safe:  # the weights are in the dtype that the layer was given
+        return forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
+    places = weight.ndim - 2
+    sample = tuple(range(-1 - places, 0))
+    scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=sample, keepdim=True), reach)
     y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
-    return y if bias is None else y + bias.view(-1, 1, 1)
+    return y if bias is None else y + bias.view(-1, *[1] * places)
 
 
 def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
-    """Settings of a 2-D convolution: the largest sum of absolute weights, which bounds its results."""
+    """Settings of a convolution: the largest sum of absolute weights, which bounds its results."""
     with cast_weights(layer, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
     return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
@@ -128,7 +146,7 @@ def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
 
 @dataclass
 class SafeLayers:
-    """The Linears and 2-D convolutions of one network, ready to be patched for the length of a call.
+    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call.
 
     Args:
         fp32_output: whether a GEMM of fp16 operands can come out in fp32.
@@ -154,9 +172,17 @@ class SafeLayers:
                 PROVIDER: types.MethodType(cast_weights, layer),
                 SETTINGS: settings_of(layer, like, self.fp32_output),
             }
-        for layer in filter(is_conv2d, network.modules()) if self.convolutions else ():
+        for layer in filter(is_convolution, network.modules()) if self.convolutions else ():
             comfy.ops.run_every_op()
-            self.patches[layer] = {HOOK: functools.partial(safe_conv2d, layer), SETTINGS: _conv_settings(layer, like)}
+            self.patches[layer] = {
+                HOOK: functools.partial(safe_convolution, layer),
+                SETTINGS: _conv_settings(layer, like),
+            }
+
+    @property
+    def free(self) -> list[nn.Module]:
+        """The layers that no other node computes."""
+        return [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
@@ -165,7 +191,7 @@ class SafeLayers:
         Args:
             counts: counts the calls of the layers, where that is wanted.
         """
-        patched = [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
+        patched = self.free
         counted = {} if counts is None else {COUNTS: counts}
         try:
             for layer in patched:
@@ -181,14 +207,24 @@ class ByNetwork(weakref.WeakKeyDictionary[nn.Module, Any]):
     """Values of one network, which go with it; clones of a MODEL share them, those on other devices do not."""
 
 
+def kind_left(module: Any) -> str:
+    """The kind of a layer that safe fp16 leaves alone, for people; empty for others."""
+    if hasattr(module, "expert_linear"):
+        return "banks of experts"
+    if is_linear(module) and is_native(module):
+        return f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"
+    replaced = is_linear(module) and "forward" in module.__dict__
+    return "layers whose forward another node has replaced" if replaced else ""
+
+
+def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
+    """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
+    layers = [module for module in network.modules() if module not in ours]
+    why = {module: kind_left(module) or left_class(module) for module in layers}
+    return {module: kind or "convolutions by core" for module, kind in why.items() if kind or is_convolution(module)}
+
+
 def left_alone(network: nn.Module) -> Mapping[str, int]:
     """Layers of ``network`` outside safe fp16, counted by kind, for one line of the status."""
-    count: Counter[str] = Counter()
-    for module in network.modules():
-        if hasattr(module, "expert_linear"):
-            count["banks of experts"] += 1
-        elif is_linear(module) and is_native(module):
-            count[f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"] += 1
-        elif is_linear(module) and "forward" in module.__dict__:
-            count["layers whose forward another node has replaced"] += 1
-    return count
+    unpacked = (module for module in network.modules() if not (is_linear(module) and is_native(module)))
+    return Counter(filter(None, map(kind_left, unpacked)))

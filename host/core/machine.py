@@ -21,12 +21,16 @@ from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, stored_timings
 from ..folders import state_folder
-from .attention import BUILDS_SCORES
+from .attention import BUILDS_SCORES, MISSES_KERNELS, SUMS_IN_FP16
 
 AS_LOADED = "as loaded"
 PRECISIONS = (AUTO, SAFE, "fp32", AS_LOADED)  # grows at the end
 ATTENTIONS = (AUTO, "bounded", AS_LOADED)
 FLAGS = ("use_split_cross_attention", "use_quad_cross_attention")  # by which users choose core's kernel
+LISTED = {"rocm": "its list of Radeons with torch's kernel lacks this one"}
+"""The backends on which core takes torch's attention by a list of devices, not by what torch has.
+
+Source: comfy/model_management.py, ENABLE_PYTORCH_ATTENTION."""
 TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 
@@ -117,6 +121,7 @@ class Fit:
 
     Args:
         safe: products and attention in fp16 around a stream in fp32.
+        plain: whether blocks whose values leave the room are computed in plain fp16 instead.
         dtype: which core is to compute in; None for the one that it has chosen.
         attention: takes over calls for which torch has no fused kernel; None where there are none.
         decisions: for people, also about what is left as it is.
@@ -126,6 +131,7 @@ class Fit:
     dtype: torch.dtype | None = None
     attention: Attention | None = None
     decisions: Sequence[Decision] = field(default_factory=tuple)
+    plain: bool = False
 
     @property
     def needed(self) -> bool:
@@ -158,7 +164,10 @@ def fit_for(
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     operands = FP16 if safe else compute or dtype
     bounded, attention_decision = _attention(machine, operands, attention, safe)
-    return Fit(safe, compute, bounded, (decided, attention_decision))
+    narrow = machine.abilities.transformer(NAMES[FP16])
+    plain = safe and precision == AUTO and bounded is not None and narrow.usable and not narrow.costly
+    decisions = decided, attention_decision
+    return Fit(safe=safe, dtype=compute, attention=bounded, decisions=decisions, plain=plain)
 
 
 def _precision(
@@ -195,10 +204,16 @@ def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool
     chosen = kernels.attention
     if choice == AUTO and kernels.fused and not safe:
         why = f"torch has fused kernels for {NAMES[dtype]} here; core takes {cores}"
-        return None, Decision("attention", "as loaded", why, AUTO)
+        if cores in MISSES_KERNELS and machine.facts.backend in LISTED:
+            return chosen, Decision(
+                "attention", chosen.decision.verdict, f"{why}: {LISTED[machine.facts.backend]}", AUTO
+            )
+        if cores not in SUMS_IN_FP16:
+            return None, Decision("attention", "as loaded", why, AUTO)
     source = AUTO if choice == AUTO else CHOSEN
     if cores not in BUILDS_SCORES:
-        return chosen, Decision("attention", f"core's {cores}", "exact where its operands have no fp16 form", source)
+        why = "exact where its operands have no fp16 form" if safe else "values within what its sums hold"
+        return chosen, Decision("attention", f"core's {cores}", why, source)
     return chosen, Decision("attention", chosen.decision.verdict, chosen.decision.why, source)
 
 

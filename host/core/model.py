@@ -6,19 +6,19 @@ leaves nothing behind, so a clone, a save, a merge or an unload finds the model 
 
 from __future__ import annotations
 
-import functools
 import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.cli_args import args as options
-from comfy.patcher_extension import WrappersMP
+from comfy.latent_formats import LatentFormat
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 from ...compat.decision import AUTO, Decision
@@ -27,19 +27,25 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
 from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
-from .attention import AttentionOverride, with_override
+from .attention import AttentionOverride, Preference, with_override
+from .calibration import Calibration, kept_at
 from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .layers import ByNetwork, SafeLayers, left_alone, reached_by_safe, unfit_for_safe
+from .layers import ByNetwork, SafeLayers, left_alone, left_of, reached_by_safe, takes_fp16, unfit_for_safe
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
+from .packed import FAILED, PackedFit, packed_fit
 from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
 
 log = logging.getLogger(__name__)
 
 KEY = "anygpu_fit"  # of our wrappers
 CAST = "manual_cast_dtype"  # core's name for the dtype in which a network computes
+COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
+MEASURED = "; plain where eight times the values of a first step fit"
+LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
 CASTS = "; this network casts its stream by itself, and computes as loaded"
+CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, which another dtype would change
 KEEP = (AUTO, "always", "never")  # grows at the end
 LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that are in safe fp16
     "fp16_accumulation": "sums in fp16 stay on: bounded too, but less exact",
@@ -48,19 +54,35 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 }
 
 
+@dataclass(frozen=True)
+class NetworkCall:
+    """One call of a network by core, which can be repeated."""
+
+    executor: Any
+    network: nn.Module
+    seen: Seen
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Seen:
     """Facts about one network.
 
     Args:
         layers: its layers in safe fp16.
-        counted: whether a call of it has been counted.
+        counted: whether a call of it has been counted and reported.
         casts: whether that showed a stream that it casts by itself.
+        reached: whether plain fp16 can be had: layers take it, and every call of attention was seen to reach us.
+        calibration: the sizes of its values with the weights of ``version``, or None.
     """
 
     layers: SafeLayers
     counted: bool = False
     casts: bool = False
+    reached: bool = True
+    calibration: Calibration | None = None
+    version: Any = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +93,16 @@ class FittedNetwork:
         fit: what the network is given.
         machine: the device.
         loaded: the dtype in which core computes it without us; None where that is the dtype of its weights.
-        tell: takes the line that says what the first call did.
+        tell: takes the line that says what the first call did, and one for each packed product that failed.
+        packed: the paths of its packed layers.
     """
 
     fit: Fit
     machine: ModelDevice
     loaded: torch.dtype | None = None
     tell: Callable[[str], None] = log.info
+    packed: PackedFit = field(default_factory=PackedFit)
+    attached: ByNetwork = field(default_factory=ByNetwork)
     seen: ByNetwork = field(default_factory=ByNetwork)
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
@@ -86,46 +111,128 @@ class FittedNetwork:
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         network = _plain(executor.class_obj.diffusion_model)
-        layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
-        seen: Seen = self.seen.setdefault(network, Seen(layers))
-        if seen.counted:
-            return self._run(executor, network, seen, None, (x, *args), kwargs)
-        counts = Counts()
-        with counts.attention_counted() if self.fit.attention is not None else nullcontext():
-            output = self._run(executor, network, seen, counts, (x, *args), kwargs)
-        seen.counted, seen.casts = True, counts.unused
-        if seen.casts:
-            output = self._run(executor, network, seen, None, (x, *args), kwargs)
-        if str(counts):
-            self.tell(f"{counts}{CASTS if seen.casts else ''}")
+        if network not in self.seen:
+            layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
+            self.seen[network] = Seen(layers, reached=takes_fp16(network))
+        seen: Seen = self.seen[network]
+        call, output = NetworkCall(executor, network, seen, args=(x, *args), kwargs=kwargs), None
+        counts, line = None if seen.counted else Counts(), ""
+        sizes = self._calibration(executor.class_obj, network, seen)
+        if sizes is None or not sizes.sizes:
+            output, line = self._first(call, sizes, counts)
+            if not seen.reached:
+                sizes = None
+            elif sizes is not None:
+                sizes.write()
+        if sizes is not None and sizes.is_plain(network):
+            counts = None if seen.counted else Counts()
+            with sizes.trusted(network) as held:
+                plain = self._run(call, counts, plain=True)
+            if not held():
+                self.tell(LOUDER)
+                with sizes.measured(network):
+                    output = self._run(call, refused=sizes.refuse)
+                sizes.write()
+                return output
+            output, line = plain, f"{counts}{MEASURED if counts else ''}"
+        elif output is None:
+            output = self._run(call, counts)
+            line = str(counts)
+        if line and not seen.counted:
+            self.tell(line)
+        seen.counted = True
         return output
 
-    def _run(
-        self, executor: Any, network: nn.Module, seen: Seen, counts: Counts | None, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        model, safe = executor.class_obj, self.fit.safe and not seen.casts
+    def _first(self, call: NetworkCall, sizes: Calibration | None, counts: Counts | None) -> tuple[Any, str]:
+        """The result in safe fp16, measured where ``sizes`` are wanted, and the line that says what was counted."""
+        seen = call.seen
         with ExitStack() as stack:
+            if sizes is not None:
+                stack.enter_context(sizes.measured(call.network))
+            output = self._run(call, counts, refused=None if sizes is None else sizes.refuse)
+        if counts is None:
+            return output, ""
+        if self.fit.attention is None:
+            counts.attention = 0  # left to core, as was decided
+        seen.casts = counts.casts
+        seen.reached &= counts.complete and not counts.unreached and not counts.casts
+        if seen.casts:
+            output = self._run(call)
+        return output, f"{counts}{CASTS if seen.casts else ''}" if str(counts) else ""
+
+    def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
+        """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
+        version, patcher = model.current_weight_patches_uuid, getattr(model, "current_patcher", None)
+        compiled = network is not model.diffusion_model or patcher is None or patcher.get_wrappers(*COMPILED)
+        if not (self.fit.plain and seen.reached) or compiled or patcher.current_hooks or version is None:
+            return None
+        if CACHE in patcher.model_options.get("transformer_options", {}):
+            return None
+        if seen.calibration is None or seen.version != version:
+            path = kept_at(patcher, self.machine.probes.folder, self.machine.probes.key)
+            seen.calibration, seen.version = Calibration(path, self.machine.fp16_convolutions), version
+        return seen.calibration
+
+    def _run(
+        self,
+        call: NetworkCall,
+        counts: Counts | None = None,
+        plain: bool = False,
+        refused: Callable[[], None] | None = None,
+    ) -> Any:
+        """Core's own call, fitted; with ``plain`` in fp16, of which layers are safe where their input is fp32."""
+        model, seen, network, undo = call.executor.class_obj, call.seen, call.network, Undo()
+        safe, failed = self.fit.safe and not seen.casts, len(FAILED)
+        with ExitStack() as stack:
+            stack.callback(undo.restore)
+            stack.callback(lambda: [*map(self.tell, list(FAILED.values())[failed:])])
+            stack.enter_context(self.packed.attached(network))
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
-                seen.layers.measure(network, args[0], None if hooked else model.current_weight_patches_uuid)
+                version = None if hooked else model.current_weight_patches_uuid
+                seen.layers.measure(network, call.args[0], version and (version, failed))
+            if counts is not None:
+                stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
+            if safe:
                 stack.enter_context(seen.layers.patches_on(counts))
-            elif seen.casts:
-                undo = Undo()
-                stack.callback(undo.restore)
-                undo.set(model, CAST, self.loaded)
+            if plain or seen.casts:
+                undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
             if self.fit.attention is None:
-                return executor(*args, **kwargs)
-            override = functools.partial(AttentionOverride, self.fit.attention, safe, counts=counts)
-            given, named = with_override(override, args, kwargs)
-            return executor(*given, **named)
+                return call.executor(*call.args, **call.kwargs)
+            preference = Preference()
+            stack.enter_context(preference.followed(network))
+
+            def override(before: Callable[..., torch.Tensor] | None) -> AttentionOverride:
+                attention = self.fit.attention
+                assert attention is not None
+                return AttentionOverride(attention, safe, before, counts, preference=preference, refused=refused)
+
+            given, named = with_override(override, call.args, call.kwargs)
+            return call.executor(*given, **named)
+
+    def put_on(self, model: Any) -> None:
+        """Have ``model`` call this wrapper, and whatever comes before the call take its path."""
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self)
+        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, self.attach)
+        model.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, self.detach)
+
+    def attach(self, patcher: Any) -> None:
+        """Attach the paths of packed layers before a sampling: some compute the text before the network is called."""
+        network = _plain(patcher.model.diffusion_model)
+        self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
+
+    def detach(self, patcher: Any) -> None:
+        """Detach them after it, however it ended."""
+        self.attached.pop(_plain(patcher.model.diffusion_model), Undo()).restore()
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """The 3-D convolutions of ``network``, patch embeddings mostly, in the forms chosen for this device."""
-        if network not in self.convolutions:
-            self.convolutions[network] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
-        forwards = self.convolutions[network]
+        known = self.convolutions.setdefault(network, {})
+        if dtype not in known:
+            known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
+        forwards = known[dtype]
         try:
             for forward in forwards:
                 forward.layer.__dict__[HOOK] = forward
@@ -140,6 +247,7 @@ def fit_model(
     precision: str = AUTO,
     attention: str = AUTO,
     keep_latents: str = AUTO,
+    packed_layers: str = AUTO,
     machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
@@ -149,21 +257,16 @@ def fit_model(
 
     Args:
         model: a MODEL.
-        precision, attention, keep_latents: as on the node.
+        precision, attention, keep_latents, packed_layers: as on the node.
         machine: what is known of the device; None asks the one that the model loads on.
         tell: takes a line, once the first call of the network has been counted.
 
     Raises:
         InputError: no MODEL. UnsupportedError: an explicit choice that cannot be had here.
     """
-    if isinstance(getattr(model, "model", None), CoreModel):
-        why = "a pipeline of AnyGPU decides this on its load node"
+    if why := _why_as_it_is(getattr(model, "model", None)):
         return model, (Decision("model", "as it is", why),)
-    network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))
-    if not isinstance(network, nn.Module) or not hasattr(model.model, "get_dtype_inference"):
-        raise InputError(
-            f"a {type(model).__name__} without a network that core runs", expected="a MODEL", fix="Connect a MODEL."
-        )
+    network = _network_of(model)
     decisions: list[Decision] = []
     if KEY in model.attachments:
         model = _unfitted(model)
@@ -173,14 +276,16 @@ def fit_model(
     loaded = model.get_model_object(CAST)
     left = why_left(network)
     fit = _fit_of(network, machine, loaded or model.model_dtype(), precision, attention, left)
+    packed = packed_fit(network, machine.facts, machine.probes.known(), fit.safe, packed_layers)
     stream = torch.float32 if fit.safe else fit.dtype or loaded or model.model_dtype()
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
     if not fit.needed and machine.convolves(stream):
         forms.clear()  # they would only be faster, in the smallest layers of the network
     damage = damage_to_bf16(network, machine)
     sound = _sound_clone(model, fit.safe) if damage and precision != AS_LOADED else None
-    decisions += [*fit.decisions, *_convolutions(forms), *_left(network, fit, left), *weights_decision(damage, sound)]
-    needed = fit.needed or bool(forms) or sound is not None
+    decisions += [*fit.decisions, *packed.decisions, *_convolutions(forms), *_left(network, fit, left)]
+    decisions += weights_decision(damage, sound)
+    needed = fit.needed or packed.needed or bool(forms) or sound is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
     decisions.append(Decision("latents", kept, "of each sampling, for AnyGPU Recover Latents"))
@@ -190,10 +295,27 @@ def fit_model(
     fitted.set_attachments(KEY, Before.of(model, fit, sound))
     _compute_in(fitted, fit.dtype, network)
     if needed:
-        fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, FittedNetwork(fit, machine, loaded, tell))
+        FittedNetwork(fit, machine, loaded, tell=tell, packed=packed).put_on(fitted)
     if keeps:
         save_core_samples(fitted)
     return fitted, decisions
+
+
+def _network_of(model: Any) -> nn.Module:
+    network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))
+    if not isinstance(network, nn.Module) or not hasattr(model.model, "get_dtype_inference"):
+        raise InputError(
+            f"a {type(model).__name__} without a network that core runs", expected="a MODEL", fix="Connect a MODEL."
+        )
+    return network
+
+
+def _why_as_it_is(model: Any) -> str:
+    """The reason why nothing is decided for a model; empty where Fit Model decides."""
+    if isinstance(model, CoreModel):
+        return "a pipeline of AnyGPU decides this on its load node"
+    unsampled = type(getattr(model, "latent_format", None)) is LatentFormat  # core's base class: detectors, depth
+    return "core's nodes call this network by themselves, without the sampler" if unsampled else ""
 
 
 def _fit_of(
@@ -262,6 +384,8 @@ def _unfitted(fitted: Any) -> Any:
     clean.size = 0 if copied else clean.size  # counted again
     clean.remove_attachments(KEY)
     clean.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clean.remove_callbacks_with_key(CallbacksMP.ON_PRE_RUN, KEY)
+    clean.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     clean.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER)
     if before.dtype is not None and clean.object_patches.get(CAST) is before.dtype:
         del clean.object_patches[CAST]

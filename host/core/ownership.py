@@ -64,8 +64,11 @@ def left_class(module: nn.Module) -> str:
     if is_linear(module) or is_own_convolution(module) or isinstance(module, nn.Embedding):
         return ""
     kind = type(module)
-    product = isinstance(module, (nn.Linear, *CONVOLUTIONS)) or _is_core_linear(module)
+    linear = isinstance(module, nn.Linear) or _is_core_linear(module)
+    product = linear or isinstance(module, CONVOLUTIONS)
     foreign = any(map(is_foreign, _steps(module, *STEPS)))
+    if linear and not foreign and _holds_values(module, (module.out_features, module.in_features)):
+        return ""  # a forward of core's network around core's own
     bare = next(module.children(), None) is None and next(_matrices(module), None) is not None
     if not product and not (foreign and bare):
         return ""
@@ -160,7 +163,7 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _matrices(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (tensor for tensor in _tensors(module) if tensor.ndim > 1)
+    return (tensor for tensor in _tensors(module) if tensor.ndim > 1 or tensor.dtype is torch.uint8)  # packed bytes
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,13 +41,19 @@ from ..progress import NodeProgress
 from .convolutions import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
 from .ownership import left_decisions
-from .weights import clone_cast_on_host, damage_to_bf16, weights_decision
+from .packed import PackedFit, packed_fit
+from .vae_window import CONTEXT, NEAR, ProofWindow, agree, apart, latents_of
+from .weight_check import LoadedWeights, name_of
+from .weights import clone_cast_on_host, damage_to_bf16, on_host, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
 BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
+TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # by which core goes on without memory
+CHEAP = 30  # bytes of weights that are looked at per byte of frames, for which a decode moves some thousand
+UNLIKE = "other pixels than the CPU makes of the same latents"
 
 
 class FittedVAE:
@@ -57,6 +64,7 @@ class FittedVAE:
     masks: bool
     keeps: bool
     plain: Any  # core's class
+    packed: PackedFit
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -77,34 +85,67 @@ class FittedVAE:
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
-        action, progress, methods = name.replace("_", " "), None, self._methods(name, given)
-        method = self._first(name, methods)
+        action, methods = name.replace("_", " "), self._methods(name, given)
+        progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
+        method, reason, freed = self._first(name, methods), "", False
+        remedies: Iterator[tuple[str, DecodeMethod]] | None = None
         if name.startswith("decode"):
             require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
                 recovery.save_for_decode(given)
         while True:
             try:
-                result = self._run(method, name, given, args, kwargs)
+                result = self._run(method, name, given, args, kwargs, progress)
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, cause = failure_kind(error), first_line(error)
-                following = next_method(method, kind, cause, methods) if kind else None
+                if kind == VALUES:
+                    remedies = remedies or self._remedies(method, methods, given if name.startswith("decode") else None)
+                    how, following = next(remedies, ("", None))
+                elif kind == MEMORY and not freed and not method.on_host:
+                    how, following, freed = ", all other models freed", method, True
+                    comfy.model_management.free_memory(EVERYTHING, self.device)  # type: ignore[attr-defined]
+                else:
+                    how, following = "", next_method(method, kind, cause, methods) if kind else None
                 if following is None and kind == VALUES:
                     raise _hopeless(action, cause) from error
                 if following is None:
                     raise
             else:
-                if progress is not None:
-                    progress.finish(f"{action}: {_in_words(method)}")
+                if progress.cache_info().currsize:  # something was said
+                    progress().finish(f"{action}: {_in_words(method)}")
+                if reason and reason != MEMORY and not method.on_host:
+                    self.method = method  # the same would fail each time; the CPU is too slow to begin with
                 return result
-            progress = progress or NodeProgress(getattr(get_executing_context(), "node_id", None))
-            progress.notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}")
-            method = following
-            if (
-                kind != MEMORY and not method.on_host
-            ):  # the same would fail each time; the CPU is too slow to begin with
-                self.method = method
+            progress().notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}{how}")
+            method, reason = following, kind
             comfy.model_management.soft_empty_cache()
+
+    def _remedies(
+        self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None
+    ) -> Iterator[tuple[str, DecodeMethod]]:
+        """The ways to go after wrong values, from a person's first thought to the last resort, each with a remark.
+
+        The CPU begins with a window of the ``latents``: where it fails too, the file is wrong, not the device.
+        """
+        yield " once more", method
+        patcher = self.patcher  # type: ignore[attr-defined]
+        spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
+        if LoadedWeights.of(patcher).restore(patcher, spoilt):
+            yield f", {spoilt[0]} loaded again: its copy on the card was not what was loaded", method
+        smaller = next((each for each in methods if each.tile and (not method.tile or each.tile < method.tile)), None)
+        for dtype in dict.fromkeys((method.dtype, FP32)):
+            if dtype is not method.dtype:
+                yield "", replace(method, dtype=dtype)
+            if smaller is not None:
+                yield "", replace(method, dtype=dtype, tile=smaller.tile)
+        estimate = ""
+        if latents is not None and latents.ndim > 3:
+            window, begun = ProofWindow.of(self, latents), time.monotonic()
+            if self._window_on_host(window) is None:
+                return
+            seconds = (time.monotonic() - begun) * latents.numel() / window.latents.numel()
+            estimate = f", about {max(1, round(seconds / 60))} min"
+        yield estimate, methods[-1]
 
     def _methods(self, name: str, given: Tensor) -> list[DecodeMethod]:
         """The methods of one call, in the order of our own VAEs; sound has no tiles."""
@@ -124,29 +165,78 @@ class FittedVAE:
         return next((method for method in methods if method.key == self.method.key), methods[0])
 
     def _run(
-        self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+        self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any
     ) -> Tensor:
         """The result of one method."""
-        vae = self._variant(method, given)
+        doubts: list[str] = []
+        vae = self._variant(method, given, doubts)
+        if name == "decode" and not method.tile:
+            vae.__dict__.update(dict.fromkeys(TILED, _out_of_memory))  # other models go before tiles come
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
+            stack.enter_context(self.packed.attached(self.first_stage_model))  # type: ignore[attr-defined]
             stack.enter_context(_patches_on(self._patches(method)))
+            if method.on_host:
+                stack.callback(vae.patcher.detach)  # which takes back the dtype that it computed in
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)
             else:
                 result = getattr(vae, name)(given, *args, **kwargs)
+            if name.startswith("decode") and given.ndim > 3 and not method.on_host:
+                self._prove(method, given, result, doubts, progress)
         if name.startswith("encode"):
             fault = fault_in_latents(result) if isinstance(result, Tensor) else ""
             if fault:
                 raise InvalidOutputError(fault)
         return result
 
-    def _variant(self, method: DecodeMethod, given: Tensor) -> Any:
+    def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
+        """Hold a window of the frames against the CPU's in fp32: once per file, device and driver, and where in doubt.
+
+        Raises:
+            InvalidOutputError: they are not the same.
+        """
+        patcher = self.patcher  # type: ignore[attr-defined]
+        weights = LoadedWeights.of(patcher)
+        every = bool(doubts) or sum(weights.bytes.values()) <= CHEAP * frames.nbytes
+        if spoilt := weights.restore(patcher, weights.wrong(patcher, every)):
+            raise InvalidOutputError(f"the copy of {spoilt[0]} on the card is not what was loaded; loaded again")
+        proof, store = f"vae {name_of(self.patcher)}, {self.patcher.model_size()}", self.machine.probes  # type: ignore[attr-defined]
+        same = method.dtype is FP32 and torch.device(self.device).type == HOST.type  # type: ignore[attr-defined]
+        if not doubts and (same or store.recall(proof)):
+            return
+        window = ProofWindow.of(self, given, frames if doubts else None)
+        expected, seen = self._window_on_host(window), window.frames_of(frames)
+        if expected is None and not doubts:
+            return
+        right = expected is not None and agree(seen, expected, method.dtype)
+        if not doubts and not right:  # a window alone has less around it: norms over the whole picture differ
+            vae = self._variant(method, window.latents, [])
+            right = apart(window.inner(vae.decode(window.cut())), expected) <= NEAR and apart(seen, expected) <= CONTEXT
+        if not right:
+            raise InvalidOutputError(doubts[0] if doubts else UNLIKE)
+        store.remember(proof, lambda: True)
+        if doubts:
+            progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
+
+    def _window_on_host(self, window: ProofWindow) -> Tensor | None:
+        """The frames of a window by the CPU in fp32; None where they are not finite."""
+        method = DecodeMethod(FP32, on_host=True)
+        vae = self._variant(method, window.latents, [])
+        try:
+            with _patches_on(self._patches(method)):
+                return window.inner(vae.decode(window.cut()))
+        except InvalidOutputError:
+            return None
+        finally:
+            vae.patcher.detach()
+
+    def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
         """Core's own VAE over the same weights that computes by this method, with its pixels looked at."""
         vae: Any = copy.copy(self)
-        vae.__class__, vae.process_output = self.plain, _output_check(vae, given)
+        vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
-            comfy.model_management.free_memory(EVERYTHING, vae.device)  # which brings the weights home
+            vae.first_stage_model = on_host(self.loaded or vae.patcher) or vae.first_stage_model
             vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
         elif method.dtype is FP32:
             vae.patcher = vae.patcher.clone()
@@ -207,14 +297,22 @@ def fit_vae(
     fitted.first_stage_model = fitted.patcher.model
     from .masks import lost_masks
 
+    LoadedWeights.of(fitted.patcher)
     masks = list(lost_masks(fitted.first_stage_model, machine.kernels(FP32).attention)) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
     forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)
     fitted.machine, fitted.plain, fitted.method = machine, plain, DecodeMethod(dtype)
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
+    fitted.packed = packed_fit(fitted.first_stage_model, machine.facts, machine.probes.known())
     back = (Decision("an earlier fit", "taken back"),) if earlier else ()
-    return fitted, (*back, decided, *weights_decision(damage, sound), *_more_decisions(forms, masks, fitted))
+    return fitted, (
+        *back,
+        decided,
+        *fitted.packed.decisions,
+        *weights_decision(damage, sound),
+        *_more_decisions(forms, masks, fitted),
+    )
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
@@ -241,7 +339,7 @@ def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> 
             "causal masks", f"put back in {len(masks)} attentions", "core's copy of the published VAE lost them"
         )
     yield Decision(
-        "decode", "checked", "NaN, one colour or out of memory: fp32, tiles, then the CPU; said on that node"
+        "decode", "checked", "wrong values or out of memory: once more, reloaded, tiles, fp32, then the CPU; said there"
     )
     if fitted.keeps:
         yield Decision("latents", "kept", "before each decode, for AnyGPU Recover Latents")
@@ -253,23 +351,33 @@ def _in_words(method: DecodeMethod) -> str:
     return ", ".join(filter(None, (*words, *more))) or "as it is"
 
 
-def _output_check(vae: Any, given: Tensor) -> Callable[[Tensor], Tensor]:
-    """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black."""
+def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
+    """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black.
+
+    Args:
+        doubts: gets what may be right, if rarely.
+    """
     finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
-    flat = given.ndim < 4 or is_flat(given)  # one colour may have been asked for
+    flat, done = given.ndim < 4 or is_flat(given), [0]  # one colour may have been asked for
 
     def process(pixels: Tensor) -> Tensor:
-        video = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
-        if pixels.ndim in (4, 5) and not flat:
-            fault = fault_in_frames(video, int(cell))
+        some = latents_of(vae, given)[done[0] : done[0] + len(pixels)]  # as many as fit come at once
+        done[0] += len(pixels)
+        if pixels.ndim in (4, 5) and not flat and len(some) == len(pixels):
+            fault = fault_in_frames(pixels if pixels.ndim == 5 else pixels.unsqueeze(2), int(cell), some)
         else:
             fault = "" if bool(pixels.isfinite().all()) else BROKEN
-        if fault:
+        if fault == BROKEN:
             raise InvalidOutputError(fault)
-        done: Tensor = finish(pixels)
-        return done
+        doubts.extend([fault] if fault else [])
+        finished: Tensor = finish(pixels)
+        return finished
 
     return process
+
+
+def _out_of_memory(*_: Any, **__: Any) -> Tensor:
+    raise torch.OutOfMemoryError("out of memory")
 
 
 def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:

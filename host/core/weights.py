@@ -56,7 +56,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
     copies: dict[str, weakref.ref[nn.Module]] = _copies.setdefault(patcher.model, {})
     made = copies[label]() if label in copies else None
     if made is None:
-        source = _on_host(patcher)
+        source = on_host(patcher)
         if source is None:
             return None
         made = _cast(source, target)
@@ -72,18 +72,22 @@ def fp16_or_fp32(matrix: bool, weight: Tensor) -> torch.dtype:
     return torch.float16 if matrix and float(weight.abs().amax()) <= LIMIT else torch.float32
 
 
-def _on_host(patcher: Any) -> nn.Module | None:
+def on_host(patcher: Any) -> nn.Module | None:
     """The network of ``patcher`` as it was loaded; another one from the same file where it has moved or is patched."""
     network: nn.Module = patcher.model
     patched = getattr(network, "current_weight_patches_uuid", None) is not None
     if not patched and all(tensor.device.type == "cpu" for tensor in network.parameters()):
         return network
+    return from_file(patcher)
+
+
+def from_file(patcher: Any) -> Any:
+    """Another network from the same file as that of ``patcher``; None where core cannot read it again."""
     if patcher.cached_patcher_init is None:
         return None
     load, arguments, *place = patcher.cached_patcher_init
     again = load(*arguments)
-    fresh: nn.Module = (again[place[0]] if place else again).model
-    return fresh
+    return (again[place[0]] if place else again).model
 
 
 def _cast(network: nn.Module, target: Target) -> nn.Module:

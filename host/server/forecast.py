@@ -24,9 +24,9 @@ from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run, times_of
 from ...pipelines.forecast.times import Times
-from ...pipelines.load.placed import load_placed
+from ...pipelines.load.folder import load_placed
 from ...pipelines.pipeline import Pipeline
-from ...pipelines.settings import SIDES, of_checkpoint, snap
+from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager
@@ -154,16 +154,6 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     return {"width": width, "height": height}
 
 
-def _ended(prompt: Mapping[str, Any], node: str) -> dict[str, float]:
-    """``ended`` where one of the pictures of a node is an end image."""
-    encoder = _source(prompt, node, "image")
-    for _ in range(MOST_STEPS):
-        if prompt.get(encoder, {}).get("inputs", {}).get("frame") == -1:
-            return {"ended": 1.0}
-        encoder = _source(prompt, encoder, "previous")
-    return {}
-
-
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
     """Memory of each stage against free memory, for the size on a node and of the picture it starts from."""
     entry = prompt[node]
@@ -171,7 +161,6 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     try:
         if isinstance(pipeline, Pipeline):
             plain = own_inputs(pipeline, {**_pictured(prompt, node, pipeline), **plain}, lambda _: None)
-            plain |= _ended(prompt, node)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": error_message(error)}
@@ -240,11 +229,10 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     frames, window, clip = int(plain.get("frames", 0)), int(plain.get("window", 9)), None
     if "clip_seconds" in plain and family.recipes.sections:
         clip = FramePackSettings(plain["clip_seconds"], window, single_frame=bool(plain.get("single_frame")))
-        frames = family.code.frames_for(clip, plain.get("fps", family.sizes.defaults.fps))
+        frames = clip_frames(pipeline, clip, plain.get("fps", 0.0))
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
-    guided, sections, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, 0, size.frames
-    if clip is not None:
-        sections, frames = family.code.sections_for(clip, frames, "ended" in plain)
+    guided, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, size.frames
+    sections = 0 if clip is None else family.code.sections_for(clip, frames)
     asked = Size(width=size.width, height=size.height, frames=frames, guided=guided, window=window, sections=sections)
     run = f"{size.width}x{size.height}, {frames} frames"
     steps = int(plain.get("steps", 0))

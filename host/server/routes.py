@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ...compat.errors import InputError, PackError, parts_of
+from ...compat.errors import InputError, PackError, json_within, parts_of
 from .. import recovery
 from . import panel, runs
 
@@ -155,8 +155,8 @@ async def body_of(request: web.Request) -> dict[str, Any]:
                 MOST_BYTES, len(received), text=_refusal("a body that is too long", f"{MOST_BYTES} bytes", "Send less.")
             )
     try:
-        body = json.loads(bytes(received))
-    except (ValueError, RecursionError) as error:
+        body = json_within(bytes(received), "a body")
+    except ValueError as error:
         raise InputError("a body that is not JSON", expected="a JSON object", fix="Send JSON.") from error
     if not isinstance(body, dict):
         raise InputError(f"JSON of type {type(body).__name__}", expected="a JSON object", fix="Send an object.")

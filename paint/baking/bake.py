@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_choice
 from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
@@ -343,10 +343,7 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
             raise InputError(
                 f"{name} {size} to bake", expected=f"{SIZES[0]} to {SIZES[1]}", fix="2048 suits most meshes."
             )
-    if settings.form not in FORMS:
-        raise InputError(
-            f"bake form {settings.form!r}", expected=f"one of {', '.join(FORMS)}", fix="gather leaves no holes."
-        )
+    require_choice("bake form", settings.form, FORMS, "gather leaves no holes.")
 
 
 def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) -> tuple[str, ...]:
@@ -416,7 +413,7 @@ def _eight_bit_depth(view: View) -> Tensor:
     return view.image((view.depth - low) / span * 255).to(torch.uint8)
 
 
-def canny(image: Tensor, low: int = LOW, high: int = HIGH) -> Tensor:
+def canny(image: Tensor) -> Tensor:
     """(H, W) bool: Canny edges of an 8-bit picture (H, W), 3x3 Sobel, sum of absolute gradients.
 
     Source: Canny 1986, in whole numbers with OpenCV's rounding, so that its result can be compared pixel for pixel.
@@ -438,8 +435,8 @@ def canny(image: Tensor, low: int = LOW, high: int = HIGH) -> Tensor:
     falling = (dx ^ dy) < 0
     ridges = [(strength > shifted(-1, side)) & (strength > shifted(1, -side)) for side in (1, -1)]
     ridge = torch.where(falling, ridges[0], ridges[1])
-    weak = (strength > low) & (level | upright | (slanted & ridge))
-    edges = weak & (strength > high)
+    weak = (strength > LOW) & (level | upright | (slanted & ridge))
+    edges = weak & (strength > HIGH)
     while True:  # strong edges pull in the weak ones that touch them
         more = grown(edges, 1) & weak
         if torch.equal(more, edges):

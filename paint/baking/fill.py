@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.device.execution import to_host
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_choice
 from ...compat.packages import imported
 from ..choices import FILLS as METHODS
 from ..geometry.mesh import Surface, welded
@@ -35,10 +35,7 @@ def filled(
     Raises:
         InputError: an unknown method, or nothing is painted at all. MissingPackageError: OpenCV is absent.
     """
-    if method not in METHODS:
-        raise InputError(
-            f"fill method {method!r}", expected=f"one of {', '.join(METHODS)}", fix="auto needs no package."
-        )
+    require_choice("fill method", method, METHODS, "auto needs no package.")
     if not bool(baked.painted.any()):
         raise InputError(
             "a texture without one painted texel",

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.checkpoints.headers import reading_budget
 from ...compat.device.execution import picture_of, to_host
 from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, InputError, PackError
+from ...compat.errors import CheckpointError, InputError, PackError, reading_budget
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import RADIUS

@@ -10,8 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...compat.checkpoints.headers import READING_BYTES, READING_TIMES, reading_budget
-from ...compat.errors import CheckpointError
+from ...compat.errors import READING_TIMES, TOKEN_BYTES, CheckpointError, afford, json_cost, json_within
 
 MOST_PARTS = 100_000  # nodes or primitives
 MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
@@ -19,8 +18,9 @@ MOST_GROUPS = 4_096  # materials of an OBJ, solids of an STL: 3 s, and the time 
 MOST_PROPERTIES = 1_024  # of a PLY: the same
 STRIDES = 252  # bytes, by the specification of glTF
 CHUNK = 1 << 20
+JOIN = "Join its repeated parts and export it again."
 # Measured with trimesh 5.2, in bytes
-PER_TOKEN, PER_NODE, PER_PART, PER_ROW = 64, 1_300, 8_192, 170
+PER_NODE, PER_PART, PER_ROW = 1_300, 8_192, 170
 COMPONENTS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9, "MAT4": 16}
 COMPONENT_BYTES = {5120: 1, 5121: 1, 5122: 2, 5123: 2, 5125: 4, 5126: 4}
 DECODERS = {"KHR_draco_mesh_compression": "DracoPy", "EXT_meshopt_compression": "", "KHR_meshopt_compression": ""}
@@ -38,33 +38,22 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
     Raises:
         CheckpointError: more than :func:`reading_budget`, or its header says what cannot be.
     """
-    suffix, size = path.suffix.lower(), path.stat().st_size
+    suffix, size, subject = path.suffix.lower(), path.stat().st_size, f"mesh file {path.name!r}"
     if suffix in (".glb", ".gltf"):
         text = _json_of(path)
-        cost = 2 * len(text) + PER_TOKEN * sum(map(text.count, (b",", b"[", b"{", b":")))
-        _afford(path, cost, size)
+        cost = json_cost(text)
         try:
-            header = json.loads(text.decode("utf-8", "replace") or "{}")  # trimesh says that it is empty
-        except (ValueError, RecursionError) as error:
+            header = json_within(text.decode("utf-8", "replace") or "{}", subject)  # trimesh says that it is empty
+        except ValueError as error:
             raise _impossible(path, f"no JSON ({error})", "the JSON of a glTF") from error
         del text
         check()
         names = {b["uri"] for b in header.get("buffers", ()) if "base64," not in b.get("uri", "base64,")}
-        return _afford(path, cost + _gltf_cost(path, header, check), size + sum(map(size_of, names)))
+        return afford(subject, cost + _gltf_cost(path, header, check), size + sum(map(size_of, names)), JOIN)
     if suffix == ".ply":
-        return _afford(path, PER_ROW * _ply_rows(path, check), size)
+        return afford(subject, PER_ROW * _ply_rows(path, check), size, JOIN)
     _few_groups(path, suffix, check)
     return READING_TIMES * size
-
-
-def _afford(path: Path, peak: int, size: int) -> int:
-    if peak > reading_budget(size):
-        raise CheckpointError(
-            f"mesh file {path.name!r} of {size / 1e6:.3g} MB, which takes {peak / 1e6:,.0f} MB to read",
-            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB",
-            fix="Join its repeated parts and export it again.",
-        )
-    return peak
 
 
 def _limited(path: Path, count: int, most: int, things: str, fix: str = "Join them and export it again.") -> None:
@@ -117,7 +106,7 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
     shown = _times_shown(path, header, check)
     parts = len(header.get("images", ())) + len(header.get("materials", ()))
     for index, mesh in enumerate(header.get("meshes", ())):
-        described = PER_TOKEN // 2 * len(json.dumps([mesh.get("extras"), mesh.get("extensions")]))  # copied each time
+        described = TOKEN_BYTES // 2 * len(json.dumps([mesh.get("extras"), mesh.get("extensions")]))  # copied each time
         primitives = mesh["primitives"]
         parts += len(primitives) * (1 + shown[index])
         _limited(path, parts, MOST_PARTS, "primitives, images and materials")

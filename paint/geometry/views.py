@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +121,7 @@ def _map(view: View, values: Tensor, gain: float) -> Tensor:
     return view.image((colours.clamp(0, 1) * 255).floor() / 255, background=1.0)
 
 
-def chosen_views(
-    surface: Surface, most: int = 6, candidates: Sequence[Camera] = RING_VIEWS, size: int = SELECTION_SIZE
-) -> tuple[CameraTable, float]:
+def chosen_views(surface: Surface, most: int = 6, size: int = SELECTION_SIZE) -> tuple[CameraTable, float]:
     """The six fixed views, then, up to ``most``, each time the candidate that shows most area not seen so far.
 
     A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
@@ -152,7 +149,7 @@ def chosen_views(
 
     cameras = list(DEFAULT_VIEWS)
     known = torch.stack([seen(camera) for camera in cameras]).any(0)
-    open_views = {camera: seen(camera) for camera in candidates} if most > len(cameras) else {}
+    open_views = {camera: seen(camera) for camera in RING_VIEWS} if most > len(cameras) else {}
     while open_views and len(cameras) < most:
         gains = {camera: float(areas[shows & ~known].sum()) for camera, shows in open_views.items()}
         best = max(gains, key=gains.__getitem__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -25,11 +25,6 @@ class Blocks(Compilation):
                 yield child
             else:
                 yield from self.blocks_in(child)
-
-
-def blocks_for(settings: CompileSettings | None, parts: Iterable[str]) -> dict[str, Blocks]:
-    """Compiled blocks of each of ``parts`` that has any; empty without settings."""
-    return {} if settings is None else {part: Blocks(settings) for part in parts if part in PARTS}
 
 
 def compile_step(compiled: Mapping[str, Blocks]) -> Step:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
-from ...compat.device.execution import checked_layers, execution_device, placed, to_host
+from ...compat.device.execution import checked_layers, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
-from ...compat.packages import attribute, empty_encoder, fill, names_in
+from ...compat.packages import attribute, beginning, empty_encoder, fill, names_in
 from .weights import Weights
 
 CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
@@ -67,7 +67,7 @@ def _states(
     pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
 ) -> Tensor:
     """Run an encoder on ``given`` and return its fp32 states on the CPU; afterwards the encoder is off the device."""
-    device, hold = execution_device(pipeline.offloader), pipeline.offloader.hold(part, 0, progress)
+    device, hold = pipeline.offloader.device, pipeline.offloader.hold(part, 0, progress)
     with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
@@ -116,7 +116,8 @@ def _words(source: Path, prompt: str) -> list[int]:
             expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
             fix="Download the complete delight folder, or leave negative_prompt empty.",
         ) from error
-    words: list[int] = tokenizer(prompt, truncation=True, max_length=TOKENS)["input_ids"]
+    text = beginning(tokenizer, prompt, TOKENS)
+    words: list[int] = tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]
     return words
 
 

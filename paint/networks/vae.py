@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.execution import placed, to_host
+from ...compat.memory.parts import ProgressStage
 from ...compat.packages import attribute
 from ..pictures import shown, signed
 from .layers import Attend
@@ -24,11 +25,6 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
     cls: Any = attribute("diffusers", "AutoencoderKL")
     module: nn.Module = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
     return module
-
-
-def current_name(name: str) -> str:
-    """The name that today's diffusers gives to a tensor of the VAE."""
-    return OLD.sub(lambda match: OLD_NAMES[match[1]], name)
 
 
 class PictureAttention:
@@ -90,5 +86,5 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any) -> T
     for index, one in enumerate(latents.split(1)):
         picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]
         pictures.append(shown(to_host(picture).float()))
-        progress.step(index + 1, len(latents), "decoding")
+        progress.step(index + 1, len(latents), ProgressStage("decoding"))
     return torch.cat(pictures)

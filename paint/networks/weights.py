@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import TensorEntry, described, plain_status
-from ...compat.checkpoints.weights import read_tensors, weight_files
-from ...compat.errors import CheckpointError, InputError, PackError
+from ...compat.checkpoints.headers import TensorEntry, plain_status
+from ...compat.checkpoints.weights import described, read_tensors, weight_files
+from ...compat.errors import TOKEN_BYTES, CheckpointError, PackError, afford, require_choice
 from ..choices import STORED_AS as CHOICES
 
 DtypeOf = Callable[[str], torch.dtype]
@@ -72,8 +73,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     Raises:
         CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.
     """
-    if choice not in CHOICES:
-        raise InputError(f"weights {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    require_choice("weights", choice, CHOICES)
     if place.is_file():
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
     pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
@@ -109,7 +109,11 @@ def _pickle(path: Path) -> Weights:
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a .bin, mapped, not read; nothing in it is run."""
     try:
-        plain_status(path)
+        size = plain_status(path).st_size
+        if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more
+            with zipfile.ZipFile(path) as archive:
+                pickled = sum(item.file_size for item in archive.infolist() if item.filename.endswith(".pkl"))
+            afford(repr(str(path)), TOKEN_BYTES * pickled, size)
         try:
             content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:

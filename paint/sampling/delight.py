@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...compat.device.execution import execution_device, generator_for, to_host
+from ...compat.device.execution import generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
-from ...compat.memory.parts import Silent
+from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.output_check import require_finite
 from ..choices import DELIGHT_STEPS, is_demo
 from ..estimates import DECODED, ENCODED, step_bytes, vae_bytes
@@ -27,6 +27,7 @@ from .painting import preview_of, stage, tell_sampled
 from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
+STAGE = ProgressStage("delighting")
 SOLID = 0.5  # alpha above which a pixel counts as the object
 
 
@@ -99,7 +100,7 @@ def delight_image(
             text = encoded_prompt(pipeline, "", progress, expected(pipeline, "text", run))
         if settings.text_guidance != 1 and settings.negative is None and settings.negative_prompt:
             settings = replace(settings, negative=encoded_prompt(pipeline, settings.negative_prompt, progress))
-        device, dtype = execution_device(pipeline.offloader), pipeline.precision.vae
+        device, dtype = pipeline.offloader.device, pipeline.precision.vae
         need = vae_bytes(ENCODED, settings.size, dtype)
         with stage(pipeline, "encoding", "vae", need, run, progress) as module:
             condition = vae.encoded(module, network_picture(given)[None], None, device)
@@ -149,7 +150,7 @@ def denoised(
     start: Any = None,
 ) -> Tensor:
     """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not."""
-    device = execution_device(pipeline.offloader)
+    device = pipeline.offloader.device
     generator = generator_for(settings.seed)
     draw = start or (lambda: torch.randn(condition.shape, generator=generator, dtype=torch.float32))
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
@@ -169,7 +170,7 @@ def denoised(
                 guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
-            progress.step(index + 1, len(solver.schedule), "delighting", lambda clean=clean: preview_of(clean))
+            progress.step(index + 1, len(solver.schedule), STAGE, lambda clean=clean: preview_of(clean))
             progress.check()
     require_finite(x, "delit latents")
     return x

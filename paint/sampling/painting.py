@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.device.execution import checked_layers, execution_device, generator_for, to_host
+from ...compat.device.execution import checked_layers, generator_for, to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
-from ...compat.memory.parts import Silent
+from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ..choices import DEMO_SIZE, PUBLISHED, PUBLISHED_SPACING, is_demo
@@ -226,7 +226,7 @@ def sampled(
     Args:
         noise: draws each noise in turn; from the seed when None.
     """
-    device = execution_device(pipeline.offloader)
+    device = pipeline.offloader.device
     views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
     shape = (materials * views, 4, *conditions.maps.shape[-2:])
     generator = generator_for(settings.seed)
@@ -260,7 +260,7 @@ def sampled(
                 guided = classifier_free_guidance(velocity[1], velocity[0], settings.guidance)
             clean = solver.clean(guided, index, x)
             x = solver.step(guided, index, x, draw)
-            progress.step(index + 1, count, "painting", lambda clean=clean: preview_of(clean))
+            progress.step(index + 1, count, ProgressStage("painting"), lambda clean=clean: preview_of(clean))
             progress.check()
     require_finite(x, "painted latents")
     return x
@@ -352,14 +352,14 @@ def _conditions(
 ) -> Conditions:
     """Everything the steps share, computed once."""
     references, normals, positions, ids = given
-    device, size = execution_device(pipeline.offloader), settings.size
+    device, size = pipeline.offloader.device, settings.size
     generator = generator_for(settings.seed)
     need, run = vae_bytes(ENCODED, size, pipeline.precision.vae), _run(settings, len(ids), len(references))
     with stage(pipeline, "encoding", "vae", need, run, progress) as module:
         encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             encodings.append(vae.encoded(module, pictures, generator, device) * vae.SCALE)
-            progress.step(index + 1, 3, "encoding")
+            progress.step(index + 1, 3, ProgressStage("encoding"))
     dino = rotary = None
     if pipeline.family == "paint_pbr":
         dino = _dino(pipeline, inputs, references[0], progress, run).to(device)
@@ -396,7 +396,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 
 def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
-    device, plain = execution_device(pipeline.offloader), latents / vae.SCALE
+    device, plain = pipeline.offloader.device, latents / vae.SCALE
     need = vae_bytes(DECODED, settings.size, pipeline.precision.vae)
     with stage(pipeline, "decoding", "vae", need, _run(settings, views, 1), progress) as module:
         pictures = vae.decoded(module, plain, device, progress)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_choice
 from ...compat.packages import attribute
 from ..choices import SCHEDULERS as SCHEDULERS
 from ..choices import SPACINGS as SPACINGS
@@ -81,6 +81,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
         raise InputError(
             f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
         )
+    require_choice("sigma schedule", spacing, SPACINGS)
     table = sigma_table(zero_snr)
     if spacing == "karras":
         low, high, rho = KARRAS
@@ -91,12 +92,8 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
         times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
     elif spacing == "leading":
         times = [index * (TRAIN_STEPS // steps) + OFFSET for index in reversed(range(steps))]
-    elif spacing == "linspace":
-        times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
     else:
-        raise InputError(
-            f"sigma schedule {spacing!r}", expected=f"one of {', '.join(SPACINGS)}", fix="Choose one of these."
-        )
+        times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
     sigmas = [_between(table, min(time, TRAIN_STEPS - 1)) for time in times]
     start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]
     return NoiseSchedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
@@ -265,7 +262,5 @@ def solver_for(name: str, schedule: NoiseSchedule) -> Any:
         "unipc": lambda: UniPC(schedule),
     }
     if name not in made:
-        raise InputError(
-            f"scheduler {name!r} for painting", expected=f"one of {', '.join(SCHEDULERS)}", fix="Choose one of these."
-        )
+        require_choice("scheduler", name, SCHEDULERS, where=" for painting")
     return made[name]()

@@ -21,10 +21,10 @@ from typing import Any
 
 from ...compat.device.facts import GIBIBYTE
 from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, InputError, MissingPackageError
+from ...compat.errors import CheckpointError, InputError, MissingPackageError, json_file, require_choice
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
-from ..base import Progress, StageText
+from ..base import Progress, ProgressStage
 from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
@@ -40,7 +40,7 @@ WAIT_SECONDS = 0.1  # between two looks at a cancel
 SILENT_SECONDS = 120.0  # without a byte: huggingface_hub tries a file five times, 10 s each, and may wait for ever
 HASHED_BYTES = 2**20  # between two looks at a cancel, too
 PARTS = Path(".cache", "huggingface", "download")  # where huggingface_hub keeps what is not whole
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a note that was edited
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError)  # of a note that was edited
 NOTE = Path(".cache", "huggingface", "anygpu-checked-2.json")  # counts with SMALL_FILES
 
 
@@ -177,8 +177,7 @@ def offer_of(title: str) -> Offer:
     Raises:
         InputError: none has it.
     """
-    if title not in every_offer():
-        raise InputError(f"model {title!r}", expected=f"one of {', '.join(every_offer())}", fix="Choose one of these.")
+    require_choice("model", title, every_offer())
     return every_offer()[title]
 
 
@@ -204,8 +203,7 @@ def fetched(
             huggingface_hub is absent or too old.
     """
     offer = offer_of(title)
-    if choice not in CHOICES:
-        raise InputError(f"download {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one of these.")
+    require_choice("download", choice, CHOICES)
     lines = []
     for download in offer.downloads:
         folder = folder_of(download, roots)
@@ -224,7 +222,7 @@ def fetched(
 def is_checked(folder: Path, download: Download) -> bool:
     """Tell whether the files of ``download`` matched the Hub's hashes, and are of the same sizes and times."""
     try:
-        note = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        note = json_file(folder / NOTE)
         had = any(
             revision == download.revision and (not only or (download.only and set(download.only) <= set(only)))
             for revision, only in note["fetched"]
@@ -298,7 +296,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
                 raise _failed(download, folder, TimeoutError(f"nothing came for {SILENT_SECONDS:g} s"))
             if state.total:
                 text = f"{download.folder} {amount(state.done, state.total)}"
-                progress.step(min(state.done, state.total), state.total, StageText(state.stage, text, True))
+                progress.step(min(state.done, state.total), state.total, ProgressStage(state.stage, text, True))
     finally:
         state.stopped = True
     if isinstance(state.failure, CheckpointError | InputError):
@@ -476,7 +474,7 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
     """Remember that these files were checked, beside what was checked before of the same commit."""
     place = folder / NOTE
     try:
-        known = json.loads(place.read_text(encoding="utf-8"))
+        known = json_file(place)
         fetched_before, files_before = list(known["fetched"]), dict(known["files"])
         if any(revision != download.revision for revision, _ in fetched_before):
             fetched_before, files_before = [], {}

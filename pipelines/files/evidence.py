@@ -15,7 +15,7 @@ from typing import Any
 
 from ...compat.checkpoints.headers import TensorEntry, entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.errors import CheckpointError, InputError
+from ...compat.errors import CheckpointError, InputError, json_within
 from ..family import FamilySpec, OtherModel
 from ..registry import FAMILIES
 from .part import PartFiles
@@ -59,8 +59,8 @@ class Evidence:
         value: Any = self.notes.get(path[0])
         try:
             for key in path[1:]:
-                value = (json.loads(value) if isinstance(value, str) else value)[key]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):  # another program's words
+                value = (json_within(value, "metadata") if isinstance(value, str) else value)[key]
+        except (ValueError, KeyError, TypeError, IndexError, CheckpointError):  # another program's words
             return None
         return value
 
@@ -122,20 +122,35 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
         return family.id, cautions
     if asked != AUTO:
         return asked, (Decision("variant", asked, source=CHOSEN), *cautions)
-    place = transformer.folder if transformer.folder.is_file() else model
-    variant, why = family.code.guess_variant(evidence_of(place, transformer.config))
+    variant, why = family.code.guess_variant(evidence_of(named_place(model, transformer), transformer.config))
     guess = (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
     return variant, (*guess, *cautions)
 
 
+def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> str:
+    """The key of the recipe that ``names`` give away, of a model that others distilled or of a LoRA; empty for none."""
+    return next((key for pattern, key in family.recipes.named.items() if Evidence(names=names).name_with(pattern)), "")
+
+
+def named_place(model: Path, transformer: PartFiles) -> Path:
+    """The path whose names say most of a model: of its lone transformer, else the folder that was chosen."""
+    return transformer.folder if transformer.folder.is_file() else model
+
+
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
     """Cautions about a published file that gave others trouble. Args as above."""
-    names = Evidence(names=names_around(transformer.folder if transformer.folder.is_file() else model))
-    plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and entry.scale is None}
+    plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
+    return cautions_by_name(family, names_around(named_place(model, transformer)), frozenset(plain))
+
+
+def cautions_by_name(
+    family: FamilySpec, names: tuple[str, ...], stored: frozenset[str] = frozenset()
+) -> tuple[Decision, ...]:
+    """Cautions about a model or a LoRA of these ``names``, whose plain matrices are ``stored`` in these dtypes."""
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
         for row in family.published.cautions
-        if row.stored in plain and names.name_with(row.named)
+        if (not row.stored or row.stored in stored) and Evidence(names=names).name_with(row.named)
     )
 
 
@@ -158,7 +173,10 @@ def refusal(other: OtherModel, path: Path) -> CheckpointError:
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
     """Tell whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
-    ends = {mark: next((name for name in entries if f".{name}".endswith(f".{mark}")), "") for mark in row.marks}
+    ends = {
+        mark: next((n for n in entries if f".{mark}" in f".{n}" and (mark[-1] == "." or n.endswith(mark))), "")
+        for mark in row.marks
+    }
     if not all(ends.values()):
         return False
     shape = entries[ends[row.marks[0]]].shape

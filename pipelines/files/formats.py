@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.checkpoints.gguf_file import gguf_header
-from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable, with_scales
+from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable
+from ...compat.checkpoints.quantised import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
-from ...compat.errors import CheckpointError
+from ...compat.errors import CheckpointError, PackError
 from ...compat.packages import attribute
 from ..keys import SAME, Layout, Row, is_another_model, renamed
 from ..registry import FAMILIES
-from .evidence import names_around, other_model, published, refusal
+from .evidence import cautions_by_name, names_around, other_model, published, refusal
 from .part import MOST_TENSORS, construction, empty_weights
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -73,7 +74,8 @@ def contents(path: Path) -> list[StoredModel]:
 
     Raises:
         CheckpointError: the file is missing, damaged, a pickle, or has tensors that its layout does not know.
-        UnsupportedError: weights stored in a way that is not read. MissingPackageError: GGUF without the package gguf.
+        UnsupportedError: weights of a model of ours, or of an unknown one, stored in a way that is not read.
+        MissingPackageError: GGUF without the package gguf.
     """
     try:
         status = path.stat()
@@ -143,9 +145,9 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
         fitting = [row for row, _ in enough]
         spared = enough[0][1] if enough else ()
+    if (not fitting or spared) and (other := other_model(entries_in(content.path))):
+        raise refusal(other, content.path)
     if not fitting:
-        if other := other_model(entries_in(content.path)):
-            raise refusal(other, content.path)
         row, reasons, _ = min(misfits, key=lambda item: len(item[1]))
         more = f" and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
         raise CheckpointError(
@@ -159,6 +161,9 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         if named:
             return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
+    family = FAMILIES.get(content.kind.partition("/")[0])
+    if unsaid and family is not None and cautions_by_name(family, names_around(content.path)):
+        unsaid = "the name says a task that is not run here"
     return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
 
 
@@ -204,7 +209,12 @@ def entries_in(path: Path) -> dict[str, TensorEntry]:
     if path.suffix == ".gguf":
         return gguf_header(path)[0]
     entries, notes = entries_and_notes(path)
-    return with_scales(entries, notes, path)
+    try:
+        return with_scales(entries, notes, path)
+    except PackError:
+        if other := other_model(entries):
+            raise refusal(other, path) from None
+        raise
 
 
 def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:

@@ -26,6 +26,7 @@ PREFIXES = (
     "transformer.",
     "lora_unet_",
     "lora_transformer_",
+    "lycoris_",
     "Hunyuan_video_I2V_lora_",
     "unet.",
     "model.",

@@ -30,6 +30,7 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
     (MIDDLE, ".lora_mid.weight .hada_t1 .hada_t2 .lokr_t2"),  # of convolutions; no transformer has one
     *((role, f".{role}") for role in (*HADA, *KRON)),
 )
+PEFT_MAGNITUDE = ".lora_magnitude_vector"  # in the names of magnitudes of the sum; ``dora_scale`` is of the weight
 Shapes = Mapping[str, tuple[int, ...]]
 Size = tuple[int, int, int]  # rows, columns and rank; 0 columns where only a bias, rank 0 where no alpha counts
 
@@ -175,7 +176,7 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
     shapes = {role: tensors[name] for role, name in names.items()}
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
-    unmatched = DOWN in shapes and UP in shapes and _low_rank_size(shapes) is None
+    unmatched = not flat and DOWN in shapes and UP in shapes and _low_rank_size(shapes) is None
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
     return next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
-from ...compat.checkpoints.headers import STORED, TensorEntry, described
+from ...compat.checkpoints.headers import STORED, TensorEntry
 from ...compat.checkpoints.packed import dense_bytes, memory_bytes, stays_packed, stays_plain
-from ...compat.checkpoints.weights import is_view, read_json, weight_files
+from ...compat.checkpoints.weights import described, is_view, read_json, weight_files
 from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
 from ..base import Progress

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -297,16 +297,13 @@ def _built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torc
 def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
     """The work of the first block of each kind, by the setting that says how many there are; complete at the end."""
     done: dict[str, Work] = {}
-    hooks = []
-    for key, name in BLOCKS.items():
-        blocks = getattr(module, name, None)
-        if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:
-            hooks += _watch(blocks[0], key, work, done)
-    try:
+    with ExitStack() as stack:
+        for key, name in BLOCKS.items():
+            blocks = getattr(module, name, None)
+            if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:
+                for hook in _watch(blocks[0], key, work, done):
+                    stack.enter_context(hook)
         yield done
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _watch(block: nn.Module, key: str, work: Work, done: dict[str, Work]) -> list[Any]:

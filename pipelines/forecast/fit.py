@@ -15,14 +15,13 @@ import torch
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, facts_for, free_bytes
-from ...compat.errors import InputError, UnsupportedError
+from ...compat.errors import InputError, UnsupportedError, require_range
 from ...compat.memory.offloader import DISK, HOSTED, MODES, HostWeights, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
 from ...compat.transforms import compile as compiling
 from ..base import Progress
 from ..pipeline import Pipeline
-from ..settings import require_range
 from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
 from .memory import COMPUTES, forecast
 from .seconds import Run, quickest, times_of

@@ -22,17 +22,7 @@ from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
-from . import times
-from .counts import (
-    IMAGE_ENCODER,
-    batches_of,
-    decoding_work,
-    image_work,
-    sampling_work,
-    sections_of,
-    text_forwards,
-    text_work,
-)
+from . import counts, times
 from .memory import COMPUTES, Forecast, Rooms, room_of
 from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
 
@@ -147,20 +137,20 @@ def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> time
     parts: tuple[str, ...]
     work: Callable[[], Work]
     if stage == TEXT:
-        forwards = text_forwards(pipeline, run.texts)
+        forwards = counts.text_forwards(pipeline, run.texts)
         parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
-        dtype, work = precision.text, partial(text_work, pipeline, run.texts)
+        dtype, work = precision.text, partial(counts.text_work, pipeline, run.texts)
     elif stage == IMAGE:
-        parts, dtype, work = (IMAGE_ENCODER, VAE), precision.vae, partial(image_work, pipeline, run.size)
+        parts, dtype, work = (counts.IMAGE_ENCODER, VAE), precision.vae, partial(counts.image_work, pipeline, run.size)
     elif stage == SAMPLING:
         parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
-        work = partial(sampling_work, pipeline, run.size, run.settings)
-        calls = sum(1 for _ in batches_of(pipeline, run.settings)) * sections_of(pipeline, run.size)
+        work = partial(counts.sampling_work, pipeline, run.size, run.settings)
+        calls = sum(1 for _ in counts.batches_of(pipeline, run.settings)) * counts.sections_of(pipeline, run.size)
         beside = sampling_bytes(pipeline, run.size)
     else:
         weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
         method, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
-        parts, dtype, work = (VAE,), precision.vae, partial(decoding_work, pipeline, run.size, method)
+        parts, dtype, work = (VAE,), precision.vae, partial(counts.decoding_work, pipeline, run.size, method)
     facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[stage]))
     return times.PlannedStage(
         name=stage,

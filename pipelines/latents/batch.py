@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ...compat.errors import require_range
 from ..base import Latents, Progress, SubProgress
-from ..settings import require_range
 from .convert import KEY, to_core
 
 BATCH = "batch"  # under our key: what each video's own is, where there are several

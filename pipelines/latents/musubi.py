@@ -47,16 +47,6 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
     return "prompt" if "caption1" in metadata or file_name.endswith("_te.safetensors") else "latent"
 
 
-def is_latent_cache(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
-    """Tell whether a file is a latent cache of this trainer, of whatever architecture."""
-    return "architecture" in metadata and any(LATENTS.fullmatch(name) for name in tensors)
-
-
-def is_text_cache(metadata: Mapping[str, str]) -> bool:
-    """Tell whether a file is a cache of text embeddings of this trainer, of whatever architecture."""
-    return "architecture" in metadata and "caption1" in metadata
-
-
 def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled.
 

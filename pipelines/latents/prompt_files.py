@@ -47,7 +47,7 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
             wrote it, or NaN and infinity in it.
     """
     tensors, metadata = read_record(path, "a prompt")
-    if musubi.is_text_cache(metadata):
+    if metadata.keys() >= {"architecture", "caption1"}:
         prompt = musubi.prompt_of(path, tensors, metadata)
         notify(f"embeddings of Musubi Tuner, {prompt.family}, without a negative prompt")
     else:

@@ -12,6 +12,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ UNLISTED = (OSError, PackError, LookupError, AttributeError, TypeError, ValueErr
 
 @dataclass(frozen=True, slots=True)
 class SavedLatents:
-    """One kept sampling.
+    """One saved sampling.
 
     ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
     for a whole one. What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model.
@@ -83,19 +84,17 @@ class Sampled:
     unfinished: str = ""
 
 
-def keep(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
-    """Keep ``latents`` and return their id; empty, and said, where they could not be kept. Never raises for a disk."""
+def save(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
+    """Save ``latents`` and return their id; empty, and said, where they could not be saved. Never raises for a disk."""
     name = _new_id(latents.family, latents.seed)
     return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify, limit_bytes) else ""
 
 
-def save_plain_recovery(
-    folder: Path, sampled: Sampled, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES
-) -> str:
-    """Save latents of core's samplers and of paint like :func:`keep`; they are loaded as a plain LATENT."""
+def save_plain_recovery(folder: Path, sampled: Sampled, notify: Callable[[str], None]) -> str:
+    """Save latents of core's samplers and of paint like :func:`save`; they are loaded as a plain LATENT."""
     name = _new_id(sampled.family, sampled.seed)
     listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
-    saved = _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, limit_bytes)
+    saved = _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, LIMIT_BYTES)
     return name if saved else ""
 
 
@@ -106,10 +105,10 @@ def listing(folder: Path) -> list[SavedLatents]:
         try:
             stat, record = path.stat(), record_in(metadata_of(path), path)
             if ID.fullmatch(path.stem) and record.get("kind") == "latent":
-                dated.append((stat.st_mtime, _kept(path.stem, stat.st_size, record)))
+                dated.append((stat.st_mtime, _saved_latents(path.stem, stat.st_size, record)))
         except UNLISTED as error:  # another process may have removed it, or somebody edited it
             log.debug("%s is not listed: %s", path.name, error)
-    return [kept for _, kept in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
+    return [saved for _, saved in sorted(dated, key=lambda item: (item[0], item[1].id), reverse=True)]
 
 
 def by_date(folder: Path) -> list[Path]:
@@ -118,13 +117,13 @@ def by_date(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
-    """The kept LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
+    """The saved LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
 
     Args:
         family: whose newest; empty for the newest of all.
 
     Raises:
-        CheckpointError: none of that id is kept.
+        CheckpointError: none of that id is saved.
     """
     return load_latent(path_of(folder, name, family), notify)
 
@@ -133,12 +132,12 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
     """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
 
     Raises:
-        CheckpointError: none of that id is kept.
+        CheckpointError: none of that id is saved.
     """
     every = listing(folder)
-    ids = [kept.id for kept in every]
+    ids = [saved.id for saved in every]
     if name == "newest" and ids:
-        fitting = [kept.id for kept in every if family in ("", kept.family)]
+        fitting = [saved.id for saved in every if family in ("", saved.family)]
         if not fitting:
             raise CheckpointError(
                 f"no saved latents of {family!r}",
@@ -173,10 +172,10 @@ class SavedSections:
 
     def found(self, key: str) -> SectionState | None:
         """The state of the newest unfinished sampling with the same ``key`` is; None if there is none."""
-        for kept in listing(self.folder):
-            if not kept.unfinished:
+        for saved in listing(self.folder) if key else ():
+            if not saved.unfinished:
                 continue
-            path = self.folder / f"{kept.id}.safetensors"
+            path = self.folder / f"{saved.id}.safetensors"
             try:
                 record = record_in(metadata_of(path), path)
                 if record.get("resume") != key:
@@ -188,14 +187,14 @@ class SavedSections:
             except (*UNLISTED, RuntimeError) as error:
                 log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
-            self.names[key] = kept.id
+            self.names[key] = saved.id
             return standing
         return None
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
-        """Replace what is kept of this sampling by all sections so far."""
+    def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+        """Replace what is saved of this sampling by all sections so far."""
         latents = self.describe(latents)
-        name = self.names.setdefault(key, _new_id(latents.family, latents.seed))
+        name = self.names.setdefault(key, self.names.pop("", "") or _new_id(latents.family, latents.seed))
         record: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         if index + 1 < count:
@@ -204,10 +203,8 @@ class SavedSections:
         write = partial(_saved, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
         if _write(self.folder, name, write, self.notify, self.limit_bytes):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
-            self.notify(
-                "finished sections are saved: after a cancel or a crash, queue the same graph again with seed "
-                f"{latents.seed} to resume"
-            )
+            resume = f"after a cancel or a crash, queue the same graph again with seed {latents.seed} to resume"
+            self.notify(f"finished sections are saved{': ' + resume if key else ''}")
 
 
 def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:
@@ -240,7 +237,8 @@ def _sweep(folder: Path, newest: Path, limit_bytes: int) -> None:
     """Remove the oldest files until the rest fits into ``limit_bytes``; the newest always stays."""
     total = 0
     for path in [newest, *(file for file in by_date(folder) if file != newest)]:
-        total += path.stat().st_size if path.exists() else 0
+        with suppress(OSError):  # another process may sweep too
+            total += path.stat().st_size
         if total > limit_bytes and path != newest:
             path.unlink(missing_ok=True)
     for part in folder.glob(".*.part"):
@@ -260,9 +258,9 @@ def _new_id(family: str, seed: int) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}_{model}_{seed}_{uuid.uuid4().hex[:6]}"
 
 
-def _kept(name: str, size: int, whole: Mapping[str, Any]) -> SavedLatents:
+def _saved_latents(name: str, size: int, whole: Mapping[str, Any]) -> SavedLatents:
     record = whole.get(LISTED, whole)
-    kept = SavedLatents(
+    saved = SavedLatents(
         **{name: int(record[name]) for name in ("frames", "seed", "width", "height")},
         id=name,
         name="",
@@ -274,6 +272,6 @@ def _kept(name: str, size: int, whole: Mapping[str, Any]) -> SavedLatents:
         unfinished=str(whole.get("unfinished") or record.get("unfinished", "")),
         latent_format=str(record.get("latent_format", "")),
     )
-    sizes = [f"{kept.width}x{kept.height}", f"{kept.frames} frame{'s' if kept.frames > 1 else ''}"]
-    words = (kept.date.replace("T", " "), kept.family, *(sizes if kept.width else ()), f"seed {kept.seed}")
-    return replace(kept, name=", ".join(filter(None, (*words, kept.unfinished))))
+    sizes = [f"{saved.width}x{saved.height}", f"{saved.frames} frame{'s' if saved.frames > 1 else ''}"]
+    words = (saved.date.replace("T", " "), saved.family, *(sizes if saved.width else ()), f"seed {saved.seed}")
+    return replace(saved, name=", ".join(filter(None, (*words, saved.unfinished))))

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "steps"  # below that of finished latents, whose list leaves it out
 KIND, VERSION = "steps", 1
-SHARE = 0.008  # of the time of the steps that keeping them takes: 1 % at most, with room for a slow moment of the disk
+SHARE = 0.008  # of the time of the steps that saving them takes: 1 % at most, with room for a slow moment of the disk
 FIRST_SECONDS = 0.1  # that the first state is taken to cost, before one was measured
 MOST = 4  # unfinished samplings: 30 MB each at 720p, with a multistep solver four times that
 LATENTS, SOLVER = "latents", "solver"
@@ -35,7 +35,7 @@ class SavedSteps:
     Args:
         folder: of their files.
         notify: called once if the disk fails.
-        share: of the time that keeping may take.
+        share: of the time that saving may take.
         cost: seconds that the last state took.
         spent: that all of them took since ``begun``.
     """
@@ -65,8 +65,8 @@ class SavedSteps:
         """Tell whether another state takes no more than what is left of ``share`` of the time until now."""
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
-    def keep(self, key: str, state: StepState) -> bool:
-        """Replace what is kept of this sampling; returns whether the disk took it."""
+    def save(self, key: str, state: StepState) -> bool:
+        """Replace the saved state of this sampling; returns True if the disk took it."""
         tensors = {LATENTS: to_host(state.latents)}  # waits for the device to finish the step: no cost of ours
         begun = time.perf_counter()
         solver: dict[str, Any] = {}
@@ -88,7 +88,7 @@ class SavedSteps:
         return not self.failed
 
     def drop(self, key: str) -> None:
-        """Remove what is kept of this sampling."""
+        """Remove the saved state of this sampling."""
         with suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
@@ -102,7 +102,7 @@ class SavedSteps:
             with suppress(OSError):  # another process may have removed it
                 dated.append((path.stat().st_mtime, path))
         for _, path in sorted(dated, reverse=True)[MOST:]:
-            with suppress(OSError):  # another process may read it: that costs room, not what was just kept
+            with suppress(OSError):  # another process may read it: that costs room, not what was just saved
                 path.unlink(missing_ok=True)
 
 

@@ -15,16 +15,8 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.latents import (
-    dtype_name,
-    finite,
-    metadata_of,
-    read_record,
-    record_in,
-    require_version,
-    write_record,
-)
-from ...compat.errors import CheckpointError, InputError
+from ...compat.checkpoints import latents
+from ...compat.errors import CheckpointError, require_choice
 from ..base import LATENT_VERSION
 from ..settings import FINAL, LARGEST_SIDE
 from . import musubi
@@ -78,9 +70,9 @@ def save_latent(
     ours = dict(latent.get(KEY, {}))
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
-    known = {"kind": LATENT, "shape": list(samples.shape), "dtype": dtype_name(samples.dtype)}
+    known = {"kind": LATENT, "shape": list(samples.shape), "dtype": latents.dtype_name(samples.dtype)}
     saved = {"saved": _now(), **origin.record}
-    return write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
+    return latents.write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
 
 
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
@@ -96,9 +88,9 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
         InputError: NaN or infinity. CheckpointError: the file cannot be written.
     """
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
-    checked = [finite(tensor, "latents", "refuse")[0] for tensor in samples]
+    checked = [latents.finite(tensor, "latents", "refuse")[0] for tensor in samples]
     tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
-    return write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
+    return latents.write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
 
 
 def load_latent(
@@ -113,14 +105,13 @@ def load_latent(
         CheckpointError: damaged, changed while it was read, or no latents. InputError: a newer version of this pack
             wrote it, or NaN and infinity where ``not_finite`` is ``refuse``.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"dtype {dtype!r}", expected=f"one of {', '.join(DTYPES)}", fix="Choose float32.")
-    tensors, metadata = read_record(path, "latents")
-    if musubi.is_latent_cache(tensors, metadata):
+    require_choice("dtype", dtype, DTYPES, "Choose float32.")
+    tensors, metadata = latents.read_record(path, "latents")
+    if "architecture" in metadata and any(map(musubi.LATENTS.fullmatch, tensors)):
         latent = musubi.latent_of(path, tensors, metadata)
         notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not sampled; seed 0")
     else:
-        latent = _own(path, tensors, record_in(metadata, path))
+        latent = _own(path, tensors, latents.record_in(metadata, path))
     samples = _finite(latent["samples"], notify, not_finite)
     return {**latent, "samples": samples.float() if dtype == DTYPES[0] else samples}
 
@@ -139,8 +130,8 @@ def described(latent: Mapping[str, Any]) -> str:
 def kind_of(path: Path) -> str:
     """``latent``, ``prompt``, or empty for a file that no load node takes; only the header is read."""
     try:
-        metadata = metadata_of(path)
-        record = record_in(metadata, path)
+        metadata = latents.metadata_of(path)
+        record = latents.record_in(metadata, path)
     except (CheckpointError, OSError):
         return ""
     if record:
@@ -153,7 +144,7 @@ def _now() -> str:
 
 
 def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -> torch.Tensor:
-    samples, done = finite(samples, "latents", choice)
+    samples, done = latents.finite(samples, "latents", choice)
     if done:
         notify(done)
     return samples
@@ -169,8 +160,8 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         )
     if samples.dtype not in FLOATS:
         raise CheckpointError(
-            f"latents of {dtype_name(samples.dtype)} in {str(path)!r}",
-            expected=", ".join(map(dtype_name, FLOATS)),
+            f"latents of {latents.dtype_name(samples.dtype)} in {str(path)!r}",
+            expected=", ".join(map(latents.dtype_name, FLOATS)),
             fix="Save them again as float32.",
         )
     latent: dict[str, Any] = {"samples": samples}
@@ -188,7 +179,7 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
 
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
     """The values that our nodes carry along, from a file's record that may have been edited."""
-    require_version(path, record, "latents", LATENT_VERSION)
+    latents.require_version(path, record, "latents", LATENT_VERSION)
     wrong = [name for name in PLAIN if name not in record]
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]

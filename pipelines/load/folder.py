@@ -42,19 +42,29 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
-from ..files.evidence import evidence_of, published, variant_of
+from ..files.evidence import evidence_of, named_place, names_around, published, recipe_named, variant_of
 from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
 from ..files.part import PartFiles, part_files, require_plausible
 from ..files.single_file import Composed, composed, family_in
 from ..forecast.fit import host_weight_decisions, offload_options, require_room
+from ..forecast.placement import share_out
 from ..keys import TRANSFORMER
 from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
 from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
-from . import reading as storage
-from .reading import SafeFp16, fit_host_memory, reader_of, sizes_of, tool_reader
+from .reading import (
+    SafeFp16,
+    fit_host_memory,
+    reader_of,
+    sizes_of,
+    storage_choices,
+    storage_decisions,
+    storage_step,
+    tool_reader,
+    with_storage,
+)
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
 
@@ -79,7 +89,7 @@ def load(
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = storage.with_storage(files, request, family.files.text_parts, precision, facts, probes)
+    files = with_storage(files, request, family.files.text_parts, precision, facts, probes)
     progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
@@ -87,18 +97,19 @@ def load(
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
+    names = names_around(named_place(request.model, files["transformer"])) if request.variant == AUTO else ()
     attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
-    steps = (storage.storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    more = (*storage.decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
+    more = (*storage_decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
     model = Checkpoint(
         task=task_beside(family, folders["transformer"]) if single is None else single.task,
         variant=variant,
@@ -106,14 +117,39 @@ def load(
         request=request if single is None else _resolved(request, single),
         configs={name: part.config for name, part in files.items()},
         weights=weights,
-        storage=storage.smaller(files),
+        storage=storage_choices(files),
         stands_in_for=request.stands_in_for,
+        recipe=recipe_named(family, names),
     )
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
     decisions += (*source_decisions, *recipe_decisions(pipeline, guessed))
     return replace(pipeline, plan=replace(plan, decisions=decisions))
+
+
+def load_placed(
+    request: LoadRequest,
+    progress: Progress | None = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
+) -> Pipeline:
+    """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.
+
+    Args:
+        progress, make_room, hosted: as :func:`load` takes them.
+
+    Raises:
+        PackError: what :func:`load` refuses.
+    """
+    first = load(request, progress, make_room, hosted)
+    if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
+        return first
+
+    def load_on(device: torch.device, devices: Mapping[str, torch.device]) -> Pipeline:
+        return load(replace(request, device=device, devices={**devices, **request.devices}), None, make_room, hosted)
+
+    return share_out(first, request.cards, request.devices, load_on)
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,20 @@ from torch import nn
 
 from ...compat.checkpoints.headers import json_object
 from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
-from ...compat.checkpoints.weights import tensor_file
+from ...compat.checkpoints.weights import read_json, tensor_file
 from ...compat.decision import Decision
-from ...compat.errors import InputError, UnsupportedError
+from ...compat.errors import CheckpointError, InputError, UnsupportedError, require_choice
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
+from ..files.evidence import cautions_by_name, recipe_named
 from ..files.lora_keys import Match, matched
-from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, UP, Delta, LoRAPair, Shapes
+from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, Shapes, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
 from ..requests import LORA_MODES
+from ..settings import recipe_decisions
 
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -95,8 +97,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     """
     if not (math.isfinite(strength) and abs(strength) <= MOST):
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
-    if mode not in LORA_MODES:
-        raise InputError(f"mode {mode!r}", expected=f"one of {', '.join(LORA_MODES)}", fix="Choose separate.")
+    require_choice("mode", mode, LORA_MODES, "Choose separate.")
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         layers = _layers_of(pipeline)
@@ -120,15 +121,24 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         pairs=match.pairs,
         tensors=tensors,
         stamp=next(iter(file.entries.values())).stamp,
-        scales=_scales(match.pairs, tensors, file.metadata),
+        scales=_scales(match.pairs, tensors, _metadata(file.metadata) or _adapter_config(path)),
         lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names),
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    offloader = pipeline.offloader.with_adapters(loras)
-    return replace(
-        pipeline, plan=replace(pipeline.plan, offloader=offloader, decisions=(*pipeline.plan.decisions, decision))
-    )
+    cautions = cautions_by_name(pipeline.spec, (path.stem,))
+    for caution in cautions:
+        progress.notify(f"{path.stem}: {caution.verdict}")
+    decisions = (*pipeline.plan.decisions, decision, *cautions)
+    plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
+    changed = replace(pipeline, plan=plan)
+    if not (recipe := recipe_named(pipeline.spec, (path.stem,))):
+        return changed
+    changed = replace(changed, model=replace(pipeline.model, recipe=recipe))
+    said = recipe_decisions(changed, ())
+    progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
+    others = tuple(each for each in decisions if each.subject != "recipe")
+    return replace(changed, plan=replace(plan, decisions=(*others, *said)))
 
 
 def named(text: str) -> tuple[Path, float, str]:
@@ -251,10 +261,9 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
 
 
 def _scales(
-    pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], notes: Mapping[str, str]
+    pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Alpha over rank of each layer. Without an alpha, what the file's metadata says; else 1."""
-    trained = _metadata(notes)
+    """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
     scales = {}
     for name, pair in pairs.items():
         scales[name] = 1.0
@@ -262,7 +271,8 @@ def _scales(
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
         elif UP in pair.names and trained:
             pattern = trained.get("alpha_pattern") or {}
-            own = (value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", name))
+            known = (name, role_of(pair.names[UP])[1])  # ours, and the one that it was trained under
+            own = (value for key, value in pattern.items() if any(re.fullmatch(rf"(.*\.)?({key})", n) for n in known))
             alpha = float(next(own, trained.get("lora_alpha", pair.rank)))
             scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
     return scales
@@ -273,6 +283,16 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
+
+
+def _adapter_config(path: Path) -> dict[str, Any]:
+    """The configuration that peft writes beside its file; empty where there is none, or one of another method."""
+    beside = path.with_name("adapter_config.json")
+    with suppress(CheckpointError, OSError):
+        noted = read_json(beside, "an adapter's configuration") if beside.is_file() else {}
+        if noted.get("peft_type") == "LORA" and isinstance(noted.get("lora_alpha"), (int, float)):
+            return dict(noted)
+    return {}
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
@@ -303,7 +323,9 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
         if delta.magnitude is None:
             changed = own + (lora.strength * lora.scales[name]) * product
         else:
-            changed = own + lora.strength * (_lengthened(own, lora.scales[name] * product, delta.magnitude) - own)
+            of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
+            longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
+            changed = own + lora.strength * (longer - own)
         before.append((weight, weight.data))
         weight.data = changed.to(weight.dtype)
         if delta.bias is not None:
@@ -319,14 +341,18 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
     return undo
 
 
-def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
+def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
     """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
 
-    Source: ComfyUI ``comfy/weight_adapter/base.py``, ``weight_decompose``: rows are measured before the addition.
+    Args:
+        of_sum: whether rows are measured after the addition, as peft does; columns always are.
+
+    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, ``weight_decompose``, which measures
+    rows before it.
     """
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     rows = magnitude.shape[0] == flat.shape[0]
-    length = flat.norm(dim=1, keepdim=True) if rows else changed.norm(dim=0, keepdim=True)
+    length = (changed if of_sum else flat).norm(dim=1, keepdim=True) if rows else changed.norm(dim=0, keepdim=True)
     return (changed * (magnitude / (length + torch.finfo(torch.float32).eps))).view_as(weight)
 
 

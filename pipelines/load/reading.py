@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ from torch import nn
 from ...compat.checkpoints import packed
 from ...compat.checkpoints.headers import STORED
 from ...compat.checkpoints.packed import Stored, is_table, pack, packable
-from ...compat.checkpoints.weights import is_view, read_json, read_tensors
+from ...compat.checkpoints.weights import is_view, read_json, read_sides, read_tensors
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
@@ -33,7 +32,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
-from ..base import Progress, StageText
+from ..base import Progress, ProgressStage
 from ..family import FamilySpec
 from ..files.part import PartFiles, construction, empty_weights, require_counts, require_plausible, stays, tool_configs
 from ..keys import is_another_model, listed
@@ -100,7 +99,7 @@ def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
     def advance(size: int) -> None:
         nonlocal done
         done += size
-        progress.step(done, total, StageText("reading", f"{files.name} {amount(done, total)}", True))
+        progress.step(done, total, ProgressStage("reading", f"{files.name} {amount(done, total)}", True))
         progress.check()
 
     return advance
@@ -155,15 +154,11 @@ def _keep_packed(
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
     if files.mapped and is_view(entry):
         views.add(stored.data_ptr())
-    factors = None
-    if entry.scale is not None:
-        scale = entry.scale  # of one number, or of rows in the order of the weight's
-        if math.prod(scale.shape) > 1:
-            scale = replace(scale, swapped=entry.swapped, heads=entry.heads)
-        factors = read_tensors({name: scale}, torch.float32, lambda _bytes: None)[name].reshape(-1, 1)
-        _require_sound(files, name, factors[:, 0])
+    sides = read_sides(entry)
     _require_sound(files, name, stored)
-    pack(layer, stored, factors, files.dtype, entry.codec, files.by_bits)
+    for side in sides.values():
+        _require_sound(files, name, side.flatten())
+    pack(layer, stored, files.dtype, codec=entry.codec, sides=sides, group=entry.group, by_bits=files.by_bits)
 
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
@@ -192,12 +187,14 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
     tensors = _tensors(files, advance, views, kept)
     missing = set(fill(module, {names[name]: tensor for name, tensor in tensors.items()}, files.dtype))
     for name, layer in kept.items():
-        _keep_packed(files, name, layer, advance, views)
+        if not isinstance(layer, Stored):  # a file may have a table under two names
+            _keep_packed(files, name, layer, advance, views)
     for one, other in module.all_tied_weights_keys.items():  # two tables of one weight
         for target, source in ((one, other), (other, one)):
             if target in missing and isinstance(layers.get(source), Stored):
-                if layers[target] is not layers[source]:  # newer transformers share the table itself
-                    pack(layers[target], layers[source].stored, None, files.dtype, layers[source].codec)
+                if not isinstance(layers[target], Stored):  # newer transformers share the table itself
+                    own = layers[source]
+                    pack(layers[target], own.stored, files.dtype, codec=own.codec, sides=own.sides, group=own.group)
                 missing.discard(target)
     _require_same(files, list(missing - {names[name] for name in kept}), [])
     return module
@@ -299,7 +296,7 @@ def with_storage(
             _require_castable(files[name], choice, facts.device)
     broken, mapped = _casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
     return {
-        name: replace(_kept(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
+        name: replace(_stored(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
         for name, part in files.items()
     }
 
@@ -329,18 +326,18 @@ def storage_step(files: Mapping[str, PartFiles]) -> Step:
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
-def decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
-    """One for each part whose weights are kept smaller than they compute."""
+def storage_decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
+    """One for each part whose weights are stored smaller than they compute."""
     made = []
-    for name, choice in smaller(files).items():
+    for name, choice in storage_choices(files).items():
         how = "as in the file" if choice in FILE_CHOICES else choice
         size = f"{files[name].total_bytes / GIGABYTE:.1f} of {_dense_bytes(files[name]) / GIGABYTE:.1f} GB"
         made.append(Decision(f"{name} weights", f"kept {how}", size))
     return tuple(made)
 
 
-def smaller(files: Mapping[str, PartFiles]) -> dict[str, str]:
-    """Part to its choice of storage, where its weights are kept smaller than they compute."""
+def storage_choices(files: Mapping[str, PartFiles]) -> dict[str, str]:
+    """Part to its choice of storage, where its weights are stored smaller than they compute."""
     return {name: part.storage for name, part in files.items() if part.total_bytes < _dense_bytes(part)}
 
 
@@ -367,7 +364,7 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
         )
 
 
-def _kept(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
+def _stored(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
     dense = part.dtype_of is not None or choice not in FILE_CHOICES
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())

@@ -78,11 +78,13 @@ def last_two(folder: Path) -> Comparison | None:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
     """The differences of two receipts: inputs first, then device, versions and decisions."""
     earlier, later = _asked(before), _asked(now)
-    rows = [
-        Change(name, *_trimmed(earlier.get(name, NONE), later.get(name, NONE)))
-        for name in dict.fromkeys((*later, *earlier))
-        if earlier.get(name, NONE) != later.get(name, NONE)
-    ]
+    rows = []
+    for name in dict.fromkeys((*later, *earlier)):
+        pair = earlier.get(name, NONE), later.get(name, NONE)
+        whole = all(isinstance(value, Content) and value.whole for value in pair)  # else samples are all there is
+        old, new = (_file(value, whole) if isinstance(value, Content) else value for value in pair)
+        if old != new:
+            rows.append(Change(name, *_trimmed(old, new)))
     asked = {row.subject for row in rows}
     rows += [
         Change(name, NONE if old is None else str(old), NONE if new is None else str(new))
@@ -92,7 +94,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, 
     return tuple(rows)
 
 
-def _asked(record: Mapping[str, Any]) -> dict[str, str]:
+def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a receipt's job sets, by the names that people know; empty where it has none."""
     with suppress(PackError):  # somebody edited it, or it was not written down
         job, defaults = job_in(record.get("job")), {name: row.default for name, row in LOAD_INPUTS.items()}
@@ -100,7 +102,7 @@ def _asked(record: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """The plain values in ``value`` by name, such as ``LoRA 1 strength``."""
     if is_dataclass(value) and not isinstance(value, (type, Content)):
         for item in fields(value):
@@ -117,10 +119,16 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         yield name.replace("_", " ").replace("prompt negative", "negative prompt"), _text(path[-1], value)
 
 
-def _text(name: str, value: Any) -> str:
-    """A value as people read it."""
+def _file(value: Content, whole: bool) -> str:
+    """A file by its name and the first digits of its hash: that of every byte if ``whole``."""
+    digits = (value.whole if whole else value.content)[:HASH]
+    return " ".join(filter(None, (value.name, f"({digits})" if digits else "")))
+
+
+def _text(name: str, value: Any) -> Any:
+    """A value as people read it; a file as it is."""
     if isinstance(value, Content):
-        return " ".join(filter(None, (value.name, f"({value.content[:HASH]})" if value.content else "")))
+        return value
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):

@@ -79,14 +79,19 @@ class Content:
 
     Args:
         name: where it may be, below a folder that is searched.
-        content: its hash; empty for whatever has that name.
+        content: the hash by which it is found; empty for whatever has that name.
+        whole: of a model or mesh, the hash of every byte; empty where only samples are known.
+        size: of pictures, width and height: files of another are not decoded in a search.
     """
 
     name: str
     content: str = ""
+    whole: str = ""
+    size: tuple[int, ...] = ()
 
 
 CONTENT = {item.name for item in fields(Content)}
+FOUND_BY = {"name", "content"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +261,8 @@ def load_inputs(values: Mapping[str, Any]) -> dict[str, Value]:
 def by_content(record: Any) -> Any:
     """A record without names where there is a content, and without what says where it runs."""
     if isinstance(record, dict):
-        if record.keys() == CONTENT:
-            return record["content"]
+        if FOUND_BY <= record.keys() <= CONTENT:
+            return record.get("whole") or record["content"]
         return {name: by_content(value) for name, value in record.items() if name not in PLACES}
     return [by_content(item) for item in record] if isinstance(record, list) else record
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from ...compat.checkpoints.headers import plain_status
 from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, InputError, PackError, first_line
+from ...compat.errors import CheckpointError, InputError, PackError, first_line, json_within
 from ...compat.records import shown
+from ..base import HALF
 from .job import MOST_BYTES
 
 JOBS = ".jsonl"
@@ -34,7 +35,6 @@ MOST_NAME_BYTES = 200  # file systems take 255, with the suffix and what stands 
 MOST_NOTE_BYTES = 16 * 1024**2
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 MOST_INPUT_BYTES = 500_000_000
-HALF = re.compile("[\ud800-\udfff]")  # of a character: no file of UTF-8 has one
 KEY = re.compile(r"[0-9a-f]{16,64}")
 NAME = re.compile(r"[\w][\w .-]{0,99}")
 SUFFIXES = (".mp4", ".png", ".glb")
@@ -189,8 +189,8 @@ class JobFolder:
         """The last state that was written of each worker."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
-            with suppress(OSError, ValueError, RecursionError):
-                read = json.loads(_text(path))
+            with suppress(OSError, ValueError):
+                read = json_within(_text(path), path.name)
                 states += read if isinstance(read, list) else []
         return [state for state in states if isinstance(state, dict)]
 

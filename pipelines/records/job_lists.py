@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...compat.errors import InputError
-from ..base import FramePackSettings, PromptRequest, SampleSettings
-from .job import Content, Job, Picture, Value, VideoJob
-from .job_folder import HALF, MOST_JOBS, JobFolder
-from .places import Places
+from ..base import HALF, FramePackSettings, PromptRequest, SampleSettings
+from .job import Job, Picture, Value, VideoJob
+from .job_folder import MOST_JOBS, JobFolder
+from .places import Check, Places
 
 SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
 MOST_SEED = 2**64 - 1
@@ -94,12 +94,22 @@ def seeds_in(text: str) -> list[int]:
     return list(dict.fromkeys(seeds))
 
 
-def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: str = "") -> JobList:
+def queue_jobs(
+    folder: JobFolder,
+    name: str,
+    model: Path,
+    batch: Batch,
+    title: str = "",
+    state: Path | None = None,
+    check: Check = lambda: None,
+) -> JobList:
     """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again.
 
     Args:
-        model: its folder here.
+        model: its folder here, every byte of which is hashed once.
         title: its name below the folders that other machines search; empty for the last part.
+        state: folder in which hashes are kept.
+        check: called meanwhile; may raise to cancel.
 
     Raises:
         InputError: too many jobs, or a name that is none.
@@ -107,13 +117,13 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
     count = len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures))
     if count > MOST_JOBS:
         raise InputError(f"{count} jobs", expected=f"{MOST_JOBS} at most", fix="Write them in several files.")
-    places = Places()
-    content = places.content(model, title)
+    places = Places(state=state)
+    content = places.content(model, title, check)
     pictures: list[tuple[Picture, ...]] = []
     for path in batch.pictures:
         picture = places.picture(path)
-        pictures.append((Picture(Content(folder.add_input(path), picture.content)),))
-    every = [
+        pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
+    every = (
         VideoJob(
             content,
             PromptRequest(prompt, batch.negative),
@@ -125,32 +135,38 @@ def queue_jobs(folder: JobFolder, name: str, model: Path, batch: Batch, title: s
         for start in pictures or [()]
         for prompt in batch.prompts
         for seed in batch.seeds
-    ]
-    return write_list(folder, name, every)
+    )
+    return write_list(folder, name, every, check)
 
 
-def write_list(folder: JobFolder, name: str, jobs: Sequence[Job]) -> JobList:
-    """Write jobs into ``folder``; those of them that failed before are asked for again."""
-    lines = tuple(json.dumps(job.record(), ensure_ascii=False, separators=(",", ":")) for job in jobs)
-    if any(HALF.search(line) for line in lines):
-        raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
-    keys = tuple(job.key for job in jobs)
-    folder.ask_again(key for key in keys if not folder.is_done(key))
+def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check = lambda: None) -> JobList:
+    """Write jobs into ``folder``; those that failed before are asked for again. ``check`` may raise to cancel."""
+    lines, keys = list[str](), list[str]()
+    for job in jobs:
+        check()
+        line = json.dumps(job.record(), ensure_ascii=False, separators=(",", ":"))
+        if HALF.search(line):
+            raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
+        lines.append(line)
+        keys.append(job.key)
+    for key in keys:
+        check()
+        folder.ask_again([] if folder.is_done(key) else [key])
     folder.write_jobs(name, lines)
-    return JobList(folder, name, lines, keys)
+    return JobList(folder, name, tuple(lines), tuple(keys))
 
 
-def pictures_in(folder: Path) -> list[Path]:
-    """The pictures in a folder, by name.
+def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
+    """The files of a ``kind`` in a folder, by name.
 
     Raises:
         InputError: there is none.
     """
-    paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in PICTURES)
+    paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in suffixes)
     if not paths:
         raise InputError(
-            f"no pictures in {str(folder)!r}",
-            expected=f"files that end in {', '.join(PICTURES)}",
+            f"no {kind} in {str(folder)!r}",
+            expected=f"files that end in {', '.join(suffixes)}",
             fix="Put some there, or choose another folder.",
         )
     return paths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +11,11 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.identity import DIGITS, content_of
-from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, PackError
+from ...compat.checkpoints.identity import FileIndex, content_of, whole_of
+from ...compat.errors import CheckpointError
 from ..files.models import find_models
 from ..files.single_file import Files
-from ..movie import Allowance, content_in, read_frames
+from ..movie import Allowance, Check, content_in, read_frames, size_in
 from .job import Content
 from .job_folder import inside
 
@@ -37,8 +35,6 @@ FORMER_DEMOS = dict.fromkeys(
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
 MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
 FILE = "pictures.json"
-MOST_FILES = 4096  # the newest
-MOST_BYTES = 2**20  # of the index
 log = logging.getLogger(__name__)
 
 
@@ -60,9 +56,9 @@ class Places:
     differences: list[str] | None = None
     state: Path | None = None
 
-    def content(self, path: Path, name: str = "") -> Content:
-        """The content of a model or LoRA at ``path``, which is then known."""
-        content = Content(name or path.name, content_of(path))
+    def content(self, path: Path, name: str = "", check: Check | None = None) -> Content:
+        """The content of a model, LoRA or mesh at ``path``, which is then known; of every byte with a ``check``."""
+        content = Content(name or path.name, content_of(path), whole_of(path, self.state, check) if check else "")
         self.known[content] = path
         return content
 
@@ -75,25 +71,38 @@ class Places:
         index = PictureIndex(self.state)
         found = index.content(path, lambda: None, Allowance())
         index.save()
-        content = Content(path.name, found or content_in(path, lambda: None, Allowance()))
+        content = Content(path.name, found or content_in(path, lambda: None, Allowance()), size=size_in(path))
         self.known[content] = path
         return content
 
-    def model(self, content: Content) -> Path:
+    def model(self, content: Content, check: Check | None = None) -> Path:
         """The model folder, or the file, with this content.
+
+        Args:
+            check: called while a hash of all bytes is made, may raise to cancel; None takes one for equal that is
+                found, while its hash is made in the background.
 
         Raises:
             CheckpointError: it is not on this machine.
         """
+
+        def same(path: Path) -> bool:
+            if content_of(path) != content.content:
+                return False
+            whole = whole_of(path, self.state, check) if content.whole else ""
+            return whole in ("", content.whole)
+
         if content in self.known:
             return self.known[content]
         paths = inside(self.models, content.name)
         if paths:
             base = escape(PurePosixPath(content.name).name)
             paths += [path for root in self.models for path in root.rglob(base)]
-        path = self._first(content, paths, content_of)
+        path = _first(content, paths, same)
         if path is None and content.content:
-            path = self._first(content, find_models(self.models), content_of)
+            path = _first(content, find_models(self.models), same)
+        if path is not None and (check or not content.whole):
+            self.known[content] = path
         return path or self._other(content, paths, self.models, "Copy it there")
 
     def frames(
@@ -113,27 +122,20 @@ class Places:
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
-        def hashed(path: Path) -> str:
+        def same(path: Path) -> bool:
             check()
-            return index.content(path, check, allowance) if allowance.left > 0 else ""
+            return allowance.left > 0 and index.content(path, check, allowance, content.size) == content.content
 
         try:
-            path = self._first(content, paths, hashed)
+            path = _first(content, paths, same)
             if path is None and content.content:
-                path = self._first(content, [path for root in self.files for path in _pictures(root)], hashed)
+                path = _first(content, [path for root in self.files for path in _pictures(root)], same)
         finally:
             index.save()
         fix = "Put the picture beside the job file"
         if allowance.left <= 0:
             fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
         return path or self._other(content, paths, self.files, fix)
-
-    def _first(self, content: Content, paths: list[Path], hashed: Callable[[Path], str]) -> Path | None:
-        for path in dict.fromkeys(paths):
-            if path.exists() and (not content.content or hashed(path) == content.content):
-                self.known[content] = path
-                return path
-        return None
 
     def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
         """The file of that name with other content, where that is allowed."""
@@ -177,28 +179,23 @@ class Machine:
     cards: Mapping[torch.device, int | None] = field(default_factory=dict)
 
 
-class PictureIndex:
-    """Contents by (device, inode, size, mtime_ns, ctime_ns).
+class PictureIndex(FileIndex):
+    """The contents of picture and video files; empty for what is none.
 
     Args:
-        state: folder of the index; None keeps none. One that is damaged or cannot be written is passed over.
+        state: folder of the index; None keeps none.
     """
 
     def __init__(self, state: Path | None) -> None:
-        self.path = None if state is None else state / FILE
-        self.changed = False
-        self.contents = {} if self.path is None else _saved(self.path)
+        super().__init__(None if state is None else state / FILE)
 
-    def content(self, path: Path, check: Callable[[], None], allowance: Allowance) -> str:
-        """The content of a picture or video file; empty for what cannot be decoded in ``allowance``."""
-        try:
-            status = path.stat()
+    def content(self, path: Path, check: Check, allowance: Allowance, size: tuple[int, ...] = ()) -> str:
+        """The content of a file; empty for what cannot be decoded in ``allowance``, or is of another ``size``."""
+
+        def decoded() -> str | None:
             path.open("rb").close()
-        except OSError:
-            return ""
-        facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        key = " ".join(map(str, facts))
-        if key not in self.contents:
+            if size and size_in(path) != size:
+                return None
             most = min(allowance.left, Allowance().left)
             own, found = Allowance(most), ""
             try:
@@ -206,32 +203,17 @@ class PictureIndex:
             except CheckpointError as error:
                 log.debug("no picture: %s", error)
             allowance.left -= most - own.left
-            if allowance.left < 0:
-                return ""
-            self.contents[key], self.changed = found, True
-        return self.contents[key]
+            return None if allowance.left < 0 else found
 
-    def save(self) -> None:
-        """Write down what was decoded since."""
-        if self.path is None or not self.changed:
-            return
         try:
-            with replacing(self.path) as temporary:
-                temporary.write_text(json.dumps(dict(list(self.contents.items())[-MOST_FILES:])), encoding="utf-8")
-            self.changed = False
-        except (OSError, PackError) as error:
-            log.debug("the index of pictures is not written: %s", error)
+            return self.of(path, decoded) or ""
+        except OSError:
+            return ""
 
 
-def _saved(path: Path) -> dict[str, str]:
-    """The index at ``path`` without what cannot be one."""
-    try:
-        with path.open("rb") as file:
-            record = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    items = record.items() if isinstance(record, dict) else ()
-    return {key: text for key, text in items if isinstance(text, str) and len(text) in (0, DIGITS)}
+def _first(content: Content, paths: list[Path], same: Callable[[Path], bool]) -> Path | None:
+    """The first path that exists and is the ``same``; any one for a content without a hash."""
+    return next((path for path in dict.fromkeys(paths) if path.exists() and (not content.content or same(path))), None)
 
 
 def _pictures(folder: Path) -> list[Path]:

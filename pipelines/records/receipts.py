@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content
+from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content, whole_of
 from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
@@ -79,9 +79,9 @@ def with_receipt(
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
-    source = PictureSource(
-        content=content, fit=fit, frame=request.frame, strength=request.strength, seed=request.seed, vision=seen
-    )
+    where: dict[str, Any] = {"frame": request.frame, "strength": request.strength, "seed": request.seed}
+    size = int(frames.shape[2]), int(frames.shape[1])
+    source = PictureSource(content=content, fit=fit, vision=seen, size=size, **where)
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 
@@ -214,22 +214,25 @@ def _job(
     framepack: FramePackSettings | None,
 ) -> VideoJob:
     request: LoadRequest = pipeline.model.request
+    named = partial(_named, state=request.state)
     files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
     return VideoJob(
-        model=_named(request.model),
+        model=named(request.model),
         family=pipeline.family,
         prompt=prompt.extra.get("request", PromptRequest("")),
         settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
-        files={} if files is None else {part: _named(path) for part, path in files.parts.items()},
+        files={} if files is None else {part: named(path) for part, path in files.parts.items()},
         task="auto" if files is None else files.task,
         load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
-        loras=tuple(Adapter(_named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
+        loras=tuple(Adapter(named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
-        pictures=tuple(Picture(Content("", one.content), one.frame, one.strength, one.seed) for one in sources),
+        pictures=tuple(
+            Picture(Content("", one.content, size=one.size), one.frame, one.strength, one.seed) for one in sources
+        ),
         fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
-        base=None if request.base is None else _named(request.base),
-        image_encoder=None if request.image_encoder is None else _named(request.image_encoder),
+        base=None if request.base is None else named(request.base),
+        image_encoder=None if request.image_encoder is None else named(request.image_encoder),
     )
 
 
@@ -251,8 +254,8 @@ def _missing(
     return [name for name, is_absent in absent.items() if is_absent]
 
 
-def _named(path: Path) -> Content:
-    return Content(path.name, content_of(path))
+def _named(path: Path, state: Path | None) -> Content:
+    return Content(path.name, content_of(path), whole_of(path, state))
 
 
 def _report_of(pipeline: Pipeline) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ...compat.output_check import NotFinite, require_finite
 from ...compat.repairs import RepairStore
 from ...compat.transforms.fp16 import fp16_sums
 from ...compat.transforms.step_cache import cached, require_usable
-from ..base import Latents, Progress, SampleSettings
+from ..base import Latents, Progress, ProgressStage, SampleSettings
 from ..family import FamilySpec
 from ..pipeline import Pipeline, make_room_and_retry
 from ..settings import STEP_CACHE
@@ -30,6 +30,7 @@ from .schedules import Schedule
 
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
+SAMPLING = ProgressStage("sampling")
 TRIES = 16  # of a stage or a step; each has more room than the one before
 TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer again and continuing in fp32"
 
@@ -106,7 +107,7 @@ def sampled_latents(
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was kept.
+    """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was saved.
 
     Args:
         networks: the transformers by their parts' names.
@@ -120,7 +121,7 @@ class Watch:
     tell: Callable[[str], None]
 
     def over(self, predict: Predict, count: int) -> Predict:
-        """``predict`` of ``count`` steps, with what is kept for the transformers, and its output checked.
+        """``predict`` of ``count`` steps, with what is saved for the transformers, and its output checked.
 
         Raises:
             NotFinite: where it is called: the output is not finite; the text names the layer.
@@ -156,7 +157,7 @@ class Safeguards(NamedTuple):
     Args:
         again: called with an error in a step; returns whether to try this step again, from the latents it began with.
         watch: over the transformer that is called.
-        steps: keeps them, and knows of those done before.
+        steps: saves them, and knows of those done before.
     """
 
     again: Again | None = None
@@ -168,7 +169,7 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
     """The safeguards of one run of the loop that holds the transformers of ``pipeline``.
 
     Args:
-        generator: whose state is kept with the steps.
+        generator: whose state is saved with the steps.
         section: of the video, for a family that samples it in several.
     """
     steps = None if pipeline.run.resuming is None else Steps(pipeline.run.resuming, generator, section)
@@ -194,7 +195,6 @@ def denoise(
     predict: Predict,
     *,
     progress: Progress,
-    stage: str = "sampling",
     noise_mask: NoiseMask | None = None,
     preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
@@ -232,8 +232,8 @@ def denoise(
                         # A transformer that overflows does so at once: hours are not spent on a black video.
                         require_finite(latents, "sampled latents" if index else "latents after the first step")
             if steps is not None:
-                steps.keep(index + 1, latents, schedule)
-            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+                steps.save(index + 1, latents, schedule)
+            progress.step(index + 1, count, SAMPLING, _later(schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
     if watch is not None:

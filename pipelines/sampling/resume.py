@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from ...compat.checkpoints.identity import bytes_of, content_of
+from ...compat.checkpoints.identity import bytes_of, whole_of
 from ...compat.decision import Decision
 from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.device.precision import Precision
@@ -49,7 +49,7 @@ class SectionStore(Protocol):
     def found(self, key: str) -> SectionState | None:
         """State of an interrupted sampling of the same ``key``; None if there is none."""
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+    def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
 
 
@@ -57,7 +57,7 @@ class InMemorySections:
     """Keeps finished sections during one sampling, so that none is lost if it has to start again.
 
     Args:
-        beyond: who keeps them for longer; None for none.
+        beyond: who saves them for longer; None for none.
     """
 
     def __init__(self, beyond: SectionStore | None = None) -> None:
@@ -68,16 +68,16 @@ class InMemorySections:
         """State of this sampling, else of an earlier one."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+    def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far."""
         self.standing = standing
         if self.beyond is not None:
-            self.beyond.keep(key, index, count, latents, standing)
+            self.beyond.save(key, index, count, latents, standing)
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderSteps:
-    """Unfinished samplings that the leader keeps: every rank goes on where the leader does."""
+    """Unfinished samplings that the leader saves: every rank goes on where the leader does."""
 
     group: Group
     store: StepStore
@@ -90,9 +90,9 @@ class LeaderSteps:
         """True if it is time to save, on the leader."""
         return self.group.leads and self.store.due()
 
-    def keep(self, key: str, state: StepState) -> bool:
-        """Replace what is kept, on the leader."""
-        return self.group.leads and self.store.keep(key, state)
+    def save(self, key: str, state: StepState) -> bool:
+        """Replace the saved state, on the leader."""
+        return self.group.leads and self.store.save(key, state)
 
     def drop(self, key: str) -> None:
         """Forget this sampling."""
@@ -111,15 +111,15 @@ class LeaderSections:
         """State of this sampling in the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
+    def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, on the leader."""
         if self.group.leads:
-            self.store.keep(key, index, count, latents, standing)
+            self.store.save(key, index, count, latents, standing)
 
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of one run of the loop, kept by ``resuming``, which may go on after the last that was kept.
+    """The steps of one run of the loop, saved by ``resuming``, which may go on after the last that was saved.
 
     Args:
         generator: draws the noise of later steps.
@@ -135,9 +135,9 @@ class Steps:
     last: StepState | None = None
 
     def restored(self, latents: torch.Tensor, schedule: Schedule) -> tuple[torch.Tensor, int]:
-        """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is kept."""
+        """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is saved."""
         self.began = dict(vars(schedule.solver))
-        state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key)
+        state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key())
         if state is None or state.section != self.section or not 0 < state.done < len(schedule):
             return latents, 0
         if state.latents.shape != latents.shape or any(hasattr(type(schedule.solver), name) for name in state.solver):
@@ -152,8 +152,8 @@ class Steps:
         self.last = state
         return placed(state.latents, latents.device, latents.dtype), state.done
 
-    def keep(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
-        """Note the state after ``done`` steps, and keep it where it is time to."""
+    def save(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
+        """Note the state after ``done`` steps, and save it where it is time to."""
         self.last = None
         if self.resuming.broken or done >= len(schedule):
             return
@@ -168,13 +168,13 @@ class Steps:
             done=done, section=self.section, latents=latents, solver=solver, generator_state=state_of(self.generator)
         )
         if self.resuming.store.due():
-            self.resuming.store.keep(self.resuming.key, self.last)
+            self.resuming.save(self.last)
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
-        """Around the loop of ``count`` steps: a cancel or an error keeps the last step that was finished.
+        """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished.
 
-        Values that are not finite keep none: the fault may be in the steps before.
+        Values that are not finite save none: the fault may be in the steps before.
         """
         try:
             yield
@@ -183,7 +183,7 @@ class Steps:
         except BaseException:
             if self.last is not None and not self.resuming.broken:
                 with suppress(Exception):  # the device may be what failed
-                    if self.resuming.store.keep(self.resuming.key, self.last):
+                    if self.resuming.save(self.last):
                         self.resuming.progress.notify(
                             f"step {self.last.done} of {count} is saved: to go on from there, run it again with seed "
                             f"{self.resuming.seed} and the same inputs"
@@ -191,8 +191,8 @@ class Steps:
             raise
 
     def finish(self) -> None:
-        """Forget the steps: the loop has ended, and what it made is kept elsewhere."""
-        self.resuming.store.drop(self.resuming.key)
+        """Forget the steps: the loop has ended, and what it made is saved elsewhere."""
+        self.resuming.store.drop(self.resuming.key())
 
     def _differs(self, name: str, value: Any) -> bool:
         before = self.began.get(name)
@@ -204,7 +204,7 @@ class Steps:
 def with_steps(
     pipeline: Pipeline, store: StepStore, progress: Progress, stage: str, seed: int, prompt: Prompt, *request: Any
 ) -> Pipeline:
-    """``pipeline`` whose next sampling keeps its steps in ``store``, and goes on after those that are there.
+    """``pipeline`` whose next sampling saves its steps in ``store``, and goes on after those that are there.
 
     Args:
         stage: what starts again if steps cannot be kept, for the user.
@@ -220,9 +220,9 @@ def with_steps(
     )
 
 
-def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
-    """A hash of all that decides the latents: the model's content and how its weights are kept, precision, LoRAs, step
-    cache, embeddings, and ``request``: pictures and settings.
+def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[], str]:
+    """A hash of all that decides the latents, or "" while a hash of every byte of the model is made in the background:
+    model and LoRAs and how weights are kept, precision, step cache, embeddings, ``request``: pictures and settings.
 
     How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these. So are
     paths: another machine may go on with it.
@@ -231,18 +231,16 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> str:
     adapted = str(pipeline.offloader.adapters or "")
     kinds = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
     stored = pipeline.model.storage.get("transformer", "")
-    model = [
-        pipeline.family,
-        pipeline.variant,
-        kinds,
-        stored,
-        adapted,
-        pipeline.plan.step_cache,
-        content_of(pipeline.model.source),
-    ]
+    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.plan.step_cache]
     for item in _bytes_in([*model, prompt.embeds, prompt.negative, prompt.sections, *request]):
         digest.update(item)
-    return digest.hexdigest()
+    files = [pipeline.model.source, *(lora.path for lora in getattr(pipeline.offloader.adapters, "loras", ()))]
+
+    def key() -> str:
+        wholes = [whole_of(path, pipeline.model.request.state) for path in files]
+        return hashlib.sha256(" ".join([digest.hexdigest(), *wholes]).encode()).hexdigest() if all(wholes) else ""
+
+    return key
 
 
 def _bytes_in(value: Any) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
     "use_beta_sigmas": False,
 }
 TRAIN_TIMESTEPS = 1000
+UNIPC_BH1 = "unipc_bh1"
 FIRST_LEVEL_MARGIN = 1e-6  # multistep solvers take log(1 - level): upstream moves a first level of 1 by as much
 
 
@@ -154,10 +155,13 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
     solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
+    if name == UNIPC_BH1:
+        from .unipc import FlowUniPC
+
+        return FlowUniPC(levels, device)
     if name not in solvers:
-        raise InputError(
-            f"scheduler {name!r}", expected=f"one of auto, euler, {', '.join(solvers)}", fix="Choose one of these."
-        )
+        known = ", ".join(("auto", "euler", *solvers, UNIPC_BH1))
+        raise InputError(f"scheduler {name!r}", expected=f"one of {known}", fix="Choose one of these.")
     solver = solvers[name](
         num_train_timesteps=TRAIN_TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
     )

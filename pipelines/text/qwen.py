@@ -11,6 +11,7 @@ import torch
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
+from ...compat.packages import beginning
 from ..base import EMBEDS, EMBEDS_2, ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..pipeline import Pipeline
 from ..sizes import texts_at_once
@@ -134,10 +135,11 @@ class Chat:
 
     def fitting(self, text: str, limit: int, subject: str, progress: Progress) -> str:
         """``text``, shortened where more than ``limit`` tokens of its chat are left after the crop."""
-        over = self.length(text) - self.crop - limit
-        if over <= 0:
+        start = beginning(self.tokenizer, text, limit, progress.check)
+        over = self.length(start) - self.crop - limit
+        if over <= 0 and start == text:
             return text
-        return shortened(self.tokenizer, text, len(self.tokenizer(text)["input_ids"]) - over, subject, progress)
+        return shortened(self.tokenizer, text, len(self.tokenizer(start)["input_ids"]) - over, subject, progress)
 
 
 def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> list[str | None]:

@@ -15,6 +15,7 @@ from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import checked_layers, to_host
 from ...compat.errors import InputError
+from ...compat.packages import beginning
 from ..base import EMBEDS, ENCODING, MASK, Forwards, Latents, Progress, Prompt, PromptRequest
 from ..pipeline import Pipeline
 from ..sizes import PAIR, beside_text, texts_at_once
@@ -39,8 +40,11 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
     Raises:
         InputError: no room at all.
     """
-    total = len(tokenizer(text, verbose=False)["input_ids"])
+    whole, text = text, beginning(tokenizer, text, room, progress.check)
+    total, more = len(tokenizer(text, verbose=False)["input_ids"]), "more than " if len(text) < len(whole) else ""
     if total <= room:
+        if more:
+            progress.notify(f"the {subject} is read up to character {len(text):,} of {len(whole):,}")
         return text
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     kept = max(0, min(len(tokens), room - (total - len(tokens))))
@@ -53,7 +57,7 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
         raise InputError(f"max_tokens leaves {room} tokens for the {subject}", expected="room for a word", fix=fix)
     lost = tokenizer.decode(tokens[kept:], skip_special_tokens=True)[:40].strip()
     left = f"what begins with {lost!r}" if lost else "the rest"  # signs that the tokenizer does not know decode to none
-    progress.notify(f"the {subject} is shortened from {total} to {room} tokens: {left} is left out")
+    progress.notify(f"the {subject} is shortened from {more}{total} to {room} tokens: {left} is left out")
     return shorter
 
 

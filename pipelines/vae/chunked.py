@@ -8,7 +8,6 @@ HunyuanVideo's group norms span time and LTX-Video's convolutions look ahead: ne
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compat.memory.parts import full_name
+from ...compat.memory.parts import Undo, full_name
 from ...compat.memory.transfer import Transfer
 from ...compat.transforms.compile import uncompiled
 from ...compat.transforms.conv3d_methods import padded
@@ -29,7 +28,6 @@ MOCHI, MOCHI_UP = f"{AUTOENCODERS}mochi.AutoencoderKLMochi", f"{AUTOENCODERS}moc
 SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 CONVS = (MOCHI_CONV, f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d")
 UPSAMPLE = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15Upsample"
-SPATIAL_PADDING = "spatial_padding_mode"  # Lightricks' word for it, in its files and on the module
 ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
 
 
@@ -129,22 +127,18 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     Raises:
         ValueError: a decoder without causal layers, which cannot be cut in time.
     """
-    changed: list[tuple[nn.Module, Any]] = []
+    undo = Undo()
     try:
         for layer in vae.decoder.modules():
             made = LAYERS.get(full_name(layer))
             if made is not None:
-                changed.append((layer, vars(layer).get("forward")))
-                layer.forward = types.MethodType(made(past, vars(layer).get("attend")), layer)
-        if not changed:
+                undo.patch(layer, made(past, vars(layer).get("attend")))
+        if not undo:
             raise ValueError(f"a {type(vae).__name__} decoded in chunks of time: its decoder looks ahead")
         with uncompiled(vae.decoder):
             yield
     finally:
-        for layer, forward in reversed(changed):
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
+        undo.restore()
 
 
 def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kin
 from ...compat.device.quirks import convolution_switches
 from ...compat.doctor import examine, not_finite, one_colour
 from ...compat.errors import UnsupportedError, first_line, remember
+from ...compat.memory.parts import Undo
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import (
     BROKEN,
@@ -33,7 +34,7 @@ from ...compat.output_check import (
     require_finite,
 )
 from ...compat.transforms.order import replace_attention
-from ..base import Progress, StageText, SubProgress
+from ..base import Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
@@ -49,12 +50,12 @@ from .plan import (
     checked_request,
     decoder_size,
 )
-from .tiled import RegionTask, ResumableDecode, decoded_together, serve
+from .tiled import RegionTask, ResumableDecode, decoded_together
 
+DECODING = ProgressStage("decoding")
 LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = (
-    "use_tiling",
     "tile_sample_min_height",
     "tile_sample_min_width",
     "tile_sample_stride_height",
@@ -113,15 +114,14 @@ class VaeRunner:
             return "" if plain and fault == COLOUR else fault
 
         def smaller(side: int) -> int:
-            after = plan.smaller_stream(side)
+            after = next((each.stream for each in plan.methods if 0 < each.stream < side), 0)
             if after:
                 watch.notify(f"decoding {plan.method} ran out of memory: continuing over {after} pixels")
                 plan.method = replace(plan.method, stream=after)
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
-            part = SubProgress(watch, index, count, "part") if count > 1 else watch
-            return watched(self._vae.decoder, part, "decoding")
+            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING)
 
         group = self.pipeline.run.group
         together = None if group is None else partial(decoded_together, group)
@@ -139,7 +139,7 @@ class VaeRunner:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
-        video = self._through(run, validate, "decoding", watch, work)
+        video = self._through(run, validate, str(DECODING), watch, work)
         method = plan.method
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
         if method.tile or method.frames or method.stream or method.window or plan.form.method == ON_CPU:
@@ -156,7 +156,7 @@ class VaeRunner:
         time = None if task.time is None else self._transfer.to_device(task.time)
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
-    def encode(self, frames: torch.Tensor, stage: str, run: Run | None = None) -> torch.Tensor:
+    def encode(self, frames: torch.Tensor, stage: ProgressStage, run: Run | None = None) -> torch.Tensor:
         """Encode ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
 
         Args:
@@ -176,7 +176,7 @@ class VaeRunner:
             with watched(vae.encoder, self.progress, stage):
                 return (run or usual)(vae, transfer)
 
-        return self._through(watching, validate, stage, self.progress)
+        return self._through(watching, validate, str(stage), self.progress)
 
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
@@ -314,7 +314,7 @@ class VaeRunner:
 
 
 @contextmanager
-def watched(module: nn.Module, progress: Progress, stage: str) -> Iterator[None]:
+def watched(module: nn.Module, progress: Progress, stage: ProgressStage) -> Iterator[None]:
     """Report each eighth layer that runs, and obey a cancel before any of them."""
     total = sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
@@ -355,13 +355,6 @@ def decoding(
     return VaeRunner(Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
 
 
-def serve_decoding(pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress) -> int:
-    """On the others of a group: decode regions for the leader until it is done; how many that were."""
-    assert pipeline.run.group is not None
-    with decoding(pipeline, shape, progress) as passes:
-        return serve(pipeline.run.group, passes.region)
-
-
 def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> VaeRunner:
     """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
     count, rows, columns = frames.shape[:3]
@@ -385,7 +378,7 @@ def decoded(
 
 
 def encoded_moments(
-    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str, tile: int = 0
+    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage, tile: int = 0
 ) -> torch.Tensor:
     """Encode ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
     with encoding(pipeline, frames, progress, tile) as passes:
@@ -403,7 +396,7 @@ def encoded(
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    moments = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"), tile)
+    moments = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"), tile)
     distribution = DiagonalGaussianDistribution(moments)
     latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
     return latents
@@ -417,21 +410,18 @@ def unsigned(video: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def tiled(vae: Any, tile: int) -> Iterator[None]:
     """``vae`` working in tiles of ``tile`` pixels, or whole for 0; its own settings come back afterwards."""
-    before = {name: getattr(vae, name) for name in TILING if hasattr(vae, name)}
     ratio = int(getattr(vae, "spatial_compression_ratio", 0) or vae.config.get("spatial_compression_ratio", 8))
     # A stride that is not a whole number of latents would tear the tiles apart.
     stride = max(ratio, int(tile * STRIDE) // ratio * ratio)
     sizes = {"stride": stride, "latent": tile // ratio, "sample": tile}
-    wanted: dict[str, Any] = {"use_tiling": tile > 0}
-    if tile:
-        wanted |= {name: next(sizes[kind] for kind in sizes if kind in name) for name in TILING[1:] if name in before}
+    undo = Undo()
     try:
-        for name, value in wanted.items():
-            setattr(vae, name, value)
+        undo.set(vae, "use_tiling", tile > 0)
+        for name in (name for name in TILING if tile and hasattr(vae, name)):
+            undo.set(vae, name, next(sizes[kind] for kind in sizes if kind in name))
         yield
     finally:
-        for name, value in before.items():
-            setattr(vae, name, value)
+        undo.restore()
 
 
 def make_contiguous(module: nn.Module) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ...compat.device.execution import HOST, execution_device
+from ...compat.device.execution import HOST
 from ...compat.device.facts import facts_for, free_bytes, host_free_bytes
 from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_choice
 from ..pipeline import Pipeline
 from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
 
@@ -55,8 +55,7 @@ def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
     Raises:
         InputError: an unknown method, or a tile, overlap or count of frames out of range.
     """
-    if form.method not in METHODS:
-        raise InputError(f"decode method {form.method!r}", expected=f"one of {', '.join(METHODS)}", fix="Choose auto.")
+    require_choice("decode method", form.method, METHODS, "Choose auto.")
     if form.frames < 0 or form.tile < 0:
         raise InputError(
             f"tile {form.tile}, frames_per_chunk {form.frames}", expected="0 or more", fix="Choose 0 for auto."
@@ -200,7 +199,7 @@ class Ladder:
     ) -> None:
         self.pipeline, self.size, self.form = pipeline, size, form
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
-        self.policy, self.device = policy_for(pipeline.facts), execution_device(pipeline.offloader, part="vae")
+        self.policy, self.device = policy_for(pipeline.facts), pipeline.offloader.device_of("vae")
         self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.sizes.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
@@ -222,10 +221,6 @@ class Ladder:
             kept = (each.on_host or each.key == failed.key or self.needed_bytes(each) < needed for each in methods)
             methods = list(compress(methods, kept))
         return next_method(failed, kind, text, methods, self.automatic)
-
-    def smaller_stream(self, side: int) -> int:
-        """Pixels of the next tiles below ``side`` in which layers run by themselves; 0 where none is left."""
-        return next((each.stream for each in self.methods if 0 < each.stream < side), 0)
 
     def needed_bytes(self, method: DecodeMethod) -> int:
         """Bytes beside the weights that a method is forecast to take; 0 if unknown."""

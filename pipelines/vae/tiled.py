@@ -285,7 +285,7 @@ def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> l
 
 
 def serve(group: Group, decode: Decode) -> int:
-    """On the others: decode what the leader hands out, until :func:`dismiss`; how many regions that were."""
+    """On the others: decode what the leader hands out, until that is None; how many regions that were."""
     count = 0
     while (tasks := group.world.shared(None)) is not None:
         own = tasks[group.world.rank]
@@ -293,11 +293,6 @@ def serve(group: Group, decode: Decode) -> int:
         count += frames is not None
         group.world.collected(frames)
     return count
-
-
-def dismiss(group: Group) -> None:
-    """On the leader: nothing more will be handed out."""
-    group.world.shared(None)
 
 
 def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:

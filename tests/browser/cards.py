@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # where the tests of paint are
+
 import results
 from anygpu.paint.choices import demo_paint_models
 from anygpu.pipelines.demo import demo_models
@@ -185,7 +187,7 @@ def main(names: list[str]) -> None:
     """Draw the cards of these workflows, or all; the sign and the banner too with all."""
     for workflow in sorted((ROOT / "workflows").glob("*.json")):
         if not names or workflow.stem in names:
-            card(workflow).save(workflow.with_suffix(".jpg"), quality=85, optimize=True, progressive=True)
+            card(workflow).save(workflow.with_suffix(".jpg"), quality=72, optimize=True, progressive=True)
     if not names:
         icon(256).save(ROOT / "docs" / "images" / "icon.png", optimize=True)
         results.moving()

@@ -6,9 +6,9 @@ const BLUR = "blurry, low quality, still frame, watermark, titles, subtitles";
 const HUB = "https://huggingface.co/";
 
 const WHY =
-  "Core's own graph with **AnyGPU Fit Model** before the sampler and **AnyGPU Fit VAE** before the decode. A GPU without " +
-  "fast bf16 (RTX 20, V100, GTX, RX 6000) then computes in safe fp16, where core alone computes in fp32 " +
-  "or gives black frames. On a GPU that needs nothing both change nothing. The text under each node says what was done.";
+  "Core's own graph with **AnyGPU Fit** behind its loaders. A GPU without fast bf16 (RTX 20, V100, GTX, RX 6000) then " +
+  "computes in safe fp16, where core alone computes in fp32 or gives black frames, and each decode is checked. The text " +
+  "under the node has a line for each part, which says what was done.";
 
 /** The text of a note: title, what it is, and what to download: [file, folder, page, folder in the page] each. */
 const note = (title, text, files, gib) => ({
@@ -27,10 +27,20 @@ const note = (title, text, files, gib) => ({
   },
 });
 
-const text = (value, clip = ["clip", "CLIP"]) => ({ kind: "CLIPTextEncode", values: { text: value }, links: { clip } });
-const fitModel = (model) => ({ kind: "AnyGPUFitModel", links: { model } });
-const fitVAE = (vae) => ({ kind: "AnyGPUFitVAE", links: { vae } });
-const decode = (samples) => ({ kind: "VAEDecode", links: { samples, vae: ["fitvae", "vae"] } });
+const text = (value) => ({ kind: "CLIPTextEncode", values: { text: value }, links: { clip: ["fit", "clip"] } });
+const load = (unet_name) => ({ kind: "UNETLoader", values: { unet_name } });
+const loadVAE = (vae_name) => ({ kind: "VAELoader", values: { vae_name } });
+const loadCLIP = (clip_name, type) => ({ kind: "CLIPLoader", values: { clip_name, type } });
+const loadCLIPs = (clip_name1, clip_name2, type) => ({ kind: "DualCLIPLoader", values: { clip_name1, clip_name2, type } });
+const shift = (amount) => ({ kind: "ModelSamplingSD3", values: { shift: amount }, links: { model: ["load", "MODEL"] } });
+const fit = (model, vae = ["vae", "VAE"]) => ({ kind: "AnyGPUFit", links: { model, vae, clip: ["clip", "CLIP"] } });
+const seen = (image) => ({
+  kind: "CLIPVisionEncode",
+  values: { crop: "none" },
+  links: { clip_vision: ["eyes", "CLIP_VISION"], image },
+});
+const picture = (title) => ({ kind: "LoadImage", title, values: { image: "example.png" } });
+const decode = (samples, fitted = "fit") => ({ kind: "VAEDecode", links: { samples, vae: [fitted, "vae"] } });
 const video = (fps, more = {}) => ({
   kind: "CreateVideo",
   values: { fps },
@@ -41,6 +51,23 @@ const save = (name) => ({
   values: { filename_prefix: `video/${name}` },
   links: { video: ["video", "VIDEO"] },
 });
+/** Core's KSampler from the conditioning and latent that `from` gives, or the text nodes and an empty latent. */
+const sampled = (values, from, latent = "LATENT", model = ["fit", "model"]) => ({
+  kind: "KSampler",
+  values: { seed: 42, control_after_generate: "randomize", denoise: 1, ...values },
+  links: {
+    model,
+    positive: from ? [from, "positive"] : ["positive", "CONDITIONING"],
+    negative: from ? [from, "negative"] : ["negative", "CONDITIONING"],
+    latent_image: [from ?? "empty", latent],
+  },
+});
+const scheduled = (steps) => ({
+  kind: "BasicScheduler",
+  values: { scheduler: "simple", steps, denoise: 1 },
+  links: { model: ["fit", "model"] },
+});
+const solver = (sampler_name) => ({ kind: "KSamplerSelect", values: { sampler_name } });
 const noise = { kind: "RandomNoise", values: { noise_seed: 42 } };
 const guided = (sigmas, latent) => ({
   kind: "SamplerCustomAdvanced",
@@ -55,6 +82,10 @@ const guided = (sigmas, latent) => ({
 
 const LTX2 = "ltx-2-19b-dev-fp8.safetensors";
 const GEMMA = "gemma_3_12B_it_fp4_mixed.safetensors";
+const UMT5 = "umt5_xxl_fp8_e4m3fn_scaled.safetensors";
+const QWEN = "qwen_2.5_vl_7b_fp8_scaled.safetensors";
+const HUNYUAN_15 = "Comfy-Org/HunyuanVideo_1.5_repackaged";
+const ANIMATE = "Comfy-Org/Wan-Animate-2";
 const SPECS = {
   anygpu_ltx2_on_an_older_gpu: {
     title: "LTX-2 on an older GPU: core's graph in safe fp16",
@@ -67,8 +98,7 @@ const SPECS = {
       load: { kind: "CheckpointLoaderSimple", values: { ckpt_name: LTX2 } },
       clip: { kind: "LTXAVTextEncoderLoader", values: { text_encoder: GEMMA, ckpt_name: LTX2 } },
       sound: { kind: "LTXVAudioVAELoader", values: { ckpt_name: LTX2 } },
-      fit: fitModel(["load", "MODEL"]),
-      fitvae: fitVAE(["load", "VAE"]),
+      fit: fit(["load", "MODEL"], ["load", "VAE"]),
       positive: text(CAT),
       negative: text(BLUR),
       rate: {
@@ -87,7 +117,7 @@ const SPECS = {
         links: { video_latent: ["empty", "LATENT"], audio_latent: ["silence", "Latent"] },
       },
       noise,
-      solver: { kind: "KSamplerSelect", values: { sampler_name: "euler_ancestral" } },
+      solver: solver("euler_ancestral"),
       sigmas: {
         kind: "LTXVScheduler",
         values: { steps: 20, max_shift: 2.05, base_shift: 0.95, stretch: true, terminal: 0.1 },
@@ -107,7 +137,7 @@ const SPECS = {
       },
       video: video(24, { audio: ["heard", "Audio"] }),
     },
-    columns: [["load", "clip", "sound"], ["fit", "fitvae"], ["positive", "negative"],
+    columns: [["load", "clip", "sound"], ["fit"], ["positive", "negative"],
       ["rate", "empty", "silence", "both"], ["noise", "solver", "sigmas", "guider"], ["sample", "apart"],
       ["decode", "heard", "video"]],
   },
@@ -116,34 +146,27 @@ const SPECS = {
     files: [
       ["wan2.2_ti2v_5B_fp16.safetensors", "diffusion_models", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/diffusion_models/"],
       ["wan2.2_vae.safetensors", "vae", "Comfy-Org/Wan_2.2_ComfyUI_Repackaged", "split_files/vae/"],
-      ["umt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders", "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "split_files/text_encoders/"],
+      [UMT5, "text_encoders", "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "split_files/text_encoders/"],
     ],
     gib: 17,
     nodes: {
-      load: { kind: "UNETLoader", values: { unet_name: "wan2.2_ti2v_5B_fp16.safetensors" } },
-      clip: { kind: "CLIPLoader", values: { clip_name: "umt5_xxl_fp8_e4m3fn_scaled.safetensors", type: "wan" } },
-      vae: { kind: "VAELoader", values: { vae_name: "wan2.2_vae.safetensors" } },
-      shift: { kind: "ModelSamplingSD3", values: { shift: 8 }, links: { model: ["load", "MODEL"] } },
-      fit: fitModel(["shift", "MODEL"]),
-      fitvae: fitVAE(["vae", "VAE"]),
+      load: load("wan2.2_ti2v_5B_fp16.safetensors"),
+      clip: loadCLIP(UMT5, "wan"),
+      vae: loadVAE("wan2.2_vae.safetensors"),
+      shift: shift(8),
+      fit: fit(["shift", "MODEL"]),
       positive: text(CAT),
       negative: text(BLUR),
       empty: {
         kind: "Wan22ImageToVideoLatent",
         values: { width: 1280, height: 704, length: 121, batch_size: 1 },
-        links: { vae: ["fitvae", "vae"] },
+        links: { vae: ["fit", "vae"] },
       },
-      sample: {
-        kind: "KSampler",
-        values: { seed: 42, control_after_generate: "randomize", steps: 20, cfg: 5, sampler_name: "uni_pc",
-          scheduler: "simple", denoise: 1 },
-        links: { model: ["fit", "model"], positive: ["positive", "CONDITIONING"],
-          negative: ["negative", "CONDITIONING"], latent_image: ["empty", "LATENT"] },
-      },
+      sample: sampled({ steps: 20, cfg: 5, sampler_name: "uni_pc", scheduler: "simple" }),
       decode: decode(["sample", "LATENT"]),
       video: video(24),
     },
-    columns: [["load", "clip", "vae"], ["shift", "fit", "fitvae"], ["positive", "negative"], ["empty"], ["sample"],
+    columns: [["load", "clip", "vae"], ["shift", "fit"], ["positive", "negative"], ["empty"], ["sample"],
       ["decode", "video"]],
   },
   anygpu_minimax_h3_on_an_older_gpu: {
@@ -156,27 +179,19 @@ const SPECS = {
     ],
     gib: 53,
     nodes: {
-      load: { kind: "UNETLoader", values: { unet_name: "minimax_h3_fl2va_pruned_int8_convrot.safetensors" } },
-      clip: {
-        kind: "CLIPLoader",
-        values: { clip_name: "qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", type: "minimax" },
-      },
-      vae: { kind: "VAELoader", values: { vae_name: "minimax_h3_video_vae_fp16.safetensors" } },
-      sound: { kind: "VAELoader", values: { vae_name: "minimax_h3_audio_vae_fp32.safetensors" } },
-      fit: fitModel(["load", "MODEL"]),
-      fitvae: fitVAE(["vae", "VAE"]),
+      load: load("minimax_h3_fl2va_pruned_int8_convrot.safetensors"),
+      clip: loadCLIP("qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors", "minimax"),
+      vae: loadVAE("minimax_h3_video_vae_fp16.safetensors"),
+      sound: loadVAE("minimax_h3_audio_vae_fp32.safetensors"),
+      fit: fit(["load", "MODEL"]),
       prompt: {
         kind: "MiniMaxH3ImageToVideo",
         values: { prompt: CAT, width: 864, height: 480, length: 56 },
-        links: { clip: ["clip", "CLIP"], vae: ["fitvae", "vae"] },
+        links: { clip: ["fit", "clip"], vae: ["fit", "vae"] },
       },
       noise,
-      solver: { kind: "KSamplerSelect", values: { sampler_name: "res_multistep" } },
-      sigmas: {
-        kind: "BasicScheduler",
-        values: { scheduler: "simple", steps: 20, denoise: 1 },
-        links: { model: ["fit", "model"] },
-      },
+      solver: solver("res_multistep"),
+      sigmas: scheduled(20),
       guider: {
         kind: "BasicGuider",
         links: { model: ["fit", "model"], conditioning: ["prompt", "positive"] },
@@ -186,8 +201,157 @@ const SPECS = {
       heard: { kind: "VAEDecodeAudio", links: { samples: ["sample", "output"], vae: ["sound", "VAE"] } },
       video: video(24, { audio: ["heard", "AUDIO"] }),
     },
-    columns: [["load", "clip", "vae", "sound"], ["fit", "fitvae"], ["prompt"], ["noise", "solver", "sigmas", "guider"],
+    columns: [["load", "clip", "vae", "sound"], ["fit"], ["prompt"], ["noise", "solver", "sigmas", "guider"],
       ["sample"], ["decode", "heard", "video"]],
+  },
+  anygpu_hunyuan_video_15_on_an_older_gpu: {
+    title: "HunyuanVideo 1.5 on an older GPU: core's graph in safe fp16",
+    files: [
+      ["hunyuanvideo1.5_720p_t2v_fp16.safetensors", "diffusion_models", HUNYUAN_15, "split_files/diffusion_models/"],
+      ["hunyuanvideo15_vae_fp16.safetensors", "vae", HUNYUAN_15, "split_files/vae/"],
+      [QWEN, "text_encoders", HUNYUAN_15, "split_files/text_encoders/"],
+      ["byt5_small_glyphxl_fp16.safetensors", "text_encoders", HUNYUAN_15, "split_files/text_encoders/"],
+    ],
+    gib: "with those of its upscaler 42",
+    nodes: {
+      load: load("hunyuanvideo1.5_720p_t2v_fp16.safetensors"),
+      clip: loadCLIPs(QWEN, "byt5_small_glyphxl_fp16.safetensors", "hunyuan_video_15"),
+      vae: loadVAE("hunyuanvideo15_vae_fp16.safetensors"),
+      shift: shift(7),
+      fit: fit(["shift", "MODEL"]),
+      positive: text(CAT),
+      negative: text(""),
+      empty: { kind: "EmptyHunyuanVideo15Latent", values: { width: 1280, height: 720, length: 121, batch_size: 1 } },
+      noise,
+      solver: solver("euler"),
+      sigmas: scheduled(20),
+      guider: {
+        kind: "CFGGuider",
+        values: { cfg: 6 },
+        links: { model: ["fit", "model"], positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"] },
+      },
+      sample: guided(["sigmas", "SIGMAS"], ["empty", "LATENT"]),
+      decode: decode(["sample", "output"]),
+      video: video(24),
+    },
+    columns: [["load", "clip", "vae"], ["shift", "fit"], ["positive", "negative"], ["empty"],
+      ["noise", "solver", "sigmas", "guider"], ["sample"], ["decode", "video"]],
+  },
+  anygpu_kandinsky5_on_an_older_gpu: {
+    title: "Kandinsky 5 on an older GPU: core's graph in safe fp16",
+    files: [
+      ["kandinsky5lite_t2v_sft_5s.safetensors", "diffusion_models", "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s", "model/"],
+      ["hunyuan_video_vae_bf16.safetensors", "vae", "Kijai/HunyuanVideo_comfy", ""],
+      [QWEN, "text_encoders", HUNYUAN_15, "split_files/text_encoders/"],
+      ["clip_l.safetensors", "text_encoders", "comfyanonymous/flux_text_encoders", ""],
+    ],
+    gib: 14,
+    nodes: {
+      load: load("kandinsky5lite_t2v_sft_5s.safetensors"),
+      clip: loadCLIPs(QWEN, "clip_l.safetensors", "kandinsky5"),
+      vae: loadVAE("hunyuan_video_vae_bf16.safetensors"),
+      shift: shift(5),
+      fit: fit(["shift", "MODEL"]),
+      positive: text(CAT),
+      negative: text(""),
+      empty: {
+        kind: "Kandinsky5ImageToVideo",
+        values: { width: 768, height: 512, length: 121, batch_size: 1 },
+        links: { positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"], vae: ["fit", "vae"] },
+      },
+      sample: sampled({ steps: 50, cfg: 5, sampler_name: "euler_ancestral", scheduler: "beta" }, "empty", "latent"),
+      decode: decode(["sample", "LATENT"]),
+      video: video(24),
+    },
+    columns: [["load", "clip", "vae"], ["shift", "fit"], ["positive", "negative"], ["empty"], ["sample"],
+      ["decode", "video"]],
+  },
+  anygpu_cosmos_predict2_on_an_older_gpu: {
+    title: "Cosmos Predict2 on an older GPU: core's graph in safe fp16",
+    files: [
+      ["cosmos_predict2_2B_video2world_480p_16fps.safetensors", "diffusion_models", "Comfy-Org/Cosmos_Predict2_repackaged", ""],
+      ["wan_2.1_vae.safetensors", "vae", "Comfy-Org/Wan_2.1_ComfyUI_repackaged", "split_files/vae/"],
+      ["oldt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders", "comfyanonymous/cosmos_1.0_text_encoder_and_VAE_ComfyUI", "text_encoders/"],
+    ],
+    gib: 8.4,
+    nodes: {
+      load: load("cosmos_predict2_2B_video2world_480p_16fps.safetensors"),
+      clip: loadCLIP("oldt5_xxl_fp8_e4m3fn_scaled.safetensors", "cosmos"),
+      vae: loadVAE("wan_2.1_vae.safetensors"),
+      fit: fit(["load", "MODEL"]),
+      positive: text(CAT),
+      negative: text(BLUR),
+      first: picture("The first frame"),
+      empty: {
+        kind: "CosmosPredict2ImageToVideoLatent",
+        values: { width: 848, height: 480, length: 93, batch_size: 1 },
+        links: { vae: ["fit", "vae"], start_image: ["first", "IMAGE"] },
+      },
+      sample: sampled({ steps: 35, cfg: 4, sampler_name: "euler", scheduler: "karras" }),
+      decode: decode(["sample", "LATENT"]),
+      video: video(16),
+    },
+    columns: [["load", "clip", "vae"], ["fit"], ["positive", "negative"], ["first", "empty"], ["sample"],
+      ["decode", "video"]],
+  },
+  anygpu_wan_animate_on_an_older_gpu: {
+    title: "Wan Animate 2 on an older GPU: core's graph in safe fp16",
+    files: [
+      ["wan_animate_2_int8_convrot.safetensors", "diffusion_models", ANIMATE, "diffusion_models/"],
+      ["lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", "loras", ANIMATE, "loras/"],
+      ["Wan2_1_VAE_bf16.safetensors", "vae", ANIMATE, "vae/"],
+      [UMT5, "text_encoders", ANIMATE, "text_encoders/"],
+      ["clip_vision_h.safetensors", "clip_vision", ANIMATE, "clip_vision/"],
+    ],
+    gib: 24,
+    nodes: {
+      load: load("wan_animate_2_int8_convrot.safetensors"),
+      lora: {
+        kind: "LoraLoaderModelOnly",
+        values: { lora_name: "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", strength_model: 1 },
+        links: { model: ["load", "MODEL"] },
+      },
+      clip: loadCLIP(UMT5, "wan"),
+      vae: loadVAE("Wan2_1_VAE_bf16.safetensors"),
+      eyes: { kind: "CLIPVisionLoader", values: { clip_name: "clip_vision_h.safetensors" } },
+      fit: fit(["lora", "MODEL"]),
+      cache: { kind: "WanAnimate2Cache", values: { device: "cpu", dtype: "int8" }, links: { model: ["fit", "model"] } },
+      who: picture("Who moves"),
+      motion: { kind: "LoadVideo", title: "How", values: { file: "example.mp4" } },
+      parts: { kind: "GetVideoComponents", links: { video: ["motion", "VIDEO"] } },
+      start: { kind: "ImageFromBatch", values: { batch_index: 0, length: 1 }, links: { image: ["parts", "images"] } },
+      seen: seen(["who", "IMAGE"]),
+      seenmotion: seen(["start", "IMAGE"]),
+      positive: text(
+        "Character appearance description: a woman with short pink hair in a black leather jacket.\n" +
+          "Background description: an empty white room.",
+      ),
+      dance: text("a person dances"),
+      negative: text(BLUR),
+      scene: {
+        kind: "WanAnimate2ToVideo",
+        values: { width: 480, height: 832, length: 81, batch_size: 1 },
+        links: {
+          positive: ["positive", "CONDITIONING"],
+          negative: ["negative", "CONDITIONING"],
+          vae: ["fit", "vae"],
+          reference_image: ["who", "IMAGE"],
+          pose_video: ["parts", "images"],
+          clip_vision_output: ["seen", "CLIP_VISION_OUTPUT"],
+          positive_pose: ["dance", "CONDITIONING"],
+          clip_vision_output_pose: ["seenmotion", "CLIP_VISION_OUTPUT"],
+        },
+      },
+      sample: sampled({ steps: 6, cfg: 1, sampler_name: "lcm", scheduler: "simple" }, "scene", "latent", ["cache", "MODEL"]),
+      trim: {
+        kind: "TrimVideoLatent",
+        links: { samples: ["sample", "LATENT"], trim_amount: ["scene", "trim_latent"] },
+      },
+      decode: decode(["trim", "LATENT"]),
+      video: { ...video(24), links: { images: ["decode", "IMAGE"], audio: ["parts", "audio"], fps: ["parts", "fps"] } },
+    },
+    columns: [["load", "lora", "clip", "vae", "eyes"], ["fit", "cache"], ["who", "motion", "parts"],
+      ["start", "seen", "seenmotion"], ["positive", "dance", "negative"], ["scene"], ["sample", "trim"], ["decode", "video"]],
   },
   anygpu_rescue_a_vae_decode: {
     title: "Rescue a VAE decode: fp32, then tiles, then the CPU",
@@ -199,20 +363,20 @@ const SPECS = {
     gib: 1.3,
     nodes: {
       latent: { kind: "AnyGPURecoverLatents" },
-      vae: { kind: "VAELoader", values: { vae_name: "wan2.2_vae.safetensors" } },
-      fitvae: fitVAE(["vae", "VAE"]),
-      decode: decode(["latent", "latent"]),
+      vae: loadVAE("wan2.2_vae.safetensors"),
+      fitvae: { kind: "AnyGPUFitVAE", links: { vae: ["vae", "VAE"] } },
+      decode: decode(["latent", "latent"], "fitvae"),
       video: video(24),
     },
     columns: [["latent", "vae"], ["fitvae"], ["decode", "video"]],
   },
 };
 
-const HEIGHTS = { positive: 220, negative: 160, prompt: 420, fit: 200, fitvae: 160 };
+const HEIGHTS = { positive: 220, negative: 160, prompt: 420, fit: 330, fitvae: 160, who: 320, motion: 320, first: 320, scene: 560 };
 
-const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
+const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", who: "Show", start: "Look", first: "Size", scene: "Size", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
 
-const HASHES = { "umt5_xxl_fp8_e4m3fn_scaled.safetensors": "c3355d30191f1f066b26d93fba017ae9809dce6c627dda5f6a66eaa651204f68" };
+const HASHES = { [UMT5]: "c3355d30191f1f066b26d93fba017ae9809dce6c627dda5f6a66eaa651204f68" };
 
 /** The files that a node of core's loads, as core's dialog of missing models wants them; undefined for none. */
 function modelsOf({ values = {} }, files) {

@@ -10,8 +10,9 @@ import pytest
 import tiny
 import torch
 from anygpu.compat import doctor
+from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import ATTENTION, FP32, REPLACED, SCALED, Repair, RepairStore, repaired
+from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, repaired
 from anygpu.pipelines.base import Call
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
@@ -99,8 +100,8 @@ def test_an_overflow_is_named_with_its_way_and_repaired_by_the_smallest_change()
     assert finding.block == "net.blocks.1" and finding.blocks == 3 and finding.dtype == "fp16" and not finding.weight
     assert [name for name, _ in finding.way] == ["net.blocks.0"] and finding.largest == 2.0
     assert "block 2 of 3" in str(diagnosis)
-    # One layer in fp32 still returns fp16; its block keeps the large values inside.
-    assert diagnosis.repair == Repair("net.blocks.1", FP32)
+    # One layer in safe fp16 still returns fp16; its block keeps the large values inside.
+    assert diagnosis.repair == Repair("net.blocks.1", SCALED)
     exact = network.float()(x.float())
     assert output.dtype == torch.float16 and torch.allclose(output.float(), exact, rtol=2e-3)
     assert all("forward" not in vars(module) for module in network.modules())
@@ -155,7 +156,7 @@ class Attending(nn.Module):
 HALF = torch.float16
 FAULTS = {  # by what is wrong: the layer, what it is computed in, and the repair that is to be found
     "sums": (Cancelling, HALF, Repair("net.1.product", SCALED)),
-    "squares": (Squares, HALF, Repair("net.1", FP32)),
+    "squares": (Squares, HALF, Repair("net.1", SCALED)),
     "attention fp16": (Attending, HALF, Repair("net.1", ATTENTION)),
     "attention fp32": (Attending, torch.float32, Repair("net.1", ATTENTION)),
     "attention causal": (lambda: Attending(is_causal=True, scale=0.3), HALF, Repair("net.1", ATTENTION)),
@@ -241,9 +242,11 @@ def test_what_helped_is_kept_for_the_next_run_until_it_is_forgotten(tmp_path: Pa
         with watch.repaired(networks):
             return watch.checked(network(x), networks, lambda: network(x), "step 1 of 2")
 
-    with pytest.raises(NotFinite, match=r"step 1 of 2: .*net\.blocks\.1\.up.*repair keep"):
+    with pytest.raises(NotFinite, match=r"16-bit format; step 1 of 2: .*net\.blocks\.1\.up.*repair to keep") as offer:
         watched(doctor.OFFER)
     assert torch.isfinite(watched(doctor.KEEP)).all() and not said, "the offer of the run before was not kept"
+    button = parts_of(str(offer.value))
+    assert (button["node"], button["input"], button["value"]) == ("AnyGPUDoctor", "repair", doctor.KEEP)
     (tmp_path / "state" / "doctor.json").write_text("{damaged")
     assert torch.isfinite(watched(doctor.KEEP)).all() and len(said) == 1
     with pytest.raises(NotFinite):

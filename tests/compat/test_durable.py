@@ -10,7 +10,7 @@ import pytest
 from anygpu.compat import durable
 from anygpu.compat.durable import replacing, require_writable
 from anygpu.compat.errors import InputError
-from test_layers import SOURCES, tree_of
+from test_layers import SOURCES, nodes_of
 
 WRITING = {"write_text", "write_bytes", "export_to_video", "save_file"}
 OF_THE_DEMO = ("pipelines/demo/drawing.py", "paint/demo.py")  # whose folder only `anygpu demo` makes
@@ -73,7 +73,7 @@ def test_every_file_is_written_so() -> None:
     for source in SOURCES:
         if source.startswith(OF_THE_DEMO):
             continue
-        nodes = list(ast.walk(tree_of(source)))
+        nodes = nodes_of(source)
         given = {
             item.optional_vars.id
             for node in nodes

@@ -1,7 +1,7 @@
 """Every error is one line: found; expected; fix."""
 
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError, parts_of
-from anygpu.compat.memory.parts import StageText
+from anygpu.compat.memory.parts import ProgressStage
 
 
 def test_one_line_in_order():
@@ -28,12 +28,9 @@ def test_kinds_are_also_what_python_calls_them():
         assert str(kind("a", expected="b", fix="c")) == "a; expected b. c"
 
 
-def test_a_stage_in_words_keeps_its_name_and_whether_it_counts():
-    plain, moving = StageText("sampling"), StageText("moving", "vae 1 of 3 GB", counted=True)
-    part = StageText(StageText("encoding", "image"), "part 2 of 3", counted=True)
-    assert (plain, plain.name, plain.counted) == ("sampling", "sampling", False)
-    assert (moving, moving.name, StageText(moving).counted) == ("moving vae 1 of 3 GB", "moving", True)
-    assert (part, StageText(part).name, part.counted) == ("encoding image part 2 of 3", "encoding", True)
+def test_a_stage_is_written_as_its_name_with_its_detail():
+    assert str(ProgressStage("sampling")) == "sampling"
+    assert str(ProgressStage("moving", "vae 1 of 3 GB", counted=True)) == "moving vae 1 of 3 GB"
 
 
 def test_comfyui_shows_no_path_before_the_message_of_any_of_our_errors():

@@ -197,7 +197,7 @@ def test_a_sampler_of_core_s_calls_it_by_its_own_function(folder):
 
 def test_latents_are_kept_and_recovered_with_both_tensors(folder, expected, tmp_path):
     pipeline, (latents, frames) = opened(folder), expected
-    name = recovery.keep(tmp_path, latents, lambda text: pytest.fail(text))
+    name = recovery.save(tmp_path, latents, lambda text: pytest.fail(text))
     latent = recovery.load(tmp_path, name, lambda _text: None)
     again = from_core(pipeline, latent, lambda _text: None)
     assert torch.equal(again.samples, latents.samples) and torch.equal(again.more["voice"], latents.more["voice"])

@@ -20,8 +20,8 @@ class Slow:
         self.inner, self.log = inner, log
         self.check = inner.check
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        time.sleep(STEP_SECONDS if stage == "sampling" else 0)
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        time.sleep(STEP_SECONDS if stage.name == "sampling" else 0)
         self.inner.step(done, total, stage, preview)
 
     def notify(self, text: str) -> None:

@@ -25,8 +25,8 @@ class Stuck:
     def __init__(self, inner: Any, hang: Path) -> None:
         self.inner, self.hang, self.check, self.notify = inner, hang, inner.check, inner.notify
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        if stage == "sampling" and done > 2 and self.hang.exists():
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        if stage.name == "sampling" and done > 2 and self.hang.exists():
             self.hang.unlink()
             time.sleep(3600)
         self.inner.step(done, total, stage, preview)
@@ -35,8 +35,8 @@ class Stuck:
 class Endless(Stuck):
     """A progress that comes to no end, and writes the file ``hang`` when it is there."""
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        if stage == "sampling" and done > 2:
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        if stage.name == "sampling" and done > 2:
             self.hang.touch()
             time.sleep(3600)
         self.inner.step(done, total, stage, preview)

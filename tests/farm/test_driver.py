@@ -185,18 +185,6 @@ def test_rests_double_to_ten_minutes_and_end_with_a_success(tmp_path: Path) -> N
     assert driver.schedule.refusals(driver.workers[0].name, "model 1") == 0
 
 
-def test_a_worker_that_ray_gives_up_is_started_again(tmp_path: Path) -> None:
-    ray = Paper(CPU=1.0)
-    ray.cannot_start = True
-    driver, _ = driver_on(ray, tmp_path, 1)
-    driver.add([line_of(1)], again=True)
-    while ray.now < 50:
-        driver.turn()
-    assert "No module named 'anygpu'" in driver.workers[0].error and ray.actors == 2
-    ray.cannot_start = False
-    assert driver.run().done == 1
-
-
 def test_a_job_at_which_a_sound_machine_fails_is_done_by_another_that_is_free(tmp_path: Path) -> None:
     def full() -> None:
         with during(MACHINE):
@@ -209,15 +197,22 @@ def test_a_job_at_which_a_sound_machine_fails_is_done_by_another_that_is_free(tm
     assert (tally.done, tally.failed) == (4, {})
 
 
-def test_a_machine_without_a_token_gets_nothing_and_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "bad", "until", "error", "actors"),
+    [("token", False, 20, "without token mode", 1), ("cannot_start", True, 50, "No module named 'anygpu'", 2)],
+)
+def test_a_worker_that_cannot_work_gets_nothing_and_is_started_again(
+    tmp_path: Path, name: str, bad: bool, until: int, error: str, actors: int
+) -> None:
+    """Without a token, and given up by Ray; it ends nothing, and is told once."""
     ray = Paper(CPU=2.0)
-    ray.token = False
+    setattr(ray, name, bad)
     driver, said = driver_on(ray, tmp_path, 1)
     driver.add([line_of(1)], again=True)
-    while ray.now < 20:
+    while ray.now < until:
         driver.turn()
-    assert driver.tally.done == 0 and "without token mode" in driver.workers[0].error and len(said) == 1
-    ray.token = True
+    assert driver.tally.done == 0 and error in driver.workers[0].error and (len(said), ray.actors) == (1, actors)
+    setattr(ray, name, not bad)
     assert driver.run().done == 1
 
 
@@ -333,7 +328,7 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
         return loaded[-1]
 
     monkeypatch.setattr("anygpu.paint.jobs.load_paint", load)
-    monkeypatch.setattr(Places, "model", lambda _places, item: Path(item.name))
+    monkeypatch.setattr(Places, "model", lambda _places, item, **_: Path(item.name))
     seen: list[Any] = []
 
     def rendered(_job: Any, _machine: Any, _progress: Any, models: Any) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ranks
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.parts import StageText
+from anygpu.compat.memory.parts import ProgressStage
 from anygpu.compat.ranks import Ranks
 from anygpu.farm import cli
 from anygpu.farm.group import AgreedWatch, GroupRenderer, _require_alike
@@ -37,9 +37,9 @@ def test_a_rank_ends_at_a_step_of_the_sampling_and_nowhere_else() -> None:
     watch = AgreedWatch(Ranks())
     watch.end()
     watch.check()
-    watch.step(1, 2, StageText("encoding", "prompt"))
+    watch.step(1, 2, ProgressStage("encoding", "prompt"))
     with pytest.raises(RenderCancelled):
-        watch.step(1, 2, StageText("sampling", "section 1 of 2", True))
+        watch.step(1, 2, ProgressStage("sampling", "section 1 of 2", True))
     assert (watch.done, watch.total) == (1, 2)
 
 

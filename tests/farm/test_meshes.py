@@ -13,13 +13,14 @@ from anygpu.farm.driver import lines_in
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
-from anygpu.paint.jobs import PaintJob, model_item, paint_jobs
+from anygpu.paint.jobs import PaintJob, paint_jobs
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job import Content
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import write_list
+from anygpu.pipelines.records.places import Places
 from PIL import Image
 
 from paint import stored, synthetic
@@ -37,7 +38,7 @@ def meshes(tmp_path: Path) -> Path:
 
 def test_a_mesh_without_a_picture_is_named(meshes: Path, tmp_path: Path) -> None:
     (meshes / "torus.png").unlink()
-    item = model_item(tmp_path)
+    item = Places().content(tmp_path)
     with pytest.raises(InputError, match=r"no picture for the mesh 'torus.glb'"):
         paint_jobs(item, meshes, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input)
     with pytest.raises(InputError, match="no meshes in"):
@@ -94,7 +95,7 @@ class Told(Silent):
     def __init__(self) -> None:
         self.stages: set[str] = set()
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
         self.stages.add(str(stage))
 
 
@@ -112,7 +113,7 @@ def test_a_worker_textures_a_mesh_and_a_second_one_makes_the_same(meshes: Path, 
     for name in ("one", "two"):
         folder = JobFolder(tmp_path / name)
         settings = PaintSettings(size=64, steps=1)
-        made = paint_jobs(model_item(model), meshes, meshes, [3], settings, folder.add_input, texture_size=64)
+        made = paint_jobs(Places().content(model), meshes, meshes, [3], settings, folder.add_input, texture_size=64)
         jobs = write_list(folder, "toruses", made)
         assert str(tmp_path) not in jobs.lines[0], "no path of this machine"
         task = task_of(jobs.lines[0])

@@ -62,6 +62,7 @@ class Play:
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """What the line says."""
         from anygpu.compat.errors import CheckpointError, InputError  # whose __module__ is not where they are
+        from anygpu.compat.memory.parts import ProgressStage
         from anygpu.farm.worker import MACHINE, during
 
         what = line.split()[0]
@@ -86,7 +87,7 @@ class Play:
         if what == "die":
             os._exit(9)
         for step in range(1_000_000 if what == "long" else 3):
-            progress.step(step, 1_000_000, "sampling", lambda: torch.ones(2, 4, 4, 3))
+            progress.step(step, 1_000_000, ProgressStage("sampling"), lambda: torch.ones(2, 4, 4, 3))
             time.sleep(0.01)
         return {"pid": os.getpid()}
 
@@ -319,13 +320,14 @@ class Copier:
     def render(self, line: str, progress: Any) -> dict[str, Any]:
         """The file of a job."""
         from anygpu.compat.errors import InputError
+        from anygpu.compat.memory.parts import ProgressStage
         from anygpu.farm.render import job_of
 
         job = job_of(line)
         if "hare" in job.prompt.text:
             raise InputError("a hare", expected="a fox", fix="Use a fox.")
         for step in range(40):  # until somebody who looks has seen one
-            progress.step(step, 40, "sampling", lambda: torch.ones(2, 4, 4, 3))
+            progress.step(step, 40, ProgressStage("sampling"), lambda: torch.ones(2, 4, 4, 3))
             time.sleep(0.2)
         picture = (self.folder / job.pictures[0].file.name).read_bytes()
         path = self.folder / "results" / f"{job.key}.mp4"

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from anygpu.compat.checkpoints.weights import write_tensors
 from safetensors import safe_open
 
 Random = random.Random
+ORDERS: tuple[Any, ...] = ("big", "little")
 DTYPES = tuple(dict.fromkeys(STORED.values()))
 ODD = (None, True, 0, -1, 1, 3, 10**6, 10**15, 2**70, 0.5, -0.5, 1e308, math.nan, math.inf, "", "x", "4", "\0", [], [0])
 ODD += ([1, 2, 3], ["x"], {}, {"a": 1}, [[1]], "../../etc", "a\nb", "é" * 300)
@@ -101,3 +103,13 @@ def noted(text: str, rng: Random) -> str:
         return json.dumps(mutated(json.loads(text), rng))
     except (ValueError, RecursionError):
         return str(rng.choice((*ODD, text * 2, text[:-1])))
+
+
+def claimed(content: bytes, rng: Random) -> bytes:
+    """A container whose lengths and counts claim something else: 32 bits after a box or chunk name, or before it."""
+    data = bytearray(content)
+    names = [match.start() for match in re.finditer(rb"[a-zA-Z]{3}[a-zA-Z0-9 ]", content)]
+    for at in rng.sample(names, min(len(names), rng.randint(1, 3))):
+        place = max(0, at + rng.choice((-4, 4, 8, 12, 16)))
+        data[place : place + 4] = rng.choice((0, 1, 7, 2**16, 2**24, 2**31, 2**32 - 1)).to_bytes(4, rng.choice(ORDERS))
+    return bytes(data)

@@ -1,6 +1,8 @@
 """Files that are nearly right, for every reader: it returns, or raises one of our errors in one line.
 
-Run: python tests/fuzz/structured.py [--seconds 60] [--seed 0] [--only NAME] [--case INDEX]
+It takes at most the memory that its files may, beside what it gives back, and ten seconds of the processor.
+
+Run: python tests/fuzz/structured.py [--seconds 60] [--seed 0] [--only NAME] [--case INDEX]     (make fuzz SECONDS=)
 Case n of a reader and a seed is always the same file, so that a finding is repeated with --only, --seed and --case.
 """
 
@@ -20,16 +22,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as pytest has it
+
 import machines_page
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import entries_and_notes, with_scales
+from anygpu.compat.checkpoints.headers import entries_and_notes
+from anygpu.compat.checkpoints.quantised import with_scales
 from anygpu.compat.checkpoints.weights import read_tensors, weight_files, write_tensors
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
-from anygpu.compat.errors import PackError
+from anygpu.compat.errors import PackError, reading_budget
 from anygpu.compat.memory.statistics import FILE, saved_stages
+from anygpu.compat.packages import beginning
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
@@ -51,10 +58,10 @@ from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from anygpu.pipelines.sampling.resume import SectionState
-from mutations import ODD, Random, damaged, mutated, rewritten, shape, tensor, varied
+from mutations import ODD, Random, claimed, damaged, mutated, rewritten, shape, tensor, varied
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_BYTES = 6 * 1024**3
+MOST_BYTES, MOST_SECONDS = 6 * 1024**3, 10.0  # of the process; of a case
 
 
 def seed_files(folder: Path, prompt: Prompt) -> dict[str, list[Path]]:
@@ -63,8 +70,8 @@ def seed_files(folder: Path, prompt: Prompt) -> dict[str, list[Path]]:
     extra = {"section_lengths": [2], "window": 9, "prompt": "x"}
     kept = Latents(samples, "framepack", "image", 5, 32, 32, 30.0, 1, extra=extra)
     sections = recovery.SavedSections(own, lambda _: None)
-    sections.keep("key", 0, 3, kept, SectionState(samples, (2,), torch.Generator().get_state().numpy().tobytes()))
-    whole = recovery.keep(own, Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 1), print)
+    sections.save("key", 0, 3, kept, SectionState(samples, (2,), torch.Generator().get_state().numpy().tobytes()))
+    whole = recovery.save(own, Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 1), print)
     plain = recovery.save_plain_recovery(own, recovery.Sampled([samples], "Flux", latent_format="Wan21"), print)
     latents = [own / f"{name}.safetensors" for name in (sections.names["key"], whole, plain)]
     core = {"latent_tensor": samples, "latent_format_version_0": torch.zeros(0)}
@@ -273,7 +280,7 @@ class Readers:
             latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2), Silent())
             stages.decode(pipeline, latents, Silent(), "auto")
 
-    def meshes(self, rng: Random) -> None:
+    def meshes(self, rng: Random) -> int:
         """Meshes of every format, nearly right."""
         from hostile.test_meshes import OBJ, PLY, gltf
 
@@ -284,9 +291,15 @@ class Readers:
         else:
             texts = {"obj": OBJ.format(mtl="mtllib a.mtl"), "ply": PLY.format(name="a.png"), "glb": "", "stl": ""}
             data = texts[suffix].encode() or self._binary(suffix)
+        if suffix == "glb" and rng.random() < 0.7:  # its JSON changed, its chunks whole
+            length = int.from_bytes(data[12:16], "little")
+            text = json.dumps(mutated(json.loads(data[20 : 20 + length]), rng)).encode()
+            text += b" " * (-len(text) % 4)
+            body = len(text).to_bytes(4, "little") + data[16:20] + text + data[20 + length :]
+            data = data[:8] + (12 + len(body)).to_bytes(4, "little") + body
         path = self.folder / f"a.{suffix}"
-        path.write_bytes(damaged(data, rng) if suffix != "gltf" or rng.random() < 0.2 else data)
-        load_mesh(path)
+        path.write_bytes(damaged(data, rng) if not suffix.startswith("gl") or rng.random() < 0.2 else data)
+        return mesh_bytes(load_mesh(path)[0])
 
     def _binary(self, suffix: str) -> bytes:
         import trimesh
@@ -294,14 +307,15 @@ class Readers:
         exported = trimesh.creation.box().export(file_type=suffix)
         return exported if isinstance(exported, bytes) else bytes(exported)
 
-    def movies(self, rng: Random) -> None:
+    def movies(self, rng: Random) -> int:
         """Videos with a damaged container or damaged frames, or whole ones of odd kinds."""
         path = self.folder / f"a.{rng.choice(('mp4', 'mkv', 'gif', 'avi', 'png'))}"
         if rng.random() < 0.4:
             self._odd_movie(path, rng)
         content = path.read_bytes() if path.is_file() and rng.random() < 0.5 else self.movie
-        path.write_bytes(damaged(content, rng) if rng.random() < 0.8 else content)
-        read_frames(path)
+        change = rng.choice((damaged, damaged, claimed, lambda whole, _: whole))
+        path.write_bytes(change(content, rng))
+        return read_frames(path)[0].nbytes
 
     def _odd_movie(self, path: Path, rng: Random) -> None:
         import av
@@ -397,6 +411,14 @@ class Readers:
             return b"[" * 100_000
         return damaged(text, rng) if rng.random() < 0.2 else text
 
+    def texts(self, rng: Random) -> None:
+        """Prompts of any length, whose first tokens are those of the whole text."""
+        parts = [str(rng.choice((*ODD, "☃", " ", "\n", "fox", "é́", "a b"))) for _ in range(rng.choice((1, 5, 40)))]
+        text = "".join(part * rng.choice((1, 2, 300)) for part in parts).encode("utf-8", "ignore").decode()
+        room, tokenizer = rng.choice((1, 8, 77)), self.pipeline.tools["tokenizer"]
+        whole, start = (tokenizer(each)["input_ids"][:room] for each in (text, beginning(tokenizer, text, room)))
+        assert whole == start or len(text) > 10**5, "other tokens"
+
     def pickles(self, rng: Random) -> None:
         """The .bin files of paint."""
         path = self.folder / "a.bin"
@@ -408,6 +430,22 @@ class Readers:
 
 NAMES = tuple(name for name in vars(Readers) if not name.startswith("_"))
 WEIGHTS = {"configs": 6.0, "prompts": 2.0, "loras": 2.0}  # shares of the time; 1 for others
+
+
+def mesh_bytes(mesh: Any) -> int:
+    """The memory of a mesh that was read."""
+    return sum(part.nbytes for part in (mesh.vertices, mesh.faces, mesh.uvs) if part is not None)
+
+
+def peak(reset: bool = False) -> int:
+    """The most memory that this process has had since the last reset, in bytes; 0 where the system does not say."""
+    try:
+        if reset:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
 def place_of(error: BaseException) -> str:
@@ -428,9 +466,10 @@ def run(
     raw: dict[str, int] = {}
     ends, index = time.monotonic() + seconds, case or 0
     while time.monotonic() < ends or index == (case or 0):
+        before, began, kept = peak(reset=True), time.process_time(), 0
         try:
             torch.manual_seed(index)
-            getattr(readers, name)(random.Random(f"{seed}/{name}/{index}"))
+            kept = getattr(readers, name)(random.Random(f"{seed}/{name}/{index}")) or 0
             counts["read"] += 1
         except PackError as error:
             assert "\n" not in str(error), f"{name} {index}: an error of more than one line"
@@ -440,6 +479,12 @@ def run(
             raw.setdefault(place_of(error), index)
             if case is not None:
                 traceback.print_exc()
+        took, lasted = peak() - before - kept, time.process_time() - began
+        size = sum(file.stat().st_size for file in readers.folder.rglob("*") if file.is_file())
+        for what, found, most in (("bytes", took, reading_budget(size)), ("seconds", lasted, MOST_SECONDS)):
+            if found > most and index:  # the first case imports what it needs
+                counts["raw"] += 1
+                raw.setdefault(f"{found:,.0f} {what} of at most {most:,.0f}", index)
         index += 1
         if case is not None:
             break
@@ -478,5 +523,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests"))
     sys.exit(main())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from anygpu.compat.checkpoints import gguf_file, headers
-from anygpu.compat.checkpoints import headers as scaled
+from anygpu.compat.checkpoints import quantised as scaled
 from anygpu.compat.checkpoints.latents import metadata_of, read_record, record_in
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import PackError

@@ -168,8 +168,9 @@ def sampled(pipeline: Pipeline, task: Task, prompt: Prompt, image: ImageConditio
     known = FramePackSettings.__dataclass_fields__
     of_sections = {name: changes.pop(name) for name in list(changes) if name in known}
     settings = replace(SETTINGS, frames=task.frames, **changes)
-    if pipeline.family == "framepack":
-        sections = replace(FramePackSettings(task.frames / 30, window=2), **of_sections)
+    if pipeline.family == "framepack":  # two sections, with the solver that they were recorded with
+        settings = replace(settings, scheduler=changes.get("scheduler", "euler"))
+        sections = replace(FramePackSettings(16 / 30, window=2), **of_sections)
         assert image is not None
         return stages.sample_framepack(pipeline, prompt, image, settings, sections, Silent())
     if task.start == "video":
@@ -185,7 +186,8 @@ def whole(pipeline: Pipeline, task: Task, **changes: Any) -> Results:
     found |= {f"negative.{name}": value for name, value in (prompt.negative or {}).items()}
     found |= {f"image.{name}": value for name, value in (image.tensors if image is not None else {}).items()}
     latents = sampled(pipeline, task, prompt, image, **changes)
-    return {**found, "latents": latents.samples, "frames": stages.decode(pipeline, latents, Silent())}
+    frames = stages.decode(pipeline, latents, Silent())[: None if task.start == "ends" else task.frames]
+    return {**found, "latents": latents.samples, "frames": frames}
 
 
 def latents_only(pipeline: Pipeline, task: Task, **changes: Any) -> Results:
@@ -397,7 +399,7 @@ def stored_latents(places: Places) -> Results:
     found = sampled(pipeline, task, prompted(pipeline, task), pictured(pipeline, task))
     path = save_latent(places.scratch / "latents.safetensors", to_core(found), print)
     again = from_core(pipeline, load_latent(path, print), print)
-    return {"latents": again.samples, "frames": stages.decode(pipeline, again, Silent())}
+    return {"latents": again.samples, "frames": stages.decode(pipeline, again, Silent())[: task.frames]}
 
 
 def part_cases() -> Iterator[tuple[str, Case]]:

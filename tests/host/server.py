@@ -34,7 +34,7 @@ from PIL import Image
 from .prompts import SCENE_CLIP, SCENE_PICTURE
 
 ROOT = Path(__file__).resolve().parents[2]
-PACK, STAND_INS, GPU, OLDER = "anygpu", "stand_ins", "simulated_gpu", "older_gpu"
+PACK, STAND_INS, GPU, OLDER, WATCHING = "anygpu", "stand_ins", "simulated_gpu", "older_gpu", "watching"
 START_SECONDS = 180
 PICTURE, CLIP = "example.png", "example.mp4"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -121,6 +121,7 @@ class Server:
         tiny_folder: where tiny checkpoints are built. attach: whether the pack is there.
         gpu: whether ComfyUI computes on the simulated accelerator; on the CPU otherwise.
         older: whether that counts as an RTX 2060, with core's large classes in small sizes.
+        watched: whether each file, socket and process that it touches is written down.
         arguments: further arguments of ComfyUI. bytecode: where compiled modules are kept; else each start compiles.
         pack: the folder of the pack.
     """
@@ -132,6 +133,7 @@ class Server:
     stand_ins: bool = False
     gpu: bool = False
     older: bool = False
+    watched: bool = False
     arguments: tuple[str, ...] = ()
     bytecode: Path | None = None
     pack: Path = ROOT
@@ -233,9 +235,8 @@ class Server:
 
     def _packs(self) -> dict[str, Path]:
         """Name to folder of the packs that are attached."""
-        beside = [
-            name for name, wanted in ((STAND_INS, self.stand_ins), (GPU, self.gpu), (OLDER, self.older)) if wanted
-        ]
+        packs = {STAND_INS: self.stand_ins, GPU: self.gpu, OLDER: self.older, WATCHING: self.watched}
+        beside = [name for name, wanted in packs.items() if wanted]
         return {PACK: self.pack, **{name: Path(__file__).with_name(name) for name in beside}} if self.attach else {}
 
     def _install(self) -> None:

@@ -12,14 +12,21 @@ from host.videos import pictures
 pytestmark = pytest.mark.host
 
 
-def graph_of(files: dict[str, str], fitted: bool) -> tuple[Graph, str]:
-    """A short text to video with core's nodes, ours in place where ``fitted``; and the id of Fit Model."""
+ALONE, TOGETHER = "AnyGPUFitModel", "AnyGPUFit"
+
+
+def graph_of(files: dict[str, str], fitted: str = "") -> tuple[Graph, str]:
+    """A short text to video with core's nodes; and the id of the node ``fitted``, which fits its MODEL."""
     graph, fit = Graph(), ""
     model = graph.link(graph.add("UNETLoader", unet_name=files["model"], weight_dtype="default"))
     vae = graph.link(graph.add("VAELoader", vae_name=files["vae"]))
-    if fitted:
+    if fitted == TOGETHER:
+        clip = graph.link(graph.add("StandInClip"))
+        fit = graph.add(TOGETHER, model=model, vae=vae, clip=clip, precision="auto")
+        model, vae = graph.link(fit), graph.link(fit, 1)
+    elif fitted:
         chosen = {"precision": "auto", "attention": "bounded", "keep_latents": "always"}
-        fit = graph.add("AnyGPUFitModel", model=model, **chosen)
+        fit = graph.add(ALONE, model=model, **chosen)
         model = graph.link(fit)
         vae = graph.link(graph.add("AnyGPUFitVAE", vae=vae, precision="auto", causal_masks=True, keep_latents="auto"))
     made = {"tokens": 7, "width": files["width"], "pooled": 0}
@@ -36,9 +43,9 @@ def test_core_graph_with_our_nodes_gives_the_same_video_and_its_latents_come_bac
     server: Server, client: Client, inside: Inside
 ) -> None:
     files = inside.play("core_files", "write", models=str(server.base / "models"))
-    plain = client.run(pictured(graph_of(files, False)[0].prompt))
+    plain = client.run(pictured(graph_of(files)[0].prompt))
     assert plain.ending == "execution_success", plain.message
-    graph, fit = graph_of(files, True)
+    graph, fit = graph_of(files, ALONE)
     run = client.run(pictured(graph.prompt))
     assert run.ending == "execution_success", run.message
     lines = run.texts_of(fit)[-1].splitlines()
@@ -50,3 +57,18 @@ def test_core_graph_with_our_nodes_gives_the_same_video_and_its_latents_come_bac
     again.add("VAEDecode", samples=latent, vae=vae)
     back = client.run(pictured(again.prompt))
     assert PICTURES in back.outputs and np.array_equal(pictures(server, back), pictures(server, run))
+
+
+def test_one_node_fits_all_three_and_says_one_line_for_each(server: Server, client: Client, inside: Inside) -> None:
+    files = inside.play("core_files", "write", models=str(server.base / "models"))
+    plain = client.run(pictured(graph_of(files)[0].prompt))
+    graph, fit = graph_of(files, TOGETHER)
+    run = client.run(pictured(graph.prompt))
+    assert run.ending == "execution_success", run.message
+    nothing = "nothing to change on this device; precision fp32 as loaded; attention"
+    starts = f"model: {nothing}", "vae: fitted to this device; precision ", f"clip: {nothing}"
+    said = run.texts_of(fit)[-1].splitlines()
+    assert [line[: len(start)] for line, start in zip(said, starts, strict=True)] == list(starts)
+    assert np.array_equal(pictures(server, run), pictures(server, plain))
+    del graph.prompt[fit]["inputs"]["vae"]
+    assert "connect vae to AnyGPU Fit" in client.run(pictured(graph.prompt)).message

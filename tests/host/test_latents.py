@@ -107,7 +107,7 @@ def test_a_framepack_video_is_cut_into_musubi_sections(server: Server, client: C
         server.model(model)
     graph, sample = film(seed=3)
     sampled = graph.prompt[sample]["inputs"]
-    sampled["clip_seconds"] = 0.5
+    sampled["clip_seconds"] = 1.0
     links = {name: sampled[name] for name in ("prompt", "image")}
     cut = {"name": "musubi/film", "latent": graph.link(sample), "caption": "", "dtype": "bfloat16", "window": 3}
     node = graph.add("AnyGPUSaveMusubiCache", **cut, **links, order="inverted_anti_drifting")

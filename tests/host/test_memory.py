@@ -108,7 +108,7 @@ PACKED = {("ltx", "fp8"), ("hunyuan_video", "Q8_0")}  # the other pairs run in m
     [
         pytest.param(name, weights, marks=[] if (name, weights) in PACKED else [full])
         for name in FAMILIES
-        for weights in ("fp8", "int8", "bf16", "Q8_0")
+        for weights in ("fp8", "int8", "bf16", "Q8_0", "w4a8")
     ],
 )
 def test_packed_weights_stream_with_a_lora_beside_them(inside: Inside, tmp_path: Path, name: str, weights: str) -> None:

@@ -4,6 +4,7 @@ Only size, length and steps are smaller than shipped. The files have the publish
 tell; their transformers leave fp16's range, and the sizes of encoders and VAEs are those of `small_core`.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from host.server import Server, served
 
 pytestmark = pytest.mark.host
 
-LTX2, WAN22, H3 = (f"anygpu_{model}_on_an_older_gpu" for model in ("ltx2", "wan22", "minimax_h3"))
-FRAMES = {LTX2: 9, WAN22: 9, H3: 22}  # H3's next count
-CORE = {LTX2: "fp32", WAN22: "fp16", H3: "fp32"}
+MODELS = ("ltx2", "wan22", "minimax_h3", "hunyuan_video_15", "kandinsky5", "cosmos_predict2", "wan_animate")
+LTX2, WAN22, H3, HUNYUAN, KANDINSKY, COSMOS, ANIMATE = (f"anygpu_{model}_on_an_older_gpu" for model in MODELS)
+FRAMES = {LTX2: 9, WAN22: 9, H3: 22, HUNYUAN: 5, KANDINSKY: 5, COSMOS: 5, ANIMATE: 5}  # 22 is H3's next count
+CORE = {LTX2: "fp32", WAN22: "fp16", H3: "fp32", HUNYUAN: "fp16", KANDINSKY: "fp32", COSMOS: "fp16", ANIMATE: "fp16"}
+RATES = {COSMOS: 16, ANIMATE: 8}
 SOUNDING = (LTX2, H3)
-FIT_MODEL, FIT_VAE = "AnyGPUFitModel", "AnyGPUFitVAE"
+FIT, FIT_VAE = "AnyGPUFit", "AnyGPUFitVAE"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,11 @@ def client(older: Server) -> Client:
 
 def template(name: str) -> Prompt:
     """The prompt of a template, small."""
-    return shrunk_core(replay(WORKFLOWS / f"{name}.json"))
+    prompt = shrunk_core(replay(WORKFLOWS / f"{name}.json"))
+    for inputs in (made["inputs"] for made in prompt.values()):
+        if FRAMES.get(name) == 5 and isinstance(inputs.get("length"), int):
+            inputs |= {"length": 5, "width": 32, "height": 32}
+    return prompt
 
 
 def nodes(prompt: Prompt, kind: str) -> list[str]:
@@ -56,22 +63,27 @@ def nodes(prompt: Prompt, kind: str) -> list[str]:
     return [node for node, made in prompt.items() if made["class_type"] == kind]
 
 
-def without(prompt: Prompt, *kinds: str) -> Prompt:
-    """The prompt with the nodes of some classes bypassed: what they are given goes on instead."""
-    past = {
-        node: next(value for value in made["inputs"].values() if isinstance(value, list))
-        for node, made in prompt.items()
-        if made["class_type"] in kinds
-    }
+def without(prompt: Prompt, *names: str, dtype: str = "") -> Prompt:
+    """The prompt with what our nodes are given in the place of their outputs of these names, a MODEL in ``dtype``."""
+    outputs = {FIT: ("model", "vae", "clip"), FIT_VAE: ("vae",)}
+    typed: Prompt = {}
 
     def linked(value: Any) -> Any:
-        return past.get(value[0], value) if isinstance(value, list) else value
+        made = prompt[value[0]] if isinstance(value, list) else {"class_type": ""}
+        name = outputs.get(made["class_type"], ("",) * 9)[value[1]] if isinstance(value, list) else ""
+        if name not in names:
+            return value
+        if name != "model" or not dtype:
+            return made["inputs"][name]
+        chosen = {"model": made["inputs"][name], "dtype": dtype}
+        typed["typed"] = {"class_type": "ModelComputeDtype", "inputs": chosen, "_meta": {"title": "typed"}}
+        return ["typed", 0]
 
-    return {
+    relinked = {
         node: {**made, "inputs": {name: linked(value) for name, value in made["inputs"].items()}}
         for node, made in prompt.items()
-        if node not in past
     }
+    return relinked | typed
 
 
 def drawn(server: Server, client: Client, prompt: Prompt) -> np.ndarray:
@@ -83,19 +95,27 @@ def drawn(server: Server, client: Client, prompt: Prompt) -> np.ndarray:
 @pytest.mark.parametrize("name", FRAMES)
 def test_draws_what_fp32_draws_where_plain_fp16_is_black(older: Server, client: Client, name: str) -> None:
     prompt = template(name)
-    (fit,) = nodes(prompt, FIT_MODEL)
+    (fit,) = nodes(prompt, FIT)
     run = client.run(pictured(prompt))
     seen, said = videos.pictures(older, run).astype(int), run.texts_of(fit)[-1].splitlines()
-    model = prompt[fit]["inputs"]["model"]
     prompt[fit]["inputs"]["precision"] = "fp32"
     exact = drawn(older, client, prompt)
-    prompt[fit] = {"class_type": "ModelComputeDtype", "inputs": {"model": model, "dtype": "fp16"}}
-    assert not drawn(older, client, without(prompt, FIT_VAE)).any(), "the residual stays in fp16's range"
-    assert seen.shape == (FRAMES[name], 64, 64, 3) and seen.std() > 20, "black, or one colour"
+    plain = without(prompt, "model", "vae", "clip", dtype="fp16")
+    assert not drawn(older, client, plain).any(), "the residual stays in fp16's range"
+    frames = FRAMES[name]
+    side = 32 if frames == 5 else 64
+    assert seen.shape == (frames, side, side, 3) and seen.std() > 20, "black, or one colour"
     assert np.abs(seen - exact).max() <= 4
-    assert any(line.startswith(f"precision fp16-safe: auto: core would compute in {CORE[name]}") for line in said)
+    assert [line.partition(";")[0] for line in said] == [
+        "model: fitted to this device",
+        "vae: fitted to this device",
+        "clip: nothing to change on this device",
+    ]
+    counted = re.search(r"; precision fp16-safe; .*; ((?:plain fp16|fp16-safe) in .*) of (\d+) layers called", said[0])
+    assert counted and sum(map(int, re.findall(r" in (\d+)", counted[1]))) == int(counted[2]), said
+    assert f"AnyGPU: model: precision fp16-safe: auto: core would compute in {CORE[name]}" in older.log
     record = next(record for record in run.files() if record["filename"].startswith(name))
-    assert videos.facts(older.output(record)) == videos.Facts(64, 64, FRAMES[name], 24)
+    assert videos.facts(older.output(record)) == videos.Facts(side, side, frames, RATES.get(name, 24))
     with av.open(str(older.output(record))) as video:
         sound = [np.abs(frame.to_ndarray()).max() for frame in video.decode(audio=0)] if video.streams.audio else []
     assert (max(sound) > 0) if name in SOUNDING else not sound
@@ -104,7 +124,7 @@ def test_draws_what_fp32_draws_where_plain_fp16_is_black(older: Server, client: 
 def test_a_video_that_its_vae_made_black_is_rescued(older: Server, client: Client, inside: Inside) -> None:
     """The sampling of one template, and the template that decodes it again."""
     inside.play("template_files", "write_loud_vae", models=str(older.base / "models"))
-    black = drawn(older, client, without(template(WAN22), FIT_VAE))
+    black = drawn(older, client, without(template(WAN22), "vae"))
     assert not black.any(), "this VAE works in fp16: the test tests nothing"
     prompt = template("anygpu_rescue_a_vae_decode")
     (fit,), (decode,) = nodes(prompt, FIT_VAE), nodes(prompt, "VAEDecode")
@@ -113,4 +133,5 @@ def test_a_video_that_its_vae_made_black_is_rescued(older: Server, client: Clien
     prompt[fit]["inputs"]["precision"] = "fp32"
     assert seen.shape == black.shape and seen.std() > 20
     assert np.array_equal(seen, drawn(older, client, prompt))
-    assert said.splitlines() == ["decode: fp32", "decode as it is: NaN or infinite values; now fp32"]
+    fault = "decode as it is: NaN or infinite values; now "
+    assert said.splitlines() == ["decode: fp32", f"{fault}as it is once more", f"{fault}fp32"]

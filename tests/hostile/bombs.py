@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,14 +217,65 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+def _header(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _many(item: str, each: int = 8) -> str:
+    return ",".join(item.format(n=n) for n in range(BYTES // each))
+
+
+def _gguf(tensors: int = 0, notes: int = 0, body: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, notes) + body + bytes(64)
+
+
+def _gguf_text(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def _gguf_lists(kind: int, each: int) -> bytes:
+    room = BYTES // 20 // each * each
+    lists = [_gguf_text(b"%x" % n) + struct.pack("<IIQ", 9, kind, room // each) + b"\xc8" * room for n in range(20)]
+    return _gguf(notes=20, body=b"".join(lists))
+
+
+def _pickle() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + b"]" * 20 * BYTES + b".")
+        archive.writestr("a/version", "3")
+    return content.getvalue()
+
+
+ENTRY = '"{n:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "lists.safetensors": (lambda: _header('{"a":[' + _many("[]", 3) + "]}"), "without offsets"),
+    "dicts.safetensors": (lambda: _header('{"a":[' + _many("{{}}", 3) + "]}"), "without offsets"),
+    "pairs.safetensors": (lambda: _header('{"__metadata__":{' + _many('"{n:x}":"{n:x}"', 14) + "}}"), ""),
+    "entries.safetensors": (lambda: _header("{" + _many(ENTRY, 56) + "}"), ""),
+    "numbers.safetensors": (lambda: _header('{"a":[' + _many("1000", 5) + "]}"), "without offsets"),
+    "deep.safetensors": (lambda: _header("[" * BYTES), "not JSON|takes"),
+    "lists.json": (lambda: f'{{"a":[{_many("[]", 3)}]}}'.encode(), ""),
+    "pairs.json": (lambda: f'{{"a":{{{_many(chr(34) + "{n:x}" + chr(34) + ":1", 10)}}}}}'.encode(), ""),
+    "deep.json": (lambda: b"[" * BYTES, "cannot be read|takes"),
+    "digits.json": (lambda: b'{"a":' + b"9" * BYTES + b"}", "cannot be read"),
+    "tensors.gguf": (lambda: _gguf(tensors=BYTES // 33, body=b"".join(
+        _gguf_text(b"%05x" % n) + struct.pack("<IQIQ", 1, 0, 0, 0) for n in range(BYTES // 33))), ""),
+    "claimed.gguf": (lambda: _gguf(tensors=90_000), "cannot be read"),
+    "notes.gguf": (lambda: _gguf(notes=90_000, body=b"".join(
+        _gguf_text(b"%05x" % n) + struct.pack("<IB", 0, 200) for n in range(90_000))), ""),
+    "bytes.gguf": (lambda: _gguf_lists(1, 1), ""),
+    "shorts.gguf": (lambda: _gguf_lists(3, 2), ""),
+    "texts.gguf": (lambda: _gguf(
+        notes=1, body=_gguf_text(b"a") + struct.pack("<IIQ", 9, 8, BYTES // 8) + bytes(BYTES // 8 * 8)), ""),
+    "pickle.bin": (_pickle, "takes"),
+}  # fmt: skip
+
+
 def written(folder: Path, only: set[str] | None = None) -> Iterator[tuple[Path, str]]:
     """Each bomb as a file in ``folder``, and what its refusal says; empty where it is read."""
-    for name, (mesh, refusal) in MESHES.items():
+    for name, (made, refusal) in {**MESHES, **PICTURES, **HEADERS}.items():
         if only is None or name in only:
-            content = mesh()
+            content = made()
             (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("latin-1"))
-            yield folder / name, refusal
-    for name, (picture, refusal) in PICTURES.items():
-        if only is None or name in only:
-            (folder / name).write_bytes(picture())
             yield folder / name, refusal

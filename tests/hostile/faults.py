@@ -60,5 +60,5 @@ def clip(folder: Path, device: Any, state: Path | None) -> tuple[Any, Any]:
         steps = None if state is None else SavedSteps(state / "kept" / "steps", str, share=math.inf)
         latents = stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent(), steps)
         if state is not None:
-            recovery.keep(state / "kept", latents, str)
+            recovery.save(state / "kept", latents, str)
         return latents.samples, stages.decode(pipeline, latents, Silent())

@@ -71,6 +71,7 @@ HOST = "host/test_hostile.py"
 DOWNLOAD = "a download"
 FARM = "farm/test_chaos.py"  # a cluster whose workers, drivers and nodes are killed
 CLUSTER = "farm/test_comfyui.py"  # one that does not answer, wants another token, or ends
+KITCHEN = "compat/device/test_packed_paths.py"  # a kernel library that is absent, refuses, or is wrong
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
     **each(
@@ -140,6 +141,14 @@ TABLE: dict[str, str] = {
         "comfy.model_management. extra_reserved_memory get_free_memory minimum_inference_memory get_torch_device",
         "comfy.model_management. load_models_gpu free_memory throw_exception_if_processing_interrupted",
     ),
+    **each(
+        KITCHEN,
+        "comfy_kitchen. int8_attention quantize_w4a8_int8_weight",
+        "comfy_kitchen.registry. registry",
+        "comfy_kitchen.registry.registry. get_capable_backend list_backends validate_backend_for_call",
+        "comfy_kitchen.tensor. QuantizedTensor",
+        "comfy_kitchen.tensor.QuantizedTensor. from_float",
+    ),
     **dict.fromkeys(
         (
             *("huggingface_hub.HfApi", "huggingface_hub.HfApi.verify_repo_checksums", "huggingface_hub.__version__"),
@@ -159,7 +168,7 @@ TABLE: dict[str, str] = {
         "folder_paths. folder_names_and_paths",
         "comfy.cli_args.args. disable_metadata fast",
         "comfy.model_management. cast_to_device current_loaded_models in_training intermediate_device",
-        "comfy.model_management. intermediate_dtype soft_empty_cache",
+        "comfy.model_management. intermediate_dtype lora_compute_dtype soft_empty_cache",
     ),
     # Only in nodes of ComfyUI, whose executor shows what they raise; and in the tiny checkpoints of tests and demo.
     **dict.fromkeys(("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "tempfile.TemporaryDirectory"), FILES),

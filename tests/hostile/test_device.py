@@ -145,8 +145,9 @@ def test_flags_survive_the_new_switches_of_torch(setter: str) -> None:
     assert done.stdout.strip() == "True"
 
 
-def test_a_probe_that_ended_the_process_is_not_asked_again(tmp_path: Any) -> None:
-    machine, asked = replace(profiles.facts_of("gfx1151"), device=torch.device("meta")), []
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_probe_that_ended_the_process_is_not_asked_again(tmp_path: Any, device: str) -> None:
+    machine, asked = replace(profiles.facts_of("gfx1151"), device=torch.device(device)), []
 
     def ends(device: torch.device) -> str:
         asked.append(device)

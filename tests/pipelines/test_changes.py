@@ -66,6 +66,12 @@ def test_each_change_is_one_row(path: str, value: Any, expected: Change) -> None
     assert changes(changed(path, value), RECORD) == (back,)
 
 
+def test_models_are_equal_by_every_byte_where_both_are_known_by_it() -> None:
+    first, second = (changed("job.model.whole", letter * 64) for letter in "ab")
+    assert not changes(RECORD, first) and not changes(first, first)
+    assert changes(first, second) == (Change("model", "LTX-Video (aaaaaa)", "LTX-Video (bbbbbb)"),)
+
+
 def test_what_was_asked_for_is_told_once_and_before_what_follows_from_it() -> None:
     now = changed("job.load.precision", "bf16")
     now["decisions"] = [["precision", "transformer bf16"], ["attention", "math"]]
@@ -81,7 +87,7 @@ def test_a_receipt_that_somebody_edited_breaks_nothing(path: str, value: Any) ->
 def test_the_last_two_with_a_receipt_are_compared(tmp_path: Path) -> None:
     def kept(**extra: Any) -> None:
         samples = torch.zeros(1, 4, 2, 8, 8)
-        assert recovery.keep(tmp_path, Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3, extra=extra), print)
+        assert recovery.save(tmp_path, Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3, extra=extra), print)
 
     assert last_two(tmp_path) is None
     kept(**{RECEIPT: changed("job.settings.seed", 1)})

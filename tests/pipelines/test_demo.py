@@ -4,12 +4,12 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.headers import described
-from anygpu.compat.checkpoints.weights import read_tensors, write_tensors
+from anygpu.compat.checkpoints.weights import described, read_tensors, write_tensors
 from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.decisions import card_of, status_of
@@ -146,12 +146,27 @@ def test_the_attention_that_the_small_mochi_is_trained_with_is_that_of_the_real_
     assert torch.allclose(transformer(**given)[0], expected, atol=1e-5)
 
 
+@cache
+def shares_of(name, weights="auto"):
+    pipeline, asked = (
+        load(LoadRequest(MODELS / name, precision="fp32", device="cpu", weights=weights)),
+        chosen_scenes(24),
+    )
+    return scores([drawing.drawn(pipeline, scene.caption, seed=7) for scene in asked], asked)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
 def test_a_demo_model_draws_nine_of_ten_prompts(name):
-    pipeline, asked = load(LoadRequest(MODELS / name, precision="fp32", device="cpu")), chosen_scenes(24)
-    shares = scores([drawing.drawn(pipeline, scene.caption, seed=7) for scene in asked], asked)
+    shares = shares_of(name)
     assert shares["all"] >= 0.9 and shares["shuffled"] <= 0.1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int8_convrot"])
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
+def test_a_demo_model_draws_as_many_prompts_with_packed_weights(name, weights):
+    assert abs(shares_of(name, weights)["all"] - shares_of(name)["all"]) * 24 < 2.5
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from anygpu.compat.records import json_in
 from anygpu.pipelines.records import job_folder
 from anygpu.pipelines.records.job import job_in
 from anygpu.pipelines.records.job_folder import JobFolder, each_line, inside, lines_of
-from anygpu.pipelines.records.job_lists import Batch, pictures_in, prompts_in, queue_jobs, seeds_in
+from anygpu.pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
 from anygpu.pipelines.records.places import Places
 from PIL import Image
 
@@ -212,7 +212,7 @@ def test_every_prompt_seed_and_picture_is_a_job_that_needs_no_path_of_here(tmp_p
     here.mkdir()
     for name, colour in (("b.png", "red"), ("a.PNG", "blue")):
         Image.new("RGB", (8, 8), colour).save(here / name)
-    pictures = pictures_in(here)
+    pictures = files_in(here)
     assert [path.name for path in pictures] == ["a.PNG", "b.png"]
     folder = JobFolder(tmp_path / "shared")
     batch = Batch(["a fox", "a hare"], [1, 2, 3], pictures, settings={"width": 64, "steps": 4})

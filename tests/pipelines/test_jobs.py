@@ -17,6 +17,7 @@ from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettin
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
+from anygpu.pipelines.records import places as places_file
 from anygpu.pipelines.records.job import Adapter, Caching, Content, Picture, VideoJob, job_in, read_job, write_job
 from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.requests import LOAD_INPUTS
@@ -129,6 +130,41 @@ def test_a_model_is_known_by_its_content(tiny_folder: Path, tmp_path: Path, monk
     monkeypatch.setattr(identity, "WHOLE_BYTES", 1000)
     hashes = {identity.content_of(large) for values in (b"a", b"b") if large.write_bytes(values * 10**6)}
     assert len(hashes) == 2, "a file of which only samples are read"
+
+
+def test_equal_is_what_has_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models that samples do not tell apart: each is found by its whole hash, and their jobs are two."""
+    for name, value in {"WHOLE_BYTES": 1000, "SAMPLES": 2, "SAMPLE_BYTES": 100}.items():
+        monkeypatch.setattr(identity, name, value)
+    paths = [tmp_path / name / "model.safetensors" for name in "ab"]
+    for path, middle in zip(paths, (b"1", b"2"), strict=True):
+        path.parent.mkdir()
+        path.write_bytes(bytes(5000) + middle + bytes(5000))
+    contents = [Places().content(path, check=lambda: None) for path in paths]
+    assert contents[0].content == contents[1].content and contents[0].whole != contents[1].whole
+    for content, path in zip(contents, paths, strict=True):
+        assert Places((tmp_path,)).model(content, lambda: None) == path
+        assert Places((tmp_path,)).model(replace(content, whole="")) in paths, "an old file still finds its model"
+    planned = Places((tmp_path,))
+    assert planned.model(contents[1]) in paths, "a plan does not wait for a hash"
+    assert planned.model(contents[1], lambda: None) == paths[1]
+    with pytest.raises(CheckpointError, match="with other content"):
+        Places((tmp_path / "a",)).model(contents[1], lambda: None)
+    jobs = [replace(PLAIN, model=content) for content in (*contents, replace(contents[0], whole=""))]
+    assert len({job.key for job in jobs}) == 3 == len({job.model_key for job in jobs})
+    assert replace(PLAIN, model=replace(contents[0], name="elsewhere")).key == jobs[0].key
+    assert job_in(json.loads(json.dumps(jobs[0].record()))) == jobs[0]
+
+
+def test_pictures_of_another_size_are_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, side in (("a", 32), ("b", 64), ("c", 96)):
+        write_mp4(torch.rand(1, side, 32, 3), 8.0, tmp_path / f"{name}.mp4")
+    wanted, decoded = Places().picture(tmp_path / "c.mp4"), list[str]()
+    assert wanted.size == (32, 96)
+    plain = places_file.content_in
+    monkeypatch.setattr(places_file, "content_in", lambda path, *rest: decoded.append(path.name) or plain(path, *rest))
+    assert Places(files=(tmp_path,)).frames(replace(wanted, name="gone.mp4"))[0].shape == (1, 96, 32, 3)
+    assert decoded == ["c.mp4"]
 
 
 def test_a_job_file_is_the_flags(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tiny
 
-STEPS = 3
+STEPS = 2
 RUN = """
 import gc
 import sys

@@ -98,7 +98,7 @@ def chosen(folder: Any) -> dict[str, Any]:
             sorted(pipeline.plan.speed.compiled),
             pipeline.plan.speed.attention.label,
             [step.order for step in pipeline.parts.prepare.steps],
-            resume_key(pipeline, prompt, None, SampleSettings(64, 64, 9), FramePackSettings(1.0)),
+            resume_key(pipeline, prompt, None, SampleSettings(64, 64, 9), FramePackSettings(1.0))(),
         )
     for choices in ({}, {"attention": "native_math", "offload": "none", "weights": "safetensors"}):
         painter = load_paint(PaintRequest(stored.checkpoint("paint", folder / "paint"), device="cpu", **choices))

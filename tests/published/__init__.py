@@ -4,7 +4,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -180,24 +180,35 @@ def large_host() -> Iterator[None]:
         yield
 
 
-def composed(model: str, folder: Path, texts: bool = True, transformer: Path | None = None) -> Pipeline:
+def composed(
+    model: str,
+    folder: Path,
+    texts: bool = True,
+    transformer: Path | None = None,
+    write: Callable[[Path, Shapes], Path] = sparse,
+    tokenizers: Mapping[str, Path] | None = None,
+    **request: Any,
+) -> Pipeline:
     """The pipeline of a published model as single files that have no weights; see :func:`large_host`.
 
     Args:
         texts: whether with its text encoders. transformer: another file than the plain one of these shapes.
+        write: makes a file of such shapes. tokenizers: by kind; by default of no words.
+        request: further terms of the load request, such as a device that is there.
     """
     family, encoders = MODELS[model]
-    transformer = transformer or sparse(folder / f"{model}.safetensors", shapes(model))
+    transformer = transformer or write(folder / f"{model}.safetensors", shapes(model))
     own_vae = vae(*VAES.get(model, (family, 0)))
-    parts = {"transformer": transformer, "vae": sparse(folder / f"{model} vae.safetensors", own_vae)}
+    parts = {"transformer": transformer, "vae": write(folder / f"{model} vae.safetensors", own_vae)}
     for part, (kind, index) in encoders.items():
         if texts or not part.startswith("text"):
-            parts[part] = sparse(folder / f"{kind}_{index}.safetensors", encoder(kind, index))
-    tokenizers = folder / "tokenizers"
-    tokenizers.mkdir(exist_ok=True)
-    (tokenizers / "tokenizer.json").write_text("{}")
-    files = Files(parts, tokenizers=dict.fromkeys(FAMILIES[family].files.tokenizers.values(), tokenizers))
-    return loading.load(loading.LoadRequest(transformer, device=CARD, files=files))
+            parts[part] = write(folder / f"{kind}_{index}.safetensors", encoder(kind, index))
+    if tokenizers is None:
+        tokenizers = dict.fromkeys(FAMILIES[family].files.tokenizers.values(), folder / "tokenizers")
+        (folder / "tokenizers").mkdir(exist_ok=True)
+        (folder / "tokenizers" / "tokenizer.json").write_text("{}")
+    files = Files(parts, tokenizers=tokenizers)
+    return loading.load(loading.LoadRequest(transformer, files=files, **{"device": CARD, **request}))
 
 
 def on_card(pipeline: Pipeline) -> Pipeline:

@@ -49,7 +49,7 @@ class Cancelling(Silent):
         assert self.asked is not None
         return time.monotonic() - self.asked[0], time.process_time() - self.asked[1]
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
         self.stage = str(stage)
         self.check()
 

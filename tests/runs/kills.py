@@ -31,11 +31,11 @@ def write(folder: Path) -> None:
     for seed in range(10**9):
         made = latents(seed)
         if seed % 3:
-            name = recovery.keep(folder, made, print)
+            name = recovery.save(folder, made, print)
         else:
             sections = recovery.SavedSections(folder, lambda _: None)
             for index in range(2):
-                sections.keep(f"key {seed}", index, 3, made, SectionState(made.samples, (1,), b"state"))
+                sections.save(f"key {seed}", index, 3, made, SectionState(made.samples, (1,), b"state"))
             name = sections.names[f"key {seed}"]
         print(f"kept {seed} {name}", flush=True)
 

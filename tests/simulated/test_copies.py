@@ -189,7 +189,7 @@ TAKEN: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor, Path], Any]]] = 
     ),
     "a recovered latent": (
         (1, 8, 2, 2, 2),
-        lambda x, folder: recovery.load(folder, recovery.keep(folder, video(x), print), print)["samples"],
+        lambda x, folder: recovery.load(folder, recovery.save(folder, video(x), print), print)["samples"],
     ),
 }
 
@@ -230,7 +230,7 @@ def test_a_run_goes_on_from_its_step_file_with_the_same_bits(acc, tiny_folder, t
         return stages.sample(pipeline, prompt, None, settings, progress, steps).samples, previews
 
     class Seen(Silent):
-        def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
             if preview is not None:
                 previews.append(to_host(preview()))
 

@@ -46,7 +46,7 @@ class Cut(Silent):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
         if str(stage) == "sampling" and done == self.after:
             raise KeyboardInterrupt
 
@@ -75,7 +75,7 @@ def test_after_a_crash_at_any_step(tmp_path: Path, after: int) -> None:
     pipeline, first = opened(), []
 
     class Told(Silent):
-        def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
+        def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
             first.append(done)
 
     latents = sampled(pipeline, Told(), tmp_path)
@@ -85,7 +85,7 @@ def test_after_a_crash_at_any_step(tmp_path: Path, after: int) -> None:
 
 @pytest.mark.parametrize("method", ["full", "streaming", "cpu", "auto"])
 def test_recovered_and_decoded_in_every_form(tmp_path: Path, method: str) -> None:
-    assert recovery.keep(tmp_path, sampled(opened()), print)
+    assert recovery.save(tmp_path, sampled(opened()), print)
     pipeline = opened()
     latents = convert.from_core(pipeline, recovery.load(tmp_path, "newest", print), print)
     assert seen(pipeline, latents, DecodeRequest(method)) == TEXT

@@ -74,9 +74,9 @@ class Watching(Silent):
         self.pipeline: Pipeline | None = None
         self.stages: set[str] = set()
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        self.stages.add(stage.split(" ")[0])
-        if stage == "sampling" and self.text_bytes is None and self.pipeline is not None:
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        self.stages.add(stage.name)
+        if str(stage) == "sampling" and self.text_bytes is None and self.pipeline is not None:
             text = [part for name, part in self.pipeline.parts.items() if name.startswith("text_encoder")]
             tensors = [t for part in text for t in (*part.parameters(), *part.buffers())]
             self.text_bytes = sum(t.nbytes for t in tensors if t.device.type == accelerator.NAME)

@@ -1,6 +1,6 @@
 """Texturing as a whole on the simulated accelerator, offloaded and compiled, and what it does without our code."""
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,9 +72,20 @@ def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # no
     assert sum(blocks.graphs for blocks in paint.compiled.values()) == made, "the second run makes no graph"
 
 
-def where_the_weights_wait(_offloader):
+class WhereTheWeightsWait:
     """What a wrapper sees that asks an offloaded module for its device."""
-    return HOST
+
+    device = HOST
+
+    def __init__(self, offloader):
+        self.offloader = offloader
+
+    def __getattr__(self, name):
+        return getattr(self.offloader, name)
+
+
+def misplaced(paint):
+    return replace(paint, offloader=WhereTheWeightsWait(paint.offloader))
 
 
 def as_cuda_says_it(_name, arguments):
@@ -84,19 +95,14 @@ def as_cuda_says_it(_name, arguments):
         raise RuntimeError(f"Input type ({x.type()}) and weight type ({weight.type()}) should be the same")
 
 
-def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_folder, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(painting, "execution_device", where_the_weights_wait)
+def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_folder):  # noqa: F811
     wrong = r"Input type \(torch.FloatTensor\) and weight type \(torch.acc.FloatTensor\) should be the same"
     with accelerator.hook("aten::convolution*", before=as_cuda_says_it), pytest.raises(RuntimeError, match=wrong):
-        run(pipeline(paint_folder, acc), None)
+        run(misplaced(pipeline(paint_folder, acc)), None)
 
 
 def test_without_our_placement_latents_meet_conditions_on_another_device(acc, paint_folder, monkeypatch):  # noqa: F811
-    def sampled(real, *arguments):
-        with monkeypatch.context() as patched:
-            patched.setattr(painting, "execution_device", where_the_weights_wait)
-            return real(*arguments)
-
-    monkeypatch.setattr(painting, "sampled", partial(sampled, painting.sampled))
+    real = painting.sampled
+    monkeypatch.setattr(painting, "sampled", lambda paint, *arguments: real(misplaced(paint), *arguments))
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         run(pipeline(paint_folder, acc), None)

@@ -36,7 +36,7 @@ class Requests(Silent):
     last: int = 0
 
     def step(self, done, total, stage, preview=None):
-        if stage.startswith("sampling"):
+        if stage.name == "sampling":
             now = accelerator.memory().allocations
             self.spans[f"step {len(self.steps)}"] = self.last, now
             self.steps.append(done)
@@ -140,12 +140,13 @@ def test_a_compiled_run_goes_on_without_graphs_when_memory_runs_out(acc, tiny_fo
     ("name", "stage"), [("ltx", "encoding the prompt"), pytest.param("ltx image", "encoding the image", marks=FULL)]
 )
 def test_a_stage_that_never_fits_says_so_in_one_line(acc, tiny_folder, name, stage):
+    before = accelerator.memory().allocated_bytes  # of whatever lived on after other tests
     pipeline, progress = loaded_for(CASES[name], tiny_folder, "acc:0", "none"), Requests()
     with accelerator.limit(10_000), pytest.raises(torch.OutOfMemoryError) as raised:
         rendered(pipeline, CASES[name], progress)
     assert str(raised.value).startswith(f"out of memory while {stage}"), raised.value
     assert sum("again with offload" in text for text in progress.said) == 2, progress.said
-    assert accelerator.memory().allocated_bytes == 0
+    assert accelerator.memory().allocated_bytes == before
 
 
 @pytest.mark.parametrize("scheduler", ["euler", "unipc"])

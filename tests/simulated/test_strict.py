@@ -86,8 +86,8 @@ class Both(Silent):
     def __init__(self) -> None:
         self.peak_bytes = 0
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        if stage.startswith("moving"):
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        if stage.name == "moving":
             self.peak_bytes = max(self.peak_bytes, accelerator.host_bytes() + accelerator.memory().allocated_bytes)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ....compat.device.execution import HOST, checked_layers, inputs_placed, to_host
 from ....compat.errors import InputError
-from ...base import FramePackSettings, ImageCondition, ImageRequest, Progress, StageText
+from ...base import FramePackSettings, ImageCondition, ImageRequest, Progress, ProgressStage
 from ...pictures import checked_vision, signed
 from ...pipeline import Pipeline
 from ...text.t5 import bare_pipeline
@@ -48,7 +48,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         progress.notify("strength has no effect on the start image of FramePack")
     if place == END and request.vision is not None:
         progress.notify("vision has no effect on the end image of FramePack")
-    known[place] = encoded_moments(pipeline, request.frames, progress, StageText("encoding", "image"))
+    known[place] = encoded_moments(pipeline, request.frames, progress, ProgressStage("encoding", "image"))
     if place == START:
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
@@ -101,5 +101,5 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
         pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
         picture = signed(request.frames)[:, :, 0]
         states = pipe.encode_image(picture, device=HOST)
-        progress.step(1, 1, StageText("encoding", "image for SigLIP"))
+        progress.step(1, 1, ProgressStage("encoding", "image for SigLIP"))
     return to_host(states).float()

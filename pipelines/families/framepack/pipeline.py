@@ -31,8 +31,8 @@ from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
-from ...sampling.schedules import Guidance, Levels, even_levels, schedule_for
-from ...settings import MOST_FRAMES, snap_frames
+from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, even_levels, schedule_for
+from ...settings import MOST_FRAMES
 from ...sizes import beside_transformer
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
@@ -86,7 +86,7 @@ prompt_from_core = llama_from_core
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
-    """Pixel frames of the clip, on the grid: at least ``clip_seconds`` long; 1 in single-frame mode.
+    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode.
 
     Raises:
         InputError: no length, or more than a video can have.
@@ -103,17 +103,13 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
             expected=f"more than 0, at most {most:.1f} s",
             fix=f"The nearest valid value is {nearest:g} s.",
         )
-    return snap_frames(SPEC, max(1, math.ceil(asked - 1e-6)))
+    section = max(framepack.window, 1) * TEMPORAL_RATIO  # whose range is checked with the plan
+    return min(max(1, round(asked / section)), MOST_FRAMES // section) * section + 1
 
 
-def sections_for(framepack: FramePackSettings, frames: int, ended: bool) -> tuple[int, int]:
-    """Sections that cover ``frames`` pixel frames, and how many frames come back of them.
-
-    Args:
-        ended: whether there is an end image.
-    """
-    plan = plan_for(I2V, framepack, frames, ended=False)
-    return plan.count, plan.counting(frames, ended)
+def sections_for(framepack: FramePackSettings, frames: int) -> int:
+    """Sections of a clip of ``frames`` pixel frames."""
+    return plan_for(I2V, framepack, frames, ended=False).count
 
 
 def sample(
@@ -127,8 +123,7 @@ def sample(
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
-    The prompt of a section is the one of its place in the film, the first prompt where there is none. With an end
-    image every frame of the last section counts, since cutting it off would cut the end image off. ``end_strength``
+    The prompt of a section is the one of its place in the film, the first prompt where there is none. ``end_strength``
     times the end image's own strength scales its latents, the only thing the last section sees of it: 1 is upstream's
     video, 0 the one without an end image.
 
@@ -148,15 +143,22 @@ def sample(
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
-    settings = replace(settings, frames=_counting(plan, settings, strength > 0, progress))
+    if plan.single and not plan.inverted:
+        progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
+    elif not plan.single:
+        length = f"{plan.frames} frames in {plan.count} sections"
+        progress.notify(f"{framepack.clip_seconds:g} s: {length}, as the publisher's application rounds")
+    settings = replace(settings, frames=min(settings.frames, plan.frames))
+    if settings.scheduler == "auto":
+        settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
     start = drawn(pipeline, image, START, generator)
     end = strength * drawn(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
-    key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else ""
-    _resume(history, generator, None if keeper is None else keeper.found(key), progress)
+    key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings, plan.sampled), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
+        _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
             noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
@@ -164,7 +166,7 @@ def sample(
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, safeguards))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.keep(key, index, plan.count, latents, history.standing(state_of(generator)))
+                keeper.save(key(), index, plan.count, latents, history.standing(state_of(generator)))
     return latents
 
 
@@ -223,16 +225,6 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     history.resume(standing)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
-
-
-def _counting(plan: Plan, settings: SampleSettings, ended: bool, progress: Progress) -> int:
-    """Pixel frames of the finished video that count, and what to say of this plan."""
-    if plan.single and not plan.inverted:
-        progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
-    frames = plan.counting(settings.frames, ended)
-    if frames > settings.frames:
-        progress.notify(f"frames {settings.frames} -> {frames}, the end of the last section, where the end image is")
-    return frames
 
 
 def _texts(
@@ -304,7 +296,7 @@ def _forward(
         with transformer.cache_context(branch):
             output: torch.Tensor = transformer(
                 hidden_states=latents.to(dtype),
-                timestep=time.expand(latents.shape[0]),
+                timestep=time.to(dtype).expand(latents.shape[0]),
                 encoder_hidden_states=text[branch][EMBEDS],
                 encoder_attention_mask=text[branch][MASK],
                 pooled_projections=text[branch][POOLED],

@@ -8,10 +8,9 @@ from itertools import pairwise
 
 import torch
 
-from ....compat.errors import InputError
+from ....compat.errors import InputError, require_choice, require_range
 from ...base import SECTION_ORDERS, FramePackSettings
 from ...sampling.resume import SectionState
-from ...settings import require_range
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
 
@@ -52,10 +51,6 @@ class Plan:
         """Pixel frames of all sections and the start image together."""
         return 1 if self.single else self.count * self.window * TEMPORAL_RATIO + 1
 
-    def counting(self, asked: int, ended: bool) -> int:
-        """Pixel frames that come back of ``asked``; with an end image all, since the last of them show it."""
-        return max(asked, self.frames) if ended else asked
-
     def place(self, step: int) -> int:
         """The place in the film, from 0, of the section that is sampled at ``step``."""
         return self.count - 1 - step if self.inverted else step
@@ -89,7 +84,7 @@ class Plan:
 
 
 def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool) -> Plan:
-    """The sections that cover ``frames`` pixel frames, as many as upstream's own pipeline would take.
+    """The sections nearest to ``frames`` pixel frames, as many as the publisher's own application takes.
 
     Args:
         variant: decides the order ``auto``.
@@ -97,11 +92,12 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
 
     Raises:
         InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
+
+    Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``.
     """
     advice = "; the models were trained with 9"
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
-    if framepack.order not in ORDERS:
-        raise InputError(f"order {framepack.order!r}", expected=f"one of {', '.join(ORDERS)}", fix="Choose auto.")
+    require_choice("order", framepack.order, ORDERS, "Choose auto.")
     require_range("end_strength", framepack.end_strength, 0, 1)
     order = framepack.order
     if order == "auto":
@@ -112,8 +108,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
             expected=f"the order {INVERTED}, which starts from the end",
             fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
         )
-    covered = (framepack.window - 1) * TEMPORAL_RATIO + 1
-    count = 1 if framepack.single_frame else max(1, -(-frames // covered))
+    count = 1 if framepack.single_frame else max(1, round(frames / (framepack.window * TEMPORAL_RATIO)))
     return Plan(order, count, framepack.window, framepack.single_frame)
 
 

@@ -8,37 +8,21 @@ import torch
 
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
+from ... import family
 from ...base import EMBEDS, POOLED
-from ...family import (
-    GUIDED,
-    Defaults,
-    Download,
-    FamilyFiles,
-    FamilySpec,
-    FileKind,
-    FitFactors,
-    MemoryTerms,
-    MusubiCache,
-    Offer,
-    Published,
-    Quantised,
-    Recipe,
-    Recipes,
-    Rewrites,
-    Sizes,
-)
 from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
 
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
+UPRIGHT = ((416, 960), (448, 864), (480, 832), (512, 768), (544, 704), (576, 672), (608, 640))  # it was trained on
 # Written by `python benchmarks/memory_fits.py`.
-FIT = FitFactors(tokens=13.18, latents=1.13, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
+FIT = family.FitFactors(tokens=13.18, latents=1.22, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
 BESIDE = (  # what a lone transformer takes from other folders
     replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
-    Download(
+    family.Download(
         "lllyasviel/flux_redux_bfl",
         "45b801affc54ff2af4e5daf1b282e0921901db87",
         ("image_encoder", "feature_extractor"),
@@ -49,17 +33,17 @@ STORED = {"": 25_748_781_400}
 GIB = {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5}
 
 
-def quantised(name: str) -> dict[str, tuple[Quantised, ...]]:
+def quantised(name: str) -> dict[str, tuple[family.Quantised, ...]]:
     """Published files of a transformer in fewer bits: of these, modulations are in bf16."""
-    return {"transformer": (Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33),)}
+    return {"transformer": (family.Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33),)}
 
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id="framepack",
     title="FramePack",
     package=str(__package__),
     order=4,
-    memory=MemoryTerms(
+    memory=family.MemoryTerms(
         FIT,
         reference_tokens=351,
         text_tokens=64,
@@ -67,7 +51,7 @@ SPEC = FamilySpec(
         section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales
         decode_window=17,
     ),
-    files=FamilyFiles(
+    files=family.FamilyFiles(
         pipelines={"HunyuanVideoFramepackPipeline": "image"},
         transformer_classes=("HunyuanVideoFramepackTransformer3DModel", "HunyuanVideoTransformer3DModelPacked"),
         parts={
@@ -97,60 +81,48 @@ SPEC = FamilySpec(
             ),
         ),
         lora_layouts=hunyuan_video.LAYOUTS,
-        kinds={**FILES, "image_encoder": FileKind("siglip", "image_proj_dim")},
+        kinds={**FILES, "image_encoder": family.FileKind("siglip", "image_proj_dim")},
         tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=640, height=608, frames=153, steps=25, fps=30.0, guidance=10.0),
-        buckets=(
-            (416, 960),
-            (448, 864),
-            (480, 832),
-            (512, 768),
-            (544, 704),
-            (576, 672),
-            (608, 640),
-            (640, 608),
-            (672, 576),
-            (704, 544),
-            (768, 512),
-            (832, 480),
-            (864, 448),
-            (960, 416),
-        ),
+        defaults=family.Defaults(width=640, height=608, frames=145, steps=25, fps=30.0, guidance=10.0),
+        buckets=(*UPRIGHT, *((high, wide) for wide, high in reversed(UPRIGHT))),
     ),
-    recipes=Recipes(
-        effective=GUIDED - {"negative", "latents", "noise_mask"}
+    recipes=family.Recipes(
+        effective=family.GUIDED - {"negative", "latents", "noise_mask"}
         | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
         variants=(I2V, F1),
         sections=True,
-        known={"": Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
+        known={"": family.Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     ),
-    rewrites=Rewrites(
+    rewrites=family.Rewrites(
         precision=HALF_TEXT,
         published_blocks=BLOCKS,
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
     ),
-    published=Published(
+    published=family.Published(
         pages=(
             "https://huggingface.co/lllyasviel/FramePackI2V_HY",
             "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
             "https://huggingface.co/lllyasviel/flux_redux_bfl",
         ),
-        offer=Offer(
-            (Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED), *BESIDE),
+        offer=family.Offer(
+            (
+                family.Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED),
+                *BESIDE,
+            ),
             GIB,
             quantised("FramePackI2V_HY"),
         ),
         more_offers={
-            "FramePack F1": Offer(
+            "FramePack F1": family.Offer(
                 (
-                    Download(
+                    family.Download(
                         "lllyasviel/FramePack_F1_I2V_HY_20250503",
                         "ab239828e0b384fed75580f186f078717d4020f7",
                         (),
@@ -162,7 +134,7 @@ SPEC = FamilySpec(
                 quantised("FramePack_F1_I2V_HY_20250503"),
             )
         },
-        musubi=MusubiCache(
+        musubi=family.MusubiCache(
             "fp",
             "framepack",
             ratio=8,

@@ -34,17 +34,8 @@ from ...base import (
 from ...family import Defaults, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
+from ...sampling import loop
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.loop import (
-    NoiseMask,
-    denoise,
-    latent_shape,
-    noise_for,
-    noise_mask_for,
-    safeguards_of,
-    sampled_latents,
-    start_from,
-)
 from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
@@ -168,33 +159,33 @@ def sample(
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
-    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
+    noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     picture = None
     if image is not None:
         picture = image.tensors[IMAGE].to(device) * scale
         share = torch.tensor([1.0 if kind == PICTURE_CONCAT else NOISE_SHARE], device=device)
         noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
-    start, mask = start_from(clean, noise, schedule), noise_mask_for(settings, clean, noise)
+    start, mask = loop.start_from(clean, noise, schedule), loop.noise_mask_for(settings, clean, noise)
     whole = _whole(kind, picture)
     if kind == TOKEN_REPLACE:
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
-        mask = None if mask is None else NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
+        mask = None if mask is None else loop.NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
     hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
-        latents = denoise(
+        latents = loop.denoise(
             start,
             schedule,
             predict,
             progress=progress,
             noise_mask=mask,
             preview=whole,
-            safeguards=safeguards_of(pipeline, progress, generator),
+            safeguards=loop.safeguards_of(pipeline, progress, generator),
         )
     extra = {"drop_frames": DROPPED_FRAMES} if kind == LATENT_CONCAT else {}
-    return sampled_latents(pipeline, whole(to_host(latents)) / scale, settings, generator, **extra)
+    return loop.sampled_latents(pipeline, whole(to_host(latents)) / scale, settings, generator, **extra)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

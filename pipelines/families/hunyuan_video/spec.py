@@ -7,37 +7,19 @@ from typing import Any
 
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
+from ... import family
 from ...base import EMBEDS, POOLED
-from ...family import (
-    GUIDED,
-    HUB_FILES,
-    Defaults,
-    Download,
-    FamilyFiles,
-    FamilySpec,
-    FileKind,
-    FitFactors,
-    GuidanceStep,
-    MemoryTerms,
-    MusubiCache,
-    Offer,
-    Published,
-    Quantised,
-    Recipe,
-    Recipes,
-    Rewrites,
-    Sizes,
-)
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 TENCENT, SKYREELS = "hunyuan_video", "skyreels"
+WAN2GP = "Wan2GP (deepbeepmeep/Wan2GP 8681e9f7)"
 BESIDE = {"text_encoder_2": 246_144_152, "vae": 985_943_868}
-DOWNLOAD = Download(
+DOWNLOAD = family.Download(
     "hunyuanvideo-community/HunyuanVideo",
     "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
-    (*HUB_FILES, "text_encoder_2", "tokenizer_2"),
+    (*family.HUB_FILES, "text_encoder_2", "tokenizer_2"),
     {**BESIDE, "text_encoder": 15_010_405_376, "transformer": 25_642_175_520},
 )
 GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
@@ -46,12 +28,12 @@ BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
 )
 FILES = {
-    "text_encoder": FileKind("llama", "text_embed_dim"),
-    "text_encoder_2": FileKind("clip_l", "pooled_projection_dim"),
-    "vae": FileKind("hunyuan_video/vae"),
+    "text_encoder": family.FileKind("llama", "text_embed_dim"),
+    "text_encoder_2": family.FileKind("clip_l", "pooled_projection_dim"),
+    "vae": family.FileKind("hunyuan_video/vae"),
 }
 # Written by `python benchmarks/memory_fits.py`.
-FIT = FitFactors(tokens=12.25, latents=2.84, pixels=4.52, plain=5.6, text=4.08, streamed=13.29)
+FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
 
 def image_condition(config: Mapping[str, Any]) -> str | None:
@@ -62,13 +44,13 @@ def image_condition(config: Mapping[str, Any]) -> str | None:
     return {out: PICTURE_CONCAT, out + 1: LATENT_CONCAT}.get(beside) if named is None else named
 
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id=TENCENT,
     title="HunyuanVideo",
     package=str(__package__),
     order=2,
-    memory=MemoryTerms(FIT, reference_tokens=351, text_tokens=64, decode_window=65),
-    files=FamilyFiles(
+    memory=family.MemoryTerms(FIT, reference_tokens=351, text_tokens=64, decode_window=65),
+    files=family.FamilyFiles(
         pipelines={"HunyuanVideoPipeline": "text", "HunyuanVideoImageToVideoPipeline": "image"},
         transformer_classes=("HunyuanVideoTransformer3DModel",),
         parts={
@@ -92,38 +74,77 @@ SPEC = FamilySpec(
         tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
         text_vision="llava_vision",
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
+        defaults=family.Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
         # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' 16 and 12 show as a rhythm in motion.
         vae_tile=256,  # of the same script
         most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     ),
-    recipes=Recipes(
-        effective=GUIDED | {"guidance", "template", "image"},
+    recipes=family.Recipes(
+        effective=family.GUIDED | {"guidance", "template", "image"},
         variants=(TENCENT, SKYREELS),
         newer_variants=2,
         known={
-            TENCENT: Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
-            SKYREELS: Recipe(
+            TENCENT: family.Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
+            SKYREELS: family.Recipe(
                 "SkyReels V1",
                 "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
                 steps=30,
-                guidance=(GuidanceStep(cfg=6.0),),
+                guidance=(family.GuidanceStep(cfg=6.0),),
                 size=(960, 544, 24.0),
             ),
+            "FastVideo": family.Recipe(
+                "FastHunyuan",
+                "FastVideo/FastHunyuan model card; hao-ai-lab/FastVideo configs/pipelines/hunyuan.py",
+                steps=6,
+                guidance=(family.GuidanceStep(cfg=1.0),),
+                size=(1280, 720, 24.0),
+                frames=125,
+                shift=17.0,
+            ),
+            "AccVideo": family.Recipe(
+                "AccVideo",
+                "aejion/AccVideo a2752d2 README, pipeline_hunyuan_video.py",
+                steps=5,
+                guidance=(family.GuidanceStep(cfg=1.0),),
+                size=(960, 544, 24.0),
+                frames=93,
+                shift=7.0,
+            ),
+        },
+        named={
+            r"fast.?hunyuan|h(unyuan|yvid).*fast.?video": "FastVideo",
+            r"accvideo|accvid.*5.?steps": "AccVideo",
         },
     ),
-    rewrites=Rewrites(
+    rewrites=family.Rewrites(
         precision=HALF_TEXT,
         vae_settings={"tile_sample_min_num_frames": 64, "tile_sample_stride_num_frames": 48},
         published_blocks=BLOCKS,
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
-    published=Published(
+    published=family.Published(
+        others=(
+            family.OtherModel(
+                "HunyuanVideo-Avatar (a picture that speaks)", ("ref_in.", "audio_adapter_blocks."), runs=WAN2GP
+            ),
+            family.OtherModel(
+                "HunyuanCustom with audio (a picture that speaks)", ("audio_proj.", "audio_models."), runs=WAN2GP
+            ),
+            family.OtherModel("HunyuanCustom Edit (a video with a mask)", ("bg_in.", "bg_proj."), runs=WAN2GP),
+        ),
+        cautions=(
+            family.Caution(
+                r"hunyuan.*(custom|avatar)",
+                "",
+                "it was trained on a reference picture, which has no input here: it runs as plain text to video",
+                f"Tencent-Hunyuan/HunyuanCustom; {WAN2GP}",
+            ),
+        ),
         pages=(
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
@@ -131,20 +152,20 @@ SPEC = FamilySpec(
             "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
             "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
         ),
-        offer=Offer(
+        offer=family.Offer(
             (DOWNLOAD,),
             {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
             {
                 "transformer": tuple(
-                    Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size)
+                    family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size)
                     for bits, size in GGUF
                 )
             },
         ),
         more_offers={
-            "HunyuanVideo image to video": Offer(
+            "HunyuanVideo image to video": family.Offer(
                 (
-                    Download(
+                    family.Download(
                         "hunyuanvideo-community/HunyuanVideo-I2V",
                         "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
                         (*DOWNLOAD.only, "image_processor"),
@@ -154,15 +175,15 @@ SPEC = FamilySpec(
                 {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
                 {
                     "transformer": (
-                        Quantised(
+                        family.Quantised(
                             "Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19
                         ),
-                        Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
+                        family.Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
                     )
                 },
             )
         },
-        musubi=MusubiCache(
+        musubi=family.MusubiCache(
             "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
         ),
     ),

@@ -21,23 +21,15 @@ from ...base import (
     ImageRequest,
     Latents,
     Progress,
+    ProgressStage,
     Prompt,
     PromptRequest,
     SampleSettings,
-    StageText,
 )
 from ...family import Defaults, Recipe
 from ...pictures import checked_vision
 from ...pipeline import Pipeline
-from ...sampling.loop import (
-    denoise,
-    latent_shape,
-    noise_for,
-    noise_mask_for,
-    safeguards_of,
-    sampled_latents,
-    start_from,
-)
+from ...sampling import loop
 from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
@@ -124,10 +116,10 @@ def sample(
     rounding: padding and the attention mask that hides it are left out.
     """
     device, scale = pipeline.offloader.device_of("transformer"), float(pipeline.configs["vae"]["scaling_factor"])
-    generator, shape = generator_for(settings.seed), latent_shape(SPEC, CHANNELS, settings)
+    generator, shape = generator_for(settings.seed), loop.latent_shape(SPEC, CHANNELS, settings)
     settings = _guided_as_saved(pipeline, settings, progress)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
-    noise = noise_for(shape, generator, device)
+    noise = loop.noise_for(shape, generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     guidance = Guidance(settings, len(schedule))
     forward = _Forward(pipeline=pipeline, prompt=prompt, image=image, shape=shape, scale=scale, schedule=schedule)
@@ -138,15 +130,15 @@ def sample(
             branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
             return guidance.predict(index, pipeline.run.group, *branches)
 
-        latents = denoise(
-            start_from(clean, noise, schedule),
+        latents = loop.denoise(
+            loop.start_from(clean, noise, schedule),
             schedule,
             predict,
             progress=progress,
-            safeguards=safeguards_of(pipeline, progress, generator),
-            noise_mask=noise_mask_for(settings, clean, noise),
+            safeguards=loop.safeguards_of(pipeline, progress, generator),
+            noise_mask=loop.noise_mask_for(settings, clean, noise),
         )
-    return sampled_latents(pipeline, to_host(latents) / scale, settings, generator)
+    return loop.sampled_latents(pipeline, to_host(latents) / scale, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
@@ -263,7 +255,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
     device = pipeline.offloader.device_of("image_encoder")
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
-        watched(encoder, progress, StageText("encoding", "image")),
+        watched(encoder, progress, ProgressStage("encoding", "image")),
         inputs_placed(encoder, device),
     ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(

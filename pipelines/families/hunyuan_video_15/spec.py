@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from ....compat.ranks import SplitPlan
+from ... import family
 from ...base import EMBEDS, EMBEDS_2
-from ...family import (
-    GUIDED,
-    HUB_FILES,
-    Defaults,
-    Download,
-    FamilyFiles,
-    FamilySpec,
-    FileKind,
-    FitFactors,
-    MemoryTerms,
-    MusubiCache,
-    Offer,
-    OtherModel,
-    Published,
-    Quantised,
-    Recipe,
-    Recipes,
-    Rewrites,
-    Sizes,
-)
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
+WAN2GP = "deepbeepmeep/Wan2GP 8681e9f7"
 # Written by `python benchmarks/memory_fits.py`.
-FIT = FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
+FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 FEW_STEPS = "few steps"
 # Transformer, VAE and ByT5 in fp32.
 STORED = {
@@ -38,27 +20,27 @@ STORED = {
     "vae": 5_042_562_948,
 }
 REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
-QWEN = (Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
+QWEN = (family.Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
 
 
-def quantised(task: str) -> tuple[Quantised, ...]:
+def quantised(task: str) -> tuple[family.Quantised, ...]:
     """Published files of the 480p transformer that needs no cfg, in fewer bits. Args: task: ``t2v`` or ``i2v``."""
     name, repository = f"hunyuanvideo1.5_480p_{task}_cfg_distilled", f"jayn7/HunyuanVideo-1.5_{task.upper()}_480p-GGUF"
     return (
-        Quantised(REPACKAGED, f"{name}_fp8_scaled.safetensors", 8.33),
-        Quantised(repository, f"{name}-Q5_K_S.gguf", 5.94),
-        Quantised(repository, f"{name}-Q4_K_S.gguf", 4.9),
+        family.Quantised(REPACKAGED, f"{name}_fp8_scaled.safetensors", 8.33),
+        family.Quantised(repository, f"{name}-Q5_K_S.gguf", 5.94),
+        family.Quantised(repository, f"{name}-Q4_K_S.gguf", 4.9),
     )
 
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id="hunyuan_video_15",
     title="HunyuanVideo 1.5",
     package=str(__package__),
     order=3,
-    memory=MemoryTerms(FIT, reference_tokens=160, text_tokens=64),
-    files=FamilyFiles(
+    memory=family.MemoryTerms(FIT, reference_tokens=160, text_tokens=64),
+    files=family.FamilyFiles(
         pipelines={"HunyuanVideo15Pipeline": "text", "HunyuanVideo15ImageToVideoPipeline": "image"},
         transformer_classes=("HunyuanVideo15Transformer3DModel",),
         parts={
@@ -81,29 +63,54 @@ SPEC = FamilySpec(
         image_required=True,
         layouts=LAYOUTS,
         kinds={
-            "text_encoder": FileKind("qwen2_5_vl", "text_embed_dim"),
-            "text_encoder_2": FileKind("t5", "text_embed_2_dim"),
-            "image_encoder": FileKind("siglip", "image_embed_dim"),
-            "vae": FileKind("hunyuan_video_15/vae"),
+            "text_encoder": family.FileKind("qwen2_5_vl", "text_embed_dim"),
+            "text_encoder_2": family.FileKind("t5", "text_embed_2_dim"),
+            "image_encoder": family.FileKind("siglip", "image_embed_dim"),
+            "vae": family.FileKind("hunyuan_video_15/vae"),
         },
         tokenizers={"tokenizer": "qwen2_5_vl", "tokenizer_2": "byt5"},
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=SPATIAL_RATIO,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+        defaults=family.Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
         vae_tile=256,  # the VAE's own
         most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
     ),
-    recipes=Recipes(
-        effective=GUIDED | {"guidance_rescale", "template", "vision"},
+    recipes=family.Recipes(
+        effective=family.GUIDED | {"guidance_rescale", "template", "vision"},
         known={
-            "": Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
-            FEW_STEPS: Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
+            "": family.Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
+            FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
+            "capybara": family.Recipe(
+                "capybara", WAN2GP, steps=20, guidance=(family.GuidanceStep(cfg=6.0),), shift=7.0
+            ),
+            "lightx2v": family.Recipe(
+                "LightX2V, 4 steps",
+                "lightx2v/Hy1.5-Distill-Models card; ModelTC/LightX2V f8aee98b examples/hunyuan_video",
+                steps=4,
+                guidance=(family.GuidanceStep(cfg=1.0),),
+                size=(848, 480, 16.0),
+                frames=81,
+                shift=9.0,
+            ),
+            "lightx2v LoRA": family.Recipe(
+                "LightX2V's LoRA, 8 steps", WAN2GP, steps=8, guidance=(family.GuidanceStep(cfg=1.0),), shift=3.0
+            ),
+            "step distilled LoRA": family.Recipe(
+                "i2v step distilled LoRA, 8 steps", WAN2GP, steps=8, guidance=(family.GuidanceStep(cfg=1.0),), shift=4.0
+            ),
+        },
+        named={
+            r"capybara": "capybara",
+            r"1_5_lig[th]{2}x2v.*rank": "lightx2v LoRA",
+            r"1_5_i2v_step_distilled.*rank": "step distilled LoRA",
+            r"(hy|hunyuan.?video).?1.5.*lightx2v.*4.?step": "lightx2v",
+            r"480p_i2v_step_distilled": FEW_STEPS,
         },
     ),
-    rewrites=Rewrites(
+    rewrites=family.Rewrites(
         causal_decoder=True,
         published_blocks=(
             ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
@@ -111,19 +118,33 @@ SPEC = FamilySpec(
         published_vae_fusion_points=35,
         split=SplitPlan(("freqs_cis",), dim=0),
     ),
-    published=Published(
+    published=family.Published(
+        cautions=(
+            family.Caution(
+                r"capybara",
+                "",
+                "capybara edits a picture or a clip, which has no input here: it runs as text to video",
+                WAN2GP,
+            ),
+            family.Caution(
+                r"_sr(?![a-z])",
+                "",
+                "the name says super-resolution, but its transformer has no place for the small video (98 channels)",
+                "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/pipelines/hunyuan_video_sr_pipeline.py",
+            ),
+        ),
         pages=(
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
         ),
-        offer=Offer(
+        offer=family.Offer(
             (
-                Download(
+                family.Download(
                     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                     "286be7ce72277246578a3e3cc2487e95ddae5bcf",
-                    (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                    (*family.HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
                     STORED,
                 ),
             ),
@@ -131,12 +152,19 @@ SPEC = FamilySpec(
             {"transformer": quantised("t2v"), "text": QWEN},
         ),
         more_offers={
-            "HunyuanVideo 1.5 image to video": Offer(
+            "HunyuanVideo 1.5 image to video": family.Offer(
                 (
-                    Download(
+                    family.Download(
                         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
                         "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
-                        (*HUB_FILES, "text_encoder_2", "tokenizer_2", "guider", "image_encoder", "feature_extractor"),
+                        (
+                            *family.HUB_FILES,
+                            "text_encoder_2",
+                            "tokenizer_2",
+                            "guider",
+                            "image_encoder",
+                            "feature_extractor",
+                        ),
                         {**STORED, "image_encoder": 856_506_120},
                     ),
                 ),
@@ -144,15 +172,15 @@ SPEC = FamilySpec(
                 {"transformer": quantised("i2v"), "text": QWEN},
             )
         },
-        musubi=MusubiCache(
+        musubi=family.MusubiCache(
             "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
         ),
         others=(
-            OtherModel(
+            family.OtherModel(
                 "HunyuanVideo 1.5 super-resolution",
                 ("img_in.proj.weight", "byt5_in.fc1.weight"),
                 98,
-                "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit Model "
+                "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit "
                 "before the sampler",
             ),
         ),

@@ -10,7 +10,7 @@ import torch
 
 from ....compat.errors import InputError
 from ....compat.memory.transfer import Transfer
-from ...base import ImageCondition, ImageRequest, Progress, SampleSettings, StageText
+from ...base import ImageCondition, ImageRequest, Progress, ProgressStage, SampleSettings
 from ...pictures import signed
 from ...pipeline import Pipeline
 from ...sampling.loop import NoiseMask, latent_shape, noise_for, noise_mask_for
@@ -158,7 +158,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
-    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "image"))
+    encoded = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "image"))
     if MEAN in known and not torch.equal(known[MEAN], encoded[MEAN]):
         raise InputError(
             "a previous image condition made by another LTX-Video VAE",
@@ -177,7 +177,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 
 
 def encoded_moments(
-    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: str
+    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage
 ) -> dict[str, torch.Tensor]:
     """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
     statistics: dict[str, torch.Tensor] = {}
@@ -219,11 +219,6 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
         # The encoder is causal: the first latents of a clip are those of its beginning alone.
         anchors.append(Keyframe(moments[:, :, :fits], start, strength))
     return tuple(anchors)
-
-
-def is_first_frame(anchors: tuple[Keyframe, ...]) -> bool:
-    """True for plain image to video: one picture, whole, as the first frame."""
-    return [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors] == [(0, 1.0, 1)]
 
 
 def plain_start(

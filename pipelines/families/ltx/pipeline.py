@@ -37,12 +37,12 @@ from ...base import (
     ImageCondition,
     Latents,
     Progress,
+    ProgressStage,
     Prompt,
     PromptRequest,
     SampleSettings,
-    StageText,
 )
-from ...family import Defaults, GuidanceStep, Recipe
+from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.loop import Predict, denoise, latent_shape, noise_for, safeguards_of, sampled_latents
@@ -53,26 +53,12 @@ from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
-from .conditions import (
-    MEAN,
-    MOMENTS,
-    STD,
-    TokenStepper,
-    VideoInput,
-    anchors_of,
-    conditioned_start,
-    encoded_moments,
-    is_first_frame,
-    noise_mask,
-    plain_start,
-)
-from .conditions import encode_image as encode_image
+from . import conditions
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
 PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the other side of the picture in each tile
-PLAIN_TOKENS = 128  # LTXPipeline pads every text to it without a mask, so the length acts on the video
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
@@ -133,30 +119,27 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     return {SPATIAL_PADDING: mode}
 
 
-def defaults_for(pipeline: Pipeline) -> Defaults:
-    """The family's defaults with the text length of the checkpoint's own pipeline."""
-    tokens = SPEC.sizes.defaults.max_tokens if _is_condition(pipeline) else PLAIN_TOKENS
-    return replace(SPEC.sizes.defaults, max_tokens=tokens)
-
-
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """T5 embeddings of both texts, as the checkpoint's own pipeline encodes them.
+    """T5 embeddings of both texts under their mask, as the publisher has it for every version.
 
-    ``LTXPipeline`` pads to ``max_tokens`` without a mask, so there another limit is another embedding.
+    ``LTXPipeline`` pads without a mask; only the demo model was trained so.
+
+    Source: Lightricks/LTX-Video 5260738 ``encode_prompt``.
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
-    pipe = LTXConditionPipeline if _is_condition(pipeline) else LTXPipeline
+    pipe = LTXPipeline if pipeline.is_demo else LTXConditionPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of T5."""
-    return t5_forwards(request, defaults_for(pipeline).max_tokens)
+    return t5_forwards(request, SPEC.sizes.defaults.max_tokens)
 
 
 prompt_from_core = t5_from_core
+encode_image = conditions.encode_image
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
@@ -164,9 +147,9 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    encoded = encoded_moments(pipeline, frames, progress, StageText("encoding", "video"))
-    drawn = DiagonalGaussianDistribution(encoded[MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, encoded[MEAN], encoded[STD], _scaling(pipeline))
+    encoded = conditions.encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"))
+    drawn = DiagonalGaussianDistribution(encoded[conditions.MOMENTS]).sample(generator_for(seed))
+    return LTXPipeline._normalize_latents(drawn, encoded[conditions.MEAN], encoded[conditions.STD], _scaling(pipeline))
 
 
 def sample(
@@ -181,16 +164,17 @@ def sample(
     from diffusers import LTXPipeline
 
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
-    anchors = anchors_of(image, settings.frames, progress)
-    conditioned = _is_condition(pipeline) or bool(anchors and not is_first_frame(anchors))
+    anchors = conditions.anchors_of(image, settings.frames, progress)
+    given = [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors]
+    conditioned = _is_condition(pipeline) or given not in ([], [(0, 1.0, 1)])  # else no picture, or one to start from
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None  # each variant of LTX-Video has one
     schedule = _schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
-    video = VideoInput(settings, device, clean, schedule.levels[0])
-    start = (conditioned_start if conditioned else plain_start)(video, image, anchors, generator)
+    video = conditions.VideoInput(settings, device, clean, schedule.levels[0])
+    start = (conditions.conditioned_start if conditioned else conditions.plain_start)(video, image, anchors, generator)
     renews = recipe.stochastic and settings.scheduler == "auto"
-    stepper = TokenStepper(
+    stepper = conditions.TokenStepper(
         schedule=schedule,
         start=start,
         image_noise=recipe.image_noise if conditioned else 0.0,
@@ -213,7 +197,7 @@ def sample(
             predict,
             progress=progress,
             safeguards=safeguards_of(pipeline, progress, generator),
-            noise_mask=noise_mask(video, start),
+            noise_mask=conditions.noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,
         )
@@ -246,8 +230,10 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     size = SampleSettings(
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
-    video = VideoInput(size, call.latents.device, call.latents[:1], 1.0)
-    start = (conditioned_start if _is_condition(pipeline) else plain_start)(video, None, (), torch.Generator())
+    video = conditions.VideoInput(size, call.latents.device, call.latents[:1], 1.0)
+    start = (conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start)(
+        video, None, (), torch.Generator()
+    )
     place = {
         name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
         for name, value in start.place.items()
@@ -386,7 +372,7 @@ def _predictor(
     dtype: torch.dtype,
     prompt: Prompt,
     guidance: LtxGuidance,
-    stepper: TokenStepper,
+    stepper: conditions.TokenStepper,
     group: Group | None,
 ) -> Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
@@ -447,7 +433,7 @@ def _schedule(
         levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
     else:
         levels = _linear_quadratic if recipe.timesteps is None else partial(_stretched, recipe.timesteps)
-        if recipe.steps_run < recipe.steps:
+        if recipe.skip_first or recipe.skip_last:
             levels = partial(_part, levels, recipe)
         if config.get("use_dynamic_shifting"):
             config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}

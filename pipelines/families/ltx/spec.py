@@ -5,28 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....compat.ranks import SplitPlan
-from ...family import (
-    GUIDED,
-    HUB_FILES,
-    T5_XXL,
-    Caution,
-    Defaults,
-    Download,
-    FamilyFiles,
-    FamilySpec,
-    FileKind,
-    FitFactors,
-    GuidanceStep,
-    MemoryTerms,
-    Offer,
-    OtherModel,
-    Published,
-    Quantised,
-    Recipe,
-    Recipes,
-    Rewrites,
-    Sizes,
-)
+from ... import family
 from .layouts import LAYOUTS
 
 CONDITION = "LTXConditionPipeline"
@@ -34,9 +13,9 @@ DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
 LARGE = "13B"  # in the names of recipes: 48 blocks; else 28
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
-FIT = FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=6.2, text=4.19, streamed=9.25)
+FIT = family.FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=3.95, text=4.35, streamed=9.25)
 
-LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit Model behind it: template anygpu_ltx2_on_an_older_gpu"
+LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit behind it: template anygpu_ltx2_on_an_older_gpu"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
 # All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
 STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
@@ -44,11 +23,11 @@ CONFIGS = "Lightricks/LTX-Video configs/"
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
 LARGE_SIZE = (1216, 704, 30.0)  # what the published script makes, since 0.9.6
-BASE = Recipe(
+BASE = family.Recipe(
     name="2B dev",
     source=CONFIGS + "ltxv-2b-0.9.yaml, -0.9.1, -0.9.5, -0.9.6-dev",
     steps=40,
-    guidance=(GuidanceStep(cfg=3.0, stg=1.0, rescale=0.7, blocks=(19,)),),
+    guidance=(family.GuidanceStep(cfg=3.0, stg=1.0, rescale=0.7, blocks=(19,)),),
     image_noise=0.15,
     decode_timestep=0.05,
     decode_noise=0.025,
@@ -58,11 +37,15 @@ DISTILLED_2B = replace(
     name="2B distilled",
     source=CONFIGS + "ltxv-2b-0.9.8-distilled.yaml",
     steps=7,
-    guidance=(GuidanceStep(blocks=(19,)),),
+    guidance=(family.GuidanceStep(blocks=(19,)),),
     timesteps=TRAINED[:7],
     size=LARGE_SIZE,
     second=replace(
-        BASE, name="2B distilled, second pass", steps=3, guidance=(GuidanceStep(blocks=(19,)),), timesteps=TRAINED[5:]
+        BASE,
+        name="2B distilled, second pass",
+        steps=3,
+        guidance=(family.GuidanceStep(blocks=(19,)),),
+        timesteps=TRAINED[5:],
     ),
 )
 RECIPES = {
@@ -75,13 +58,13 @@ RECIPES = {
         steps=30,
         skip_last=3,
         guidance=(
-            GuidanceStep(1.0, cfg=1.0, stg=0.0),
-            GuidanceStep(0.996, cfg=1.0, stg=0.0, blocks=(11, 25, 35, 39)),
-            GuidanceStep(0.9933, cfg=6.0, stg=4.0, rescale=0.5, blocks=(22, 35, 39)),
-            GuidanceStep(0.985, cfg=8.0, stg=4.0, rescale=0.5, blocks=(28,)),
-            GuidanceStep(0.9767, cfg=6.0, stg=4.0, blocks=(28,)),
-            GuidanceStep(0.9008, cfg=1.0, stg=2.0, blocks=(28,)),
-            GuidanceStep(0.618, cfg=1.0, stg=1.0, blocks=(28,)),
+            family.GuidanceStep(1.0, cfg=1.0, stg=0.0),
+            family.GuidanceStep(0.996, cfg=1.0, stg=0.0, blocks=(11, 25, 35, 39)),
+            family.GuidanceStep(0.9933, cfg=6.0, stg=4.0, rescale=0.5, blocks=(22, 35, 39)),
+            family.GuidanceStep(0.985, cfg=8.0, stg=4.0, rescale=0.5, blocks=(28,)),
+            family.GuidanceStep(0.9767, cfg=6.0, stg=4.0, blocks=(28,)),
+            family.GuidanceStep(0.9008, cfg=1.0, stg=2.0, blocks=(28,)),
+            family.GuidanceStep(0.618, cfg=1.0, stg=1.0, blocks=(28,)),
         ),
         star=True,
         size=LARGE_SIZE,
@@ -90,7 +73,7 @@ RECIPES = {
             name="13B dev, second pass",
             steps=30,
             skip_first=17,
-            guidance=(GuidanceStep(1.0, cfg=1.0, stg=1.0, blocks=(27,)),),
+            guidance=(family.GuidanceStep(1.0, cfg=1.0, stg=1.0, blocks=(27,)),),
             star=True,
         ),
     ),
@@ -99,12 +82,12 @@ RECIPES = {
         DISTILLED_2B,
         name="13B distilled",
         source=CONFIGS + "ltxv-13b-0.9.8-distilled.yaml, -0.9.7-distilled",
-        guidance=(GuidanceStep(blocks=(42,)),),
+        guidance=(family.GuidanceStep(blocks=(42,)),),
         second=replace(
             BASE,
             name="13B distilled, second pass",
             steps=3,
-            guidance=(GuidanceStep(blocks=(42,)),),
+            guidance=(family.GuidanceStep(blocks=(42,)),),
             timesteps=TRAINED[5:],
             tone_map=0.6,  # since 0.9.8
         ),
@@ -114,20 +97,20 @@ RECIPES = {
         name="2B distilled 0.9.6",
         source=CONFIGS + "ltxv-2b-0.9.6-distilled.yaml",
         steps=8,
-        guidance=(GuidanceStep(blocks=(19,)),),
+        guidance=(family.GuidanceStep(blocks=(19,)),),
         timesteps=TRAINED,
         stochastic=True,
         size=LARGE_SIZE,
     ),
 }
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id="ltx",
     title="LTX-Video",
     package=str(__package__),
     order=1,
-    memory=MemoryTerms(FIT, reference_tokens=128),
-    files=FamilyFiles(
+    memory=family.MemoryTerms(FIT, reference_tokens=256),
+    files=family.FamilyFiles(
         pipelines={"LTXPipeline": "text", "LTXImageToVideoPipeline": "image", CONDITION: "text"},
         transformer_classes=("LTXVideoTransformer3DModel",),
         parts={
@@ -139,73 +122,91 @@ SPEC = FamilySpec(
         text_parts=("text_encoder",),
         text_width="caption_channels",
         layouts=LAYOUTS,
-        kinds={"text_encoder": FileKind("t5", "caption_channels"), "vae": FileKind("ltx/vae")},
+        kinds={"text_encoder": family.FileKind("t5", "caption_channels"), "vae": family.FileKind("ltx/vae")},
         tokenizers={"tokenizer": "t5"},
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=SPATIAL_RATIO,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256),
+        defaults=family.Defaults(
+            width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256
+        ),
     ),
-    recipes=Recipes(
-        effective=GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
+    recipes=family.Recipes(
+        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
         variants=(DEV, DISTILLED, STOCHASTIC),
         newer_variants=1,
         known=RECIPES,
+        named={r"13b.?0\.9\.7.?distilled.?lora": f"{DISTILLED} {LARGE}"},
         batched_cfg=True,
     ),
-    rewrites=Rewrites(
+    rewrites=family.Rewrites(
         published_blocks=(("diffusers.models.transformers.transformer_ltx.LTXVideoTransformerBlock", 28, False),),
         published_vae_fusion_points=39,
         returns_alone=True,
         split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
     ),
-    published=Published(
+    published=family.Published(
         pages=(
             "https://huggingface.co/Lightricks/LTX-Video",
             "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
             "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
         ),
-        offer=Offer(
-            (Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", HUB_FILES, STORED),),
+        offer=family.Offer(
+            (
+                family.Download(
+                    "Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED
+                ),
+            ),
             {"text": 8.9, "transformer": 3.6, "vae": 0.8},
             {
                 "transformer": (
-                    Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
-                    Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
+                    family.Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
+                    family.Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
                 ),
-                "text": T5_XXL,
+                "text": family.T5_XXL,
             },
         ),
         more_offers={
-            "LTX-Video 0.9.5": Offer(
+            "LTX-Video 0.9.5": family.Offer(
                 (
-                    Download(
-                        "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", HUB_FILES, STORED_095
+                    family.Download(
+                        "Lightricks/LTX-Video-0.9.5",
+                        "e58e28c39631af4d1468ee57a853764e11c1d37e",
+                        family.HUB_FILES,
+                        STORED_095,
                     ),
                 ),
                 {"text": 8.9, "transformer": 3.6, "vae": 2.3},
                 {
-                    "transformer": (Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),),
-                    "text": T5_XXL,
+                    "transformer": (
+                        family.Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),
+                    ),
+                    "text": family.T5_XXL,
                 },
             )
         },
         others=(
-            OtherModel(
+            family.OtherModel(
                 "LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"
             ),
-            OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
+            family.OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
         ),
         cautions=(
-            Caution(
+            family.Caution(
                 r"ltxv-13b-0\.9\.7-dev-fp8$",
                 "F8_E4M3",
                 "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' "
                 "Q8 kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it "
                 "again",
                 "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
+            ),
+            family.Caution(
+                r"ic.?lora",
+                "",
+                "an IC-LoRA follows a control clip, which has no input here: it acts as a style alone",
+                "Lightricks/ComfyUI-LTXVideo iclora.py",
             ),
         ),
     ),

@@ -19,7 +19,7 @@ from ....compat.checkpoints.headers import TensorEntry
 from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
 from ....compat.memory.transfer import Transfer, transfer_for
-from ...base import Latents, Progress, StageText
+from ...base import Latents, Progress, ProgressStage
 from ...files.formats import entries_in
 from ...files.part import construction, empty_weights
 from ...keys import listed
@@ -73,14 +73,14 @@ def upscaled(pipeline: Pipeline, latents: Latents, path: Path, progress: Progres
     pipeline.parts.readers[PART] = partial(_read, entries, config, pipeline.precision.vae)
     try:
         with pipeline.offloader.hold(PART, needed, progress) as network:
-            progress.step(0, 1, StageText("upscaling", "latents"))
+            progress.step(0, 1, ProgressStage("upscaling", "latents"))
             high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
             high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
     finally:
         pipeline.offloader.release(PART)
         pipeline.parts.drop(PART)
         pipeline.parts.readers.pop(PART)
-    progress.step(1, 1, StageText("upscaling", "latents"))
+    progress.step(1, 1, ProgressStage("upscaling", "latents"))
     match: Any = Upstream.adain_filter_latent
     rows, columns = high.shape[3:]
     return replace(

@@ -22,16 +22,8 @@ from ...base import (
     SampleSettings,
 )
 from ...pipeline import Pipeline
+from ...sampling import loop
 from ...sampling.core_sampler import TIME
-from ...sampling.loop import (
-    denoise,
-    latent_shape,
-    noise_for,
-    noise_mask_for,
-    safeguards_of,
-    sampled_latents,
-    start_from,
-)
 from ...sampling.schedules import Guidance, Levels, schedule_for
 from ...sizes import beside_transformer
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
@@ -78,7 +70,7 @@ def sample(
     generator = generator_for(settings.seed)
     mean, std, scale = _statistics(pipeline)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
-    noise = noise_for(latent_shape(SPEC, CHANNELS, settings), generator, device)
+    noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
     guidance = Guidance(settings, len(schedule))
@@ -104,15 +96,15 @@ def sample(
             rows = BOTH if guidance.acts(index) else PROMPTED
             return guidance.guide_batch(by_halves(pipeline.run.group, run)(rows))
 
-        latents = denoise(
-            start_from(clean, noise, schedule),
+        latents = loop.denoise(
+            loop.start_from(clean, noise, schedule),
             schedule,
             predict,
             progress=progress,
-            safeguards=safeguards_of(pipeline, progress, generator),
-            noise_mask=noise_mask_for(settings, clean, noise),
+            safeguards=loop.safeguards_of(pipeline, progress, generator),
+            noise_mask=loop.noise_mask_for(settings, clean, noise),
         )
-    return sampled_latents(pipeline, to_host(latents) * std / scale + mean, settings, generator)
+    return loop.sampled_latents(pipeline, to_host(latents) * std / scale + mean, settings, generator)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:

@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from ....compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
 from ....compat.ranks import SplitPlan
-from ...family import (
-    GUIDED,
-    HUB_FILES,
-    T5_XXL,
-    Defaults,
-    Download,
-    FamilyFiles,
-    FamilySpec,
-    FileKind,
-    FitFactors,
-    MemoryTerms,
-    Offer,
-    Published,
-    Quantised,
-    Recipe,
-    Recipes,
-    Rewrites,
-    Sizes,
-)
+from ... import family
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
@@ -30,15 +12,15 @@ STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
-FIT = FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
+FIT = family.FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id="mochi",
     title="Mochi 1",
     package=str(__package__),
     order=5,
-    memory=MemoryTerms(FIT, reference_tokens=256),
-    files=FamilyFiles(
+    memory=family.MemoryTerms(FIT, reference_tokens=256),
+    files=family.FamilyFiles(
         pipelines={"MochiPipeline": "text"},
         transformer_classes=("MochiTransformer3DModel",),
         parts={
@@ -50,40 +32,46 @@ SPEC = FamilySpec(
         text_parts=("text_encoder",),
         text_width="text_embed_dim",
         layouts=LAYOUTS,
-        kinds={"text_encoder": FileKind("t5", "text_embed_dim"), "vae": FileKind("mochi/vae")},
+        kinds={"text_encoder": family.FileKind("t5", "text_embed_dim"), "vae": family.FileKind("mochi/vae")},
         tokenizers={"tokenizer": "t5"},
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
+        defaults=family.Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
         min_steps=2,
     ),
-    recipes=Recipes(
-        effective=GUIDED,
+    recipes=family.Recipes(
+        effective=family.GUIDED,
         batched_cfg=True,
-        known={"": Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
+        known={"": family.Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
     ),
-    rewrites=Rewrites(
+    rewrites=family.Rewrites(
         precision=ModelPrecision({ALL_BF16: IN_FP32}),
         causal_decoder=True,
         published_blocks=((BLOCK, 47, False), (BLOCK, 1, True)),
         published_vae_fusion_points=38,
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
-    published=Published(
+    published=family.Published(
         pages=("https://huggingface.co/genmo/mochi-1-preview",),
-        offer=Offer(
-            (Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", HUB_FILES, STORED),),
+        offer=family.Offer(
+            (
+                family.Download(
+                    "genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED
+                ),
+            ),
             {"text": 8.9, "transformer": 18.7, "vae": 0.9},
             {
                 "transformer": (
-                    Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
+                    family.Quantised(
+                        "Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03
+                    ),
                     # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
-                    Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
+                    family.Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
                 ),
-                "text": T5_XXL,
+                "text": family.T5_XXL,
             },
         ),
     ),

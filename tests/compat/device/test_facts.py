@@ -4,7 +4,6 @@ import ast
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +14,8 @@ from anygpu.compat.device.facts import default_device, facts_for
 from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import offloader_for
+from test_layers import SOURCES, nodes_of
 
-ROOT = Path(__file__).resolve().parents[3]
 CPU = facts_for("cpu")
 GIBIBYTE = 1024**3
 
@@ -198,10 +197,10 @@ def test_torch_s_flags_are_read():
         torch.backends.cudnn.benchmark = before
 
 
-def _banned(source):
+def _banned(nodes):
     """(line, what) of each `is_bf16_supported` and each `torch.cuda`, however it is imported."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr == "is_bf16_supported":
             found.append((node.lineno, "is_bf16_supported"))
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -225,16 +224,12 @@ def _banned(source):
 
 def test_the_search_for_banned_calls_finds_them():
     source = "import torch\nfrom torch import cuda\ntorch.cuda.is_bf16_supported()\nimport torch.cuda\n"
-    assert len(_banned(source)) == 4
+    assert len(_banned(ast.walk(ast.parse(source)))) == 4
 
 
 def test_no_file_believes_is_bf16_supported_and_only_device_asks_cuda():
-    skipped = {"tests", "benchmarks", "training", ".venv", ".build", "build", "demo"}
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).parts
-        if skipped & set(parts) or any(part.startswith(".") for part in parts):
-            continue
-        found = _banned(path.read_text(encoding="utf-8"))
-        if parts == ("compat", "device", "facts.py"):
+    for source in SOURCES:
+        found = _banned(nodes_of(source))
+        if source == "compat/device/facts.py":
             found = [entry for entry in found if entry[1] == "is_bf16_supported"]
-        assert not found, f"{path}: {found}"
+        assert not found, f"{source}: {found}"

@@ -260,7 +260,8 @@ def test_a_device_that_disappears_is_one_line_and_nothing_is_kept(tmp_path, monk
     monkeypatch.setattr(probe_store, "device_fault", lambda device: "device lost")
     with pytest.raises(UnsupportedError, match="has stopped answering"):
         ProbeStore(CPU, tmp_path, more={"triton": gone})["triton"]
-    assert not list(tmp_path.iterdir())
+    assert ProbeStore(CPU, tmp_path).known() == {}
+    assert "asking" not in json.loads(next(tmp_path.iterdir()).read_text()), "the next start would blame the question"
 
 
 def test_timings_are_measured_once_and_kept(tmp_path):

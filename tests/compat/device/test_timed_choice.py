@@ -8,8 +8,9 @@ from anygpu.compat.decision import Decision
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import attention as attention_module
-from anygpu.compat.transforms.attention import LONG, Attention, by_time
+from anygpu.compat.transforms.attention import LONG, Attention, attention_for, by_time
 
 BF16, WIDTH = torch.bfloat16, 64
 FLASH = Decision("attention", "torch's fused kernel (flash)", "the default", "auto")
@@ -47,7 +48,7 @@ def test_the_fastest_is_taken_once_kept_and_said(card, clock, tmp_path):
         assert found.decision.why == (
             "the fastest of native_cudnn 2.00 ms, native 4.00 ms, native_efficient 5.00 ms on this device, timed once"
         )
-    assert asked == [(card, BF16, WIDTH)], "it was timed again"
+    assert asked == [(card, BF16, WIDTH, False)], "it was timed again"
     assert ProbeStore(card, tmp_path).recall(KEPT)["native"] == 4.0, "what users have kept is read by this name"
 
 
@@ -89,3 +90,31 @@ def test_only_kernels_that_are_right_here_are_timed_and_one_alone_is_not(monkeyp
     assert ran and set(ran) == {3}
     monkeypatch.setattr(attention_module, "BACKENDS", {})
     assert attention_module.kernel_times(cpu, torch.float32, WIDTH) == {}
+
+
+@pytest.mark.parametrize(
+    ("times", "absent", "ran"),
+    [
+        ({"sage": 4.0, "kitchen_int8": 2.0}, "", "kitchen_int8"),
+        ({"sage": 2.0, "kitchen_int8": 4.0}, "", "sage"),
+        ({}, "sage", "kitchen_int8"),
+        ({}, "kitchen_int8", "sage"),
+    ],
+)
+def test_the_lossy_choice_takes_the_faster_of_its_kernels_and_nothing_else_does(
+    card, clock, tmp_path, monkeypatch, times, absent, ran
+):
+    def require(kernel, *_given):
+        if kernel == absent:
+            raise UnsupportedError("it", expected="another", fix="No.")
+
+    calls = []
+    kernels = {name: lambda *_, name=name: calls.append(name) for name in ("sage", "kitchen_int8")}
+    monkeypatch.setattr("anygpu.compat.transforms.attention_kernels.require_usable", require)
+    monkeypatch.setattr(attention_module, "EXPLICIT", kernels)
+    clock(**times)
+    chosen = by_time(attention_for("sage", card, BF16, WIDTH), card, ProbeStore(card, tmp_path), BF16, WIDTH)
+    q = torch.ones(1, 1, 4, WIDTH, dtype=BF16)
+    chosen(q, q, q)
+    assert calls == [ran] and chosen.label == ran
+    assert by_time(attention_for("auto", card, BF16, WIDTH), card, None, BF16, WIDTH).fastest == ""

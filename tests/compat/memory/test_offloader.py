@@ -2,16 +2,14 @@
 
 import ast
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
 from anygpu.compat.memory.offloader import MODES, Offloader, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
+from test_layers import SOURCES, nodes_of, tree_of
 
-ROOT = Path(__file__).resolve().parents[3]
-ROOMS = ("compat", "pipelines", "paint", "host", "nodes")
 CPU = torch.device("cpu")
 
 
@@ -22,8 +20,7 @@ def declared() -> dict[str, object]:
 
 def members_in_source(path: str, name: str) -> dict[str, list[str]]:
     """Each member of a class and the parameters of its methods; of the host's, whose file only ComfyUI can import."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    body = next(node for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name == name)
     members: dict[str, list[str]] = {}
     for node in ast.walk(body):
         if isinstance(node, ast.FunctionDef):
@@ -61,11 +58,10 @@ def test_what_is_resident_at_the_peak_of_each_mode():
 
 
 def test_nobody_asks_an_offloader_what_it_has():
-    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
-    for path in (*files, ROOT / "cli.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
-                assert not ast.unparse(node.args[0]).endswith("offloader"), f"{path}:{node.lineno}"
+    for source in SOURCES:
+        for node in nodes_of(source):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+                assert not ast.unparse(node.args[0]).endswith("offloader"), f"{source}:{node.lineno}"
 
 
 @pytest.mark.parametrize("mode", MODES)

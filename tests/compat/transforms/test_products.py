@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import tiny
 import torch
-from anygpu.compat.checkpoints.packed import EIGHT, StoredLinear, eight_bits, pack
+from anygpu.compat.checkpoints.packed import EIGHT, StoredLinear, pack, rounded
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms import products
 from anygpu.compat.transforms.products import NEEDS, formats_on, multiply_as_stored, require_stored_matmuls
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings
@@ -27,7 +28,7 @@ def layer():
 
     def made(choice: str, rows: int = 48, columns: int = 64) -> nn.Linear:
         linear = nn.Linear(columns, rows).requires_grad_(False)
-        pack(linear, *eight_bits(linear.weight, choice), torch.float32)
+        pack(linear, dtype=torch.float32, **rounded(linear.weight, choice))
         return linear
 
     return made
@@ -44,6 +45,49 @@ def test_it_differs_from_the_exact_product_by_the_rounding_of_its_input(layer, c
     assert bool(((found - exact).abs() <= bound * 1.001 + 1e-6).all())
     undo()
     assert torch.equal(linear(x), exact)
+
+
+LOUD = [
+    pytest.param(choice, most, by, dtype, marks=[] if (choice, by) == ("int8_convrot", quick) else [pytest.mark.full])
+    for dtype, quick in ((torch.float32, ""), (torch.bfloat16, "kitchen"), (torch.float16, "torch"))
+    for choice, most in (("int8_convrot", 0.013), ("w4a8", 0.08))
+    for by in ("kitchen", "torch")
+]
+
+
+@pytest.mark.parametrize(("choice", "most", "by", "dtype"), LOUD)
+def test_loud_channels_cost_a_rotated_layer_nothing(monkeypatch, choice, most, by, dtype):
+    """Against the weights before they were rounded; comfy-kitchen's own dispatch gives the same."""
+    torch.manual_seed(0)
+    linear = nn.Linear(1024, 256).requires_grad_(False)
+    quiet = torch.randn(64, 1024)
+    loud = quiet.clone()
+    loud[:, ::200] *= 40
+    exact = [linear(x) for x in (quiet, loud)]
+    pack(linear, dtype=dtype, **rounded(linear.weight, choice))
+    if by == "torch":
+        monkeypatch.setattr(products, "kitchen", lambda: None)
+    multiplied, _ = multiply_as_stored(linear, tuple(NEEDS))
+    assert multiplied == (choice != "w4a8" or by == "kitchen")
+    found = [linear(x.to(dtype)).float() for x in (quiet, loud)]
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+    assert max(errors) <= most and errors[1] <= 1.1 * errors[0]
+    if by == "kitchen" and dtype is not torch.float16:
+        assert torch.equal(linear(quiet.to(dtype)), by_layout(linear, quiet.to(dtype)))
+
+
+def by_layout(linear: StoredLinear, x: torch.Tensor) -> torch.Tensor:
+    """The product as ComfyUI computes it: comfy-kitchen's tensor in torch's own linear."""
+    import comfy_kitchen.tensor as ck
+
+    common = {"orig_dtype": x.dtype, "orig_shape": (256, 1024), "convrot_groupsize": linear.group}
+    if linear.codec == "scaled":
+        name, params = "TensorWiseINT8Layout", {"scale": linear.scale, "convrot": True}
+    else:
+        name, params = "AsymW4A8Int8Layout", {"scale": linear.s_rel.view(torch.float8_e4m3fn)}
+        params |= {"s_channel": linear.s_channel[:, 0], "codebook": linear.codebook[0]}
+    weight = ck.QuantizedTensor(linear.stored.data, name, getattr(ck, name).Params(**params, **common))
+    return nn.functional.linear(x, weight, linear.bias.to(x.dtype))
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(48, 16), (40, 20)])

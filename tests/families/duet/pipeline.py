@@ -4,18 +4,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from anygpu.compat.device.execution import checked_layers, execution_device, generator_for, placed, state_of
-from anygpu.pipelines.base import (
-    EMBEDS,
-    MASK,
-    Call,
-    ImageCondition,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from anygpu.compat.device.execution import checked_layers, generator_for, placed, state_of
+from anygpu.pipelines import base
 from anygpu.pipelines.pipeline import Pipeline, make_room_and_retry
 from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Guidance, Levels, schedule_for
@@ -29,25 +19,29 @@ VOICE = "voice"
 prompt_from_core = t5_from_core
 
 
-def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
+def encode_prompt(pipeline: Pipeline, request: base.PromptRequest, progress: base.Progress) -> base.Prompt:
     """T5 embeddings of both texts."""
     from diffusers import MochiPipeline
 
     positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, force_zeros_for_empty_prompt=False)
-    return Prompt(SPEC.id, positive, negative)
+    return base.Prompt(SPEC.id, positive, negative)
 
 
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: base.Progress) -> torch.Tensor:
     """Latents (1, 12, T, H, W)."""
     return encoded(pipeline, frames, seed, progress)
 
 
 def sample(
-    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
-) -> Latents:
+    pipeline: Pipeline,
+    prompt: base.Prompt,
+    image: base.ImageCondition | None,
+    settings: base.SampleSettings,
+    progress: base.Progress,
+) -> base.Latents:
     """Latents (1, 12, T, H / 8, W / 8), and a voice (1, 3, T)."""
     device, dtype, generator = (
-        execution_device(pipeline.offloader),
+        pipeline.offloader.device,
         pipeline.precision.residual,
         generator_for(settings.seed),
     )
@@ -79,9 +73,9 @@ def sample(
             with transformer.cache_context("cond_uncond"):
                 output = transformer(
                     hidden_states=torch.cat([latents] * (1 + guided)).to(dtype),
-                    encoder_hidden_states=rows[EMBEDS],
+                    encoder_hidden_states=rows[base.EMBEDS],
                     timestep=time.expand(1 + guided).to(dtype),
-                    encoder_attention_mask=rows[MASK],
+                    encoder_attention_mask=rows[base.MASK],
                     return_dict=False,
                 )[0].float()
             output = guidance.guide_batch(output)
@@ -90,7 +84,7 @@ def sample(
 
         guards = Safeguards(make_room_and_retry(pipeline, progress))
         latents = denoise(noise, schedule, predict, progress=progress, safeguards=guards)
-    return Latents(
+    return base.Latents(
         latents.cpu(),
         SPEC.id,
         "text",
@@ -104,7 +98,7 @@ def sample(
     )
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: base.Call) -> torch.Tensor:
     """Noise minus data."""
     output: torch.Tensor = transformer(
         hidden_states=call.latents,
@@ -116,7 +110,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return output
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Any = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: base.Latents, progress: base.Progress, form: Any = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as bright as the voice is loud."""
     return decoded(pipeline, latents.samples, progress, form) * torch.sigmoid(latents.more[VOICE].mean())
 

@@ -1,22 +1,22 @@
 """Duet as data."""
 
 from anygpu.compat.device.precision import ALL_BF16, BF16, FP32, ModelPrecision, Precision
-from anygpu.pipelines.family import Defaults, FamilyFiles, FamilySpec, FitFactors, MemoryTerms, Recipes, Rewrites, Sizes
+from anygpu.pipelines import family
 from anygpu.pipelines.keys import TRANSFORMER, Layout, Row
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, VOICES = 12, 8, 6, 3
 WHY = "Duet decodes in fp32"
 
-SPEC = FamilySpec(
+SPEC = family.FamilySpec(
     id="duet",
     title="Duet",
     package=str(__package__),
     order=99,
-    memory=MemoryTerms(
-        FitFactors(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
+    memory=family.MemoryTerms(
+        family.FitFactors(tokens=16.88, latents=3.16, pixels=4.15, plain=0.0, text=4.31, streamed=6.82, chunked=1.46),
         reference_tokens=256,
     ),
-    files=FamilyFiles(
+    files=family.FamilyFiles(
         pipelines={"DuetPipeline": "text"},
         transformer_classes=("DuetTransformer",),
         parts={
@@ -37,14 +37,16 @@ SPEC = FamilySpec(
             ),
         ),
     ),
-    sizes=Sizes(
+    sizes=family.Sizes(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=Defaults(width=64, height=64, frames=7, steps=4, fps=24.0, cfg=2.0),
+        defaults=family.Defaults(width=64, height=64, frames=7, steps=4, fps=24.0, cfg=2.0),
     ),
-    recipes=Recipes(
+    recipes=family.Recipes(
         effective=frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas"}), batched_cfg=True
     ),
-    rewrites=Rewrites(precision=ModelPrecision({ALL_BF16: Precision(BF16, BF16, FP32, WHY)}), causal_decoder=True),
+    rewrites=family.Rewrites(
+        precision=ModelPrecision({ALL_BF16: Precision(BF16, BF16, FP32, WHY)}), causal_decoder=True
+    ),
 )

@@ -30,7 +30,9 @@ USUAL_SHAPE = (1, 16, 4, 8, 8)
 
 def ours(pipeline: Any, prompt: Any, image: Any, frames: int) -> torch.Tensor:
     """Latents of our own sampler at :data:`SIGMAS`, (1, C, T, H, W) in core's space."""
-    settings = SampleSettings(64, 64, frames, seed=SEED, cfg=CFG, sigmas=SIGMAS, guidance=6.0, fps=25.0)
+    settings = SampleSettings(
+        64, 64, frames, seed=SEED, cfg=CFG, sigmas=SIGMAS, guidance=6.0, fps=25.0, scheduler="euler"
+    )
     if pipeline.family == "framepack":
         framepack = FramePackSettings(frames / 25.0, window=2)
         return stages.sample_framepack(pipeline, prompt, image, settings, framepack, Silent()).samples

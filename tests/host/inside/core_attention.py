@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from anygpu.compat.transforms.attention import Attention
 from anygpu.host.core import attention as override
 from anygpu.host.core import machine as core_machine
 from anygpu.host.core import model as core_model
-from anygpu.host.core.attention import AttentionOverride
+from anygpu.host.core.attention import AttentionOverride, Preference
 from anygpu.host.core.counts import Counts
 from anygpu.host.core.ownership import is_linear
 from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
@@ -119,3 +120,108 @@ def chosen_by_flag() -> dict[str, Any]:
         output(fitted, "Wan 2.1")
     management.unload_all_models()
     return {"said": str(decisions[1]), "told": lines[0]}
+
+
+def preferred() -> dict[str, Any]:
+    """Which kernel computes in layers that ask for one, as newer core's do, and in one that does not."""
+    counts, calls = Counts(), list[str]()
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, heads: int, **_: Any) -> Tensor:
+        calls.append(str(q.dtype))
+        return exact(q, k, v, None).to(q.dtype)
+
+    class Layer(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.comfy_attention = SimpleNamespace(function=function)
+
+        def forward(self, query: Tensor, options: Any) -> Tensor:
+            query = query.float()
+            return core_attention.attention_sub_quad(
+                query, query, query, 2, skip_reshape=True, skip_output_reshape=True, transformer_options=options,
+                preferred_attention=self.comfy_attention,
+            )  # fmt: skip
+
+    network = torch.nn.ModuleList([Layer(kernel), Layer(None), Layer(core_attention.wrap_attn(kernel))])
+    preference, query = Preference(), torch.randn(1, 2, 8, 16)
+    ours = AttentionOverride(Attention(), True, counts=counts, preference=preference)
+    with preference.followed(network):
+        found = [layer(query, {override.OVERRIDE: ours}) for layer in network]
+    after = network[0](query, {override.OVERRIDE: ours})
+    expected = exact(query, query, query, None)
+    errors = [error(each.double(), expected) for each in (*found, after)]
+    return {"calls": calls, "error": max(errors), "ways": dict(counts.ways)}
+
+
+def in_containers(by_node: bool) -> dict[str, Any]:
+    """How comfy-kitchen's int8 attention, in emulation, gets operands that lie in containers, by flag or by node."""
+    given, alive = list[str](), list[int]()
+
+    def prequantize(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Any:
+        given.extend(str(each.dtype) for each in (q, k, v))
+        alive.append(sum(each.tensor is not None for each in containers))
+        return q, k, v
+
+    kitchen = SimpleNamespace(
+        prequantize_int8_attention=prequantize,
+        int8_attention_from_prequantized=lambda packed: exact(*packed, None).float(),
+        int8_attention=lambda q, k, v, **_: exact(*prequantize(q, k, v), None).float(),
+    )
+    counts, before = Counts(), None
+    int8, used = core_attention.attention_comfy_kitchen_int8, core_attention.attention_sub_quad
+    if by_node:
+        model = made("Wan 2.1")
+        model.set_model_optimized_attention(int8)
+        before = model.model_options["transformer_options"][override.OVERRIDE]
+    else:
+        used = int8
+    ours = AttentionOverride(Attention(), True, before, counts)
+    operands = [1e5 * torch.randn(1, 2, 8, 16) for _ in range(3)]
+    options = {"transformer_options": {override.OVERRIDE: ours}, "skip_reshape": True, "skip_output_reshape": True}
+    with (
+        mock.patch.object(core_attention, "comfy_kitchen", kitchen),
+        mock.patch.object(core_attention, "optimized_attention", used),
+    ):
+        containers = [core_attention.AttentionTensorContainer(each.clone()) for each in operands]
+        packed = used(*containers, 2, **options)
+        containers = []
+        plain = used(*operands, 2, **options)
+    expected = exact(*operands, None)
+    errors = [error(each.double(), expected) for each in (packed, plain)]
+    return {"dtypes": sorted(set(given)), "alive": alive, "error": max(errors), "ways": dict(counts.ways)}
+
+
+def narrow_operands(function: str, dtype: str) -> dict[str, float]:
+    """Errors of 16-bit operands as loaded: large values under sums in fp16, large scores under core's functions."""
+    ours, own = AttentionOverride(Attention(), False), getattr(torch, dtype)
+    query, key, value = (torch.randn(1, 2, 128, 64, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    if function == "sage":
+
+        def attention_sage(q: Tensor, k: Tensor, v: Tensor, heads: int, **_: Any) -> Tensor:
+            return sums_of_64_keys_in_fp16(q, k, v.half(), None).to(q.dtype)
+
+        called, operands = core_attention.wrap_attn(attention_sage), [query * 0, key, value.abs() * 3000]
+    else:
+        called, operands = FUNCTIONS[function], [query * 120, query * 120, value]
+    operands = [each.to(own) for each in operands]
+    expected, found = exact(*operands, None), {}
+    with ExitStack() as stack:
+        for module in (override, attention_choice):
+            stack.enter_context(mock.patch.object(module, "fused_kernel", lambda *_: ""))
+        for which, options in (("core", {}), ("ours", {override.OVERRIDE: ours})):
+            result = called(*operands, 2, skip_reshape=True, skip_output_reshape=True, transformer_options=options)
+            found[which] = error(result.double(), expected)
+    return found
+
+
+def on_a_radeon(core_takes: str) -> dict[str, Any]:
+    """What becomes of attention in bf16 on a Radeon with a kernel of torch's, by the function that core takes there."""
+    machine, lines = turing(backend="rocm", arch="gfx1102", arch_class="rocm", name="RX 7600"), list[str]()
+    functions = {**FUNCTIONS, "sage": core_attention.wrap_attn(lambda *_, **__: None)}
+    functions["sage"].__name__ = "attention_sage"
+    with mock.patch.object(core_attention, "optimized_attention", functions[core_takes]):
+        model = made("Wan 2.1", torch.bfloat16, None)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine, tell=lines.append)
+        if core_takes != "sage":
+            output(fitted, "Wan 2.1")
+    return {"same": fitted is model, "said": [str(decision) for decision in decisions[:2]], "told": lines}

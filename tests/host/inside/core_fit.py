@@ -11,6 +11,7 @@ from unittest import mock
 
 import comfy.cli_args as cli_args
 import comfy.context_windows as context_windows
+import comfy.ldm.modules.attention as core_attention
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.samplers
@@ -25,7 +26,7 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.layers import is_conv2d
+from anygpu.host.core.layers import is_convolution
 from anygpu.host.core.machine import PRECISIONS, Fit, ModelDevice
 from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
@@ -94,7 +95,7 @@ def told(name: str) -> dict[str, Any]:
     hooks = [
         leaf.register_forward_hook(lambda module, *_: called.add(module))
         for leaf in model.model.diffusion_model.modules()
-        if is_linear(leaf) or is_conv2d(leaf)
+        if is_linear(leaf) or is_convolution(leaf)
     ]
     output(model, name)
     for hook in hooks:
@@ -108,8 +109,9 @@ def told(name: str) -> dict[str, Any]:
     }
 
 
+@mock.patch.object(core_attention, "optimized_attention", core_attention.attention_pytorch)
 def refitted(name: str) -> dict[str, Any]:
-    """Every ordered pair of choices against the second alone."""
+    """Every ordered pair of choices against the second alone, where core takes torch's attention."""
     model, machine = made(name, compute=None), turing()
     louder(model, name, 1.0)
     core = output(model, name)
@@ -136,6 +138,7 @@ def refitted(name: str) -> dict[str, Any]:
     }
 
 
+@mock.patch.object(core_attention, "optimized_attention", core_attention.attention_pytorch)
 def unchanged(name: str, profile: str) -> dict[str, Any]:
     """What a machine that needs nothing does."""
     with machine_named(profile) as machine:

@@ -1,6 +1,6 @@
 """Scenes about core's own VAEs and text encoders fitted to devices that nobody here owns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -22,7 +22,9 @@ from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
 from anygpu.host.core.masks import lost_masks
 from simulated import accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from host.inside import core_tiny_vaes
 from host.inside.core_fit import machine_named, turing
 from host.inside.core_tiny import HOST, error, fill
 from host.inside.core_tiny_vaes import CASES, latents_of, made, published
@@ -140,6 +142,145 @@ def rescued(name: str, fault: str, edge: int = 8) -> dict[str, Any]:
     }
 
 
+def _dead(pixels: torch.Tensor, part: float) -> torch.Tensor:
+    """Pixels whose right ``part`` of the lower half says nothing."""
+    rows, columns = pixels.shape[-2] // 2, int(pixels.shape[-1] * (1 - part))
+    pixels[..., rows:, columns:] = pixels[..., :1, :1]
+    return pixels
+
+
+def _late(pixels: torch.Tensor) -> torch.Tensor:
+    """Pixels all frames of which but the first are black."""
+    later = pixels[:, :, 1:] if pixels.ndim == 5 else pixels
+    later.fill_(-1.0)
+    return pixels
+
+
+SPOILT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # finite, and wrong
+    "dead frames": _late,
+    "dead half": lambda pixels: _dead(pixels, 1.0),
+    "dead sixteenth": lambda pixels: _dead(pixels, 0.125),
+    "saturated": lambda pixels: pixels * 1e6,
+    "two values": lambda pixels: pixels.sign(),
+    "inverted": lambda pixels: -pixels,
+    "false colour": lambda pixels: pixels.roll(1, 1),
+    "noise": lambda pixels: torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0)).to(pixels),
+}
+
+
+def spoilt(name: str, times: int = 99) -> dict[str, Any]:
+    """Decodes of ``name`` in fp16 that are finite and wrong the first ``times``, by fault: error and words."""
+    vae, latents, report = made(name, torch.float16), latents_of(name), {}
+    expected = fitted(vae, precision="fp32").decode(latents)
+    network, own = vae.first_stage_model, vae.first_stage_model.decode
+    for fault, spoil in SPOILT.items():
+        left = [times]
+
+        def decode(
+            z: torch.Tensor,
+            *args: Any,
+            spoil: Any = spoil,
+            left: list[int] = left,
+            output_buffer: Any = None,
+            **named: Any,
+        ) -> Any:
+            pixels = own(z, *args, **named)
+            if z.dtype is torch.float16 and left[0]:
+                left[0] -= 1
+                pixels = spoil(pixels.clone())
+            return pixels if output_buffer is None else output_buffer.copy_(pixels)
+
+        with noted() as said, mock.patch.object(network, "decode", decode):
+            found = fitted(vae).decode(latents)
+            report[fault] = {"error": error(found, expected), "said": list(said)}
+    return report
+
+
+def on_a_bad_device(name: str) -> dict[str, Any]:
+    """A decode on a device that inverts what it makes, in every dtype."""
+    latents = latents_of(name)
+    expected = fitted(made(name), precision="fp32").decode(latents)
+    with machine_named("turing") as machine, noted() as said:
+        vae = made(name, device=machine.facts.device)
+        own = vae.first_stage_model.decode
+
+        def decode(z: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+            return own(z, *args, **named) * (1.0 if z.device.type == "cpu" else -1.0)
+
+        with mock.patch.object(vae.first_stage_model, "decode", decode):
+            found = fitted(vae, machine=machine).decode(latents)
+        management.unload_all_models()
+        return {"error": error(found.cpu(), expected), "said": list(said)}
+
+
+def sound(name: str) -> dict[str, list[str]]:
+    """Words of decodes in fp16 and bf16 that are right, by what they show."""
+    report = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        vae = made(name, dtype)
+        plain, latents = fitted(vae, precision="as loaded"), latents_of(name)
+        shape = vae.decode(latents).shape[-4:]
+        white = torch.ones(shape)
+        title, fade = white * 0.0, white * torch.linspace(0, 1, shape[0]).view(-1, 1, 1, 1)
+        title[:, shape[1] // 3 : shape[1] // 2, shape[2] // 4 : -shape[2] // 4] = 1.0
+        dark, flat, half = latents.clone(), latents.new_zeros(latents.shape), latents.clone()
+        dark[:, :, -1] = 0.0
+        half[..., half.shape[-1] // 2 :] = 0.3
+        given = {"noise": latents, "dark frame": dark, "flat": flat, "half flat": half}
+        with noted() as said:
+            pictures = {"black": white * 0.0, "title": title, "fade": fade, "grey": white * 0.5}
+            given |= {key: vae.encode(picture) for key, picture in pictures.items()}
+            for key, each in given.items():
+                said.clear()
+                plain.decode(each)
+                report[f"{key}, {dtype}"] = list(said)
+    return report
+
+
+def one_colour(name: str) -> dict[str, Any]:
+    """A decode that really is one colour, on every device."""
+    vae, latents = made(name, torch.float16), latents_of(name)
+    own = vae.first_stage_model.decode
+    with (
+        noted() as said,
+        mock.patch.object(vae.first_stage_model, "decode", lambda z, *a, **n: own(z, *a, **n) * 0.0 + 0.5),
+    ):
+        found = fitted(vae).decode(latents)
+    return {"values": found.unique().tolist(), "said": list(said)}
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes that operations read and write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [each for each in (*args, found) if isinstance(each, torch.Tensor)]
+            self.count += sum(each.numel() * each.element_size() for each in tensors)
+        return found
+
+
+def looked_at(name: str) -> dict[str, int]:
+    """Bytes of a decode by a VAE of published width, plain and looked at."""
+    wide = {
+        "SD": {"ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2},
+        "Wan 2.1": {"dim": 96, "dim_mult": [1, 2, 4, 4]},
+    }
+    with mock.patch.dict(core_tiny_vaes.PICTURE if name == "SD" else core_tiny_vaes.WAN, wide[name]):
+        vae = made(name)
+    latents = latents_of(name)[..., :4, :4] if name == "Wan 2.1" else latents_of(name)
+    counts = {}
+    with noted():
+        for key, each in {"plain": vae, "fitted": fitted(vae)}.items():
+            each.decode(latents)  # loads it
+            with Bytes() as counter:
+                each.decode(latents)
+            counts[key] = counter.count
+    return counts
+
+
 def refused(name: str, fault: str) -> str:
     """What a decode of latents that are not finite says, or of a VAE that is broken."""
     vae, latents = made(name), latents_of(name)
@@ -220,6 +361,11 @@ def text_encoder(name: str, tokens: int = 24) -> Any:
     for norm in network.modules():
         if isinstance(norm, llama.RMSNorm) and norm.add:  # to which one is added
             norm.weight.data -= 1.0
+    return clip_of(network), torch.arange(tokens)[None] % 99
+
+
+def clip_of(network: torch.nn.Module) -> Any:
+    """Core's CLIP around an encoder."""
     clip = comfy.sd.CLIP(no_init=True)
     clip.cond_stage_model, clip.tokenizer = network.eval(), None
     clip.patcher = comfy.model_patcher.CoreModelPatcher(network, HOST, HOST)
@@ -227,7 +373,7 @@ def text_encoder(name: str, tokens: int = 24) -> Any:
     clip.patcher.is_clip = True
     clip.layer_idx = clip.apply_hooks_to_conds = None
     clip.tokenizer_options, clip.use_clip_schedule = {}, False
-    return clip, torch.arange(tokens)[None] % 99
+    return clip
 
 
 def encoded(clip: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from host.inside.core_fit import traces, turing
 from host.inside.core_fit_vaes import encoded, text_encoder
+from host.inside.core_packs import CALLS, PACKS, of_pack
 from host.inside.core_tiny import error, made, output
 
 aten = torch.ops.aten
 Base = comfy.ops.manual_cast.Linear
-CALLS: list[int] = []
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,17 +181,19 @@ FORMS: dict[str, Callable[[Any], nn.Module]] = {
     "property": functools.partial(of_class, Holder.Property.Linear),
     "subclass in torch's": functools.partial(_subclass, nn.Linear),
     "subclass in core's": functools.partial(_subclass, Base),
+    **{name: functools.partial(of_pack, name) for name in PACKS},
 }
 
 
 def replaced(network: nn.Module, form: str, every: int = 1) -> int:
     """Put a foreign layer in the place of every so many Linears; how many."""
-    leaves = [(name, leaf) for name, leaf in network.named_modules() if is_linear(leaf)]
+    leaves, count = [(name, leaf) for name, leaf in network.named_modules() if is_linear(leaf)], 0
     for name, leaf in leaves[every // 2 :: every]:
         parent, _, own = name.rpartition(".")
         new = FORMS[form](leaf) if form in FORMS else plain(leaf)
         setattr(network.get_submodule(parent), own, new)
-    return len(leaves[every // 2 :: every])
+        count += new is not leaf
+    return count
 
 
 def plain(old: Any) -> nn.Linear:

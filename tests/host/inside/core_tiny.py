@@ -15,6 +15,8 @@ from torch import nn
 
 HOST = torch.device("cpu")
 TOKENS = 12
+LARGEST = 6e4  # of a weight in fp16
+NORMS = ("gamma", "scale", "beta")  # names of norms' weights beside the usual ones
 GROUP = 64  # columns that the packed formats here take together at most
 VIDEO, PICTURE = (3, 8, 8), (8, 8)  # latent frames, rows, columns
 
@@ -26,7 +28,7 @@ class Case:
     Args:
         table: its row in ``comfy.supported_models``. config: of the network. shapes: of the latents, one or several.
         width: of the text. conds: what else its CONDITIONING holds. loud: the layer whose output is scaled until the
-            residual leaves fp16's range.
+            residual leaves fp16's range. file: what else core reads from its file.
     """
 
     table: str
@@ -35,6 +37,7 @@ class Case:
     width: int
     loud: str
     conds: Mapping[str, Any] = field(default_factory=dict)
+    file: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def _text(*shape: int) -> torch.Tensor:
@@ -219,10 +222,11 @@ def made(
     """A MODEL of the class with random weights, computed in ``compute`` as core casts; None computes in ``weights``."""
     case = CASES[name]
     config = getattr(supported, case.table)(dict(case.config))
+    config.unet_config |= case.config  # some rows insist on the published numbers
     config.set_inference_dtype(weights, compute)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = config.get_model({}, "")
+        model = config.get_model(dict(case.file), "")
         fill(model.diffusion_model)
     model.diffusion_model.eval()
     return comfy.model_patcher.CoreModelPatcher(model, device, HOST)
@@ -231,15 +235,15 @@ def made(
 def fill(network: nn.Module) -> None:
     """Weights as after training: rows of length about 1, norms about 1, small biases."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        if name == "rope.inv_freq":  # which core leaves empty, for the file to fill
+        if name.endswith(("rope.inv_freq", "rotary_pos_emb.inv_freq")):  # which core leaves empty, for the file to fill
             tensor.copy_(10000.0 ** -torch.linspace(0, 1, len(tensor)))
-        plain = name.endswith(("weight", "bias")) or tensor.ndim > 1
+        plain = name.endswith(("weight", "bias", *NORMS)) or tensor.ndim > 1 or isinstance(tensor, nn.Parameter)
         if not tensor.is_floating_point() or not plain or 0 in tensor.stride():
             continue
         if tensor.ndim > 1:
             value = torch.randn(tensor.shape) / max(1, tensor[0].numel()) ** 0.5
         else:
-            value = 0.02 * torch.randn(tensor.shape) + (1.0 if name.endswith("weight") else 0.0)
+            value = 0.02 * torch.randn(tensor.shape) + (1.0 if name.endswith(("weight", *NORMS[:2])) else 0.0)
         with torch.no_grad():
             tensor.copy_(value)
 
@@ -265,13 +269,13 @@ def pack(file: dict[str, torch.Tensor], path: str, kind: str, **chosen: Any) -> 
 
 
 def louder(model: Any, name: str, peak: float) -> float:
-    """Scale the weights of one layer so that its output reaches ``peak``; the factor."""
+    """Scale the weights of one layer so that its output reaches ``peak``, or as far as fp16 goes; the factor."""
     leaf = model.model.diffusion_model.get_submodule(CASES[name].loud)
     seen: list[float] = []
     handle = leaf.register_forward_hook(lambda _m, _i, out: seen.append(float(out.abs().amax())))
     output(model, name)
     handle.remove()
-    factor = peak / max(seen)
+    factor = min(peak / max(seen), LARGEST / float(leaf.weight.abs().amax()))
     with torch.no_grad():
         leaf.weight.mul_(factor)
         if leaf.bias is not None:

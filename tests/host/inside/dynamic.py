@@ -99,6 +99,27 @@ def fitted(name: str) -> dict[str, Any]:
         }
 
 
+def packed(name: str, kind: str) -> dict[str, Any]:
+    """A fitted MODEL with packed layers that core pages by itself, against core's own, and its packed products."""
+    from host.inside import core_packed
+
+    device = management.get_torch_device()
+    twin, _ = core_packed.packed_twin(name, kind, "fp16")
+    with dynamic_vram(), core_packed.products_counted() as calls:
+        loaded = core_packed.empty(name, "fp16")
+        loaded.diffusion_model.load_state_dict(twin.model.diffusion_model.state_dict(), assign=True)
+        model = comfy.model_patcher.CoreModelPatcher(loaded, device, core_tiny.HOST)
+        own, alone = core_tiny.output(model, name), calls.total()
+        calls.clear()
+        safe, _ = core_model.fit_model(model, keep_latents="never", machine=turing(device))
+        found = core_tiny.output(safe, name)
+        management.unload_all_models()
+    layers = core_packed.core_packed.packed_layers(loaded.diffusion_model)
+    layouts = {layer.weight._layout_cls for layer in layers}
+    return {"dynamic": safe.is_dynamic(), "near": core_tiny.error(found, own), "alone": alone,
+            "products": calls.total(), "layouts": sorted(layouts)}  # fmt: skip
+
+
 def beside_core(name: str) -> dict[str, Any]:
     """Ours and a dynamic model of core's in turn where only one fits, our sampler and core's; who is what."""
     plain = loaded_for(name, heavy=True)

@@ -369,7 +369,7 @@ def in_blocks(module: nn.Module) -> None:
         for layer in packable(module).values():
             if layer.in_features % gguf.GGML_QUANT_SIZES[kind][0] == 0:
                 rows = torch.from_numpy(gguf.quants.quantize(layer.weight.numpy(), kind))
-                pack(layer, rows, None, layer.weight.dtype, CODEC)
+                pack(layer, rows, layer.weight.dtype, CODEC)
 
 
 def factors(pipeline: Any) -> dict[str, torch.Tensor]:

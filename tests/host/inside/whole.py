@@ -42,7 +42,7 @@ def full_offloader(pipeline: Any, name: str) -> int:
     """Bytes of a run with every part on the device: all weights and the largest activations."""
     weights = sum(part.total for part in pipeline.weights.values())
     needs = forecast(pipeline, Size(64, 64, CASES[name][1], True, 2), "none").stages
-    return weights + max(need.activations for need in needs)
+    return weights + max(need.activations + need.ahead for need in needs)  # both texts at once
 
 
 def interleaved(pipeline: Any, name: str, vae: Any) -> tuple[list[torch.Tensor], list[str]]:

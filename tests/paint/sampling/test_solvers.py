@@ -5,14 +5,7 @@ import json
 import pytest
 import torch
 from anygpu.compat.errors import InputError
-from anygpu.paint.sampling.solvers import (
-    SCHEDULERS,
-    EulerAncestral,
-    lcm_schedule,
-    schedule_for,
-    schedule_of,
-    solver_for,
-)
+from anygpu.paint.sampling import solvers
 from paint.stored import FIXTURES, values
 
 START = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -31,7 +24,7 @@ def network(x: torch.Tensor, time: float) -> torch.Tensor:
 
 
 def ours(name, schedule, seed=1):
-    generator, solver = torch.Generator().manual_seed(seed), solver_for(name, schedule)
+    generator, solver = torch.Generator().manual_seed(seed), solvers.solver_for(name, schedule)
     x = solver.begin(START)
     for index, time in enumerate(schedule.timesteps):
         velocity = network(solver.model_input(x, index), time)
@@ -52,7 +45,7 @@ def upstream(scheduler, **steps):
 def test_euler_ancestral_is_upstreams():
     from diffusers import EulerAncestralDiscreteScheduler
 
-    schedule = schedule_for("trailing", 30, zero_snr=True)
+    schedule = solvers.schedule_for("trailing", 30, zero_snr=True)
     wanted, scheduler = upstream(
         EulerAncestralDiscreteScheduler.from_config(PUBLISHED, timestep_spacing="trailing"), num_inference_steps=30
     )
@@ -64,7 +57,7 @@ def test_euler_ancestral_is_upstreams():
 def test_turbo_takes_its_ten_fixed_steps():
     from diffusers import LCMScheduler
 
-    schedule = lcm_schedule(10, zero_snr=True)
+    schedule = solvers.lcm_schedule(10, zero_snr=True)
     assert schedule.timesteps == (989, 890, 791, 692, 593, 494, 395, 296, 197, 98)
     wanted, _ = upstream(LCMScheduler.from_config(PUBLISHED), num_inference_steps=10, original_inference_steps=30)
     assert (ours("lcm", schedule) - wanted).abs().max() <= ROUNDING
@@ -77,7 +70,7 @@ def test_unipc_is_upstreams(steps):
     wanted, scheduler = upstream(
         UniPCMultistepScheduler.from_config(PUBLISHED, timestep_spacing="trailing"), num_inference_steps=steps
     )
-    schedule = schedule_for("trailing", steps, zero_snr=True)
+    schedule = solvers.schedule_for("trailing", steps, zero_snr=True)
     assert list(schedule.timesteps) == scheduler.timesteps.tolist()
     assert (ours("unipc", schedule) - wanted).abs().max() <= ROUNDING
 
@@ -88,21 +81,21 @@ def test_unipc_is_upstreams(steps):
 )
 def test_levels_of_the_fixtures(kind, name, spacing, zero_snr):
     given = values(kind, f"{name}.in")
-    schedule = schedule_for(spacing, len(given["timesteps"]), zero_snr)
+    schedule = solvers.schedule_for(spacing, len(given["timesteps"]), zero_snr)
     assert list(schedule.timesteps) == given["timesteps"].tolist()
     assert torch.allclose(torch.tensor(schedule.sigmas), given["sigmas"], rtol=1e-6)
 
 
 def test_karras_and_own_sigmas_fall_to_zero_at_the_times_of_their_levels():
-    schedule = schedule_for("karras", 5, zero_snr=True)
+    schedule = solvers.schedule_for("karras", 5, zero_snr=True)
     assert schedule.sigmas[0] == pytest.approx(14.6146)
     assert schedule.sigmas[-1] == 0
-    exact = schedule_of([float(schedule.table[700]), float(schedule.table[200]), 0.0], zero_snr=True)
+    exact = solvers.schedule_of([float(schedule.table[700]), float(schedule.table[200]), 0.0], zero_snr=True)
     assert exact.timesteps == pytest.approx((700, 200))
 
 
 def test_plain_euler_draws_nothing_and_finds_what_the_prediction_implies():
-    solver = EulerAncestral(schedule_for("trailing", 4, zero_snr=True), eta=0.0)
+    solver = solvers.EulerAncestral(solvers.schedule_for("trailing", 4, zero_snr=True), eta=0.0)
     clean, noise = torch.full((1, 4, 2, 2), 0.5), torch.ones(1, 4, 2, 2)
     x = solver.begin(noise, clean)
     for index, sigma in enumerate(solver.schedule.sigmas[:-1]):
@@ -113,10 +106,10 @@ def test_plain_euler_draws_nothing_and_finds_what_the_prediction_implies():
     assert torch.allclose(x, clean, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULERS if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in solvers.SCHEDULERS if name != "auto"])
 def test_denoise_starts_from_the_given_latents_at_the_level_of_the_rest(name):
-    schedule = (lcm_schedule(10, True) if name == "lcm" else schedule_for("trailing", 10, True)).tail(3)
-    solver, clean = solver_for(name, schedule), torch.full((1, 4, 2, 2), 0.5)
+    schedule = (solvers.lcm_schedule(10, True) if name == "lcm" else solvers.schedule_for("trailing", 10, True)).tail(3)
+    solver, clean = solvers.solver_for(name, schedule), torch.full((1, 4, 2, 2), 0.5)
     x, sigma = solver.begin(torch.ones_like(clean), clean), schedule.sigmas[0]
     assert len(schedule) == 3
     assert torch.allclose(solver.model_input(x, 0), (clean + sigma) / (sigma**2 + 1) ** 0.5)
@@ -125,11 +118,11 @@ def test_denoise_starts_from_the_given_latents_at_the_level_of_the_rest(name):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: schedule_for("trailing", 0, True),
-        lambda: schedule_for("nowhere", 4, True),
-        lambda: lcm_schedule(31, True),
-        lambda: schedule_of([1.0, 2.0, 0.0], True),
-        lambda: solver_for("dpm", schedule_for("trailing", 4, True)),
+        lambda: solvers.schedule_for("trailing", 0, True),
+        lambda: solvers.schedule_for("nowhere", 4, True),
+        lambda: solvers.lcm_schedule(31, True),
+        lambda: solvers.schedule_of([1.0, 2.0, 0.0], True),
+        lambda: solvers.solver_for("dpm", solvers.schedule_for("trailing", 4, True)),
     ],
 )
 def test_unusable_choices_are_refused(call):

@@ -1,6 +1,7 @@
 """FramePack section by section gives the one-shot pipeline's video, in both orders, with and without an end image."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -30,14 +31,15 @@ from anygpu.pipelines.families.framepack.pipeline import resume_key
 from anygpu.pipelines.files.evidence import Evidence, names_around
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.sampling import resume
+from anygpu.pipelines.sampling.unipc import FlowUniPC
 
 I2V, F1 = "framepack", "framepack_f1"
 ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}
 WIDTH, HEIGHT, WINDOW, STEPS, SEED, GUIDANCE = 48, 32, 2, 2, 7, 6.0
-PER_SECTION = 5  # pixel frames that one window of two latent frames covers
+PER_SECTION, OURS = 5, WINDOW * 4  # pixel frames a section: those that upstream counts, and those that it adds
 PROMPT, NEGATIVE = "a red cat jumps over the wall", "blurry and ugly"
 START, END = torch.rand(2, 1, HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(0))
-SETTINGS = SampleSettings(WIDTH, HEIGHT, 0, steps=STEPS, seed=SEED, guidance=GUIDANCE)
+SETTINGS = SampleSettings(WIDTH, HEIGHT, 0, steps=STEPS, seed=SEED, guidance=GUIDANCE, scheduler="euler")  # upstream's
 TRIMMED = 1e-5  # upstream attends over masked padding, which moves the last bits
 
 
@@ -73,7 +75,7 @@ def _loaded(folder: Path, **choices: Any) -> Any:
 
 
 def _frames(count: int) -> int:
-    """The most pixel frames, on the grid, that ``count`` sections are sampled for."""
+    """The most pixel frames, on the grid, that upstream samples ``count`` sections for."""
     return (count * PER_SECTION - 1) // 4 * 4 + 1
 
 
@@ -89,7 +91,7 @@ class SavedLatents:
         self.keys.append(key)
         return self.standing
 
-    def keep(self, key: str, index: int, count: int, latents: Latents, standing: resume.SectionState) -> None:
+    def save(self, key: str, index: int, count: int, latents: Latents, standing: resume.SectionState) -> None:
         self.parts.append((index, count, latents))
         self.standing = standing
         if self.cut_after == index + 1:
@@ -99,7 +101,7 @@ class SavedLatents:
 def _sampled(made: SimpleNamespace, count: int, progress: Any = None, keep: Any = None, **changes: Any) -> Latents:
     """``count`` sections; ``changes`` are fields of either settings, or ``prompt`` or ``image``."""
     prompt, image = changes.pop("prompt", made.prompt), changes.pop("image", made.start)
-    asked = FramePackSettings(_frames(count) / 30, WINDOW)
+    asked = FramePackSettings(count * OURS / 30, WINDOW)
     known = FramePackSettings.__dataclass_fields__
     asked = replace(asked, **{key: changes.pop(key) for key in list(changes) if key in known})
     settings = replace(SETTINGS, **changes)
@@ -147,8 +149,7 @@ def test_stages_give_the_one_shot_video(run: Any, name: str, ended: bool, cfg: f
     frames = _one_shot(made, 3, "pt", true_cfg_scale=cfg, **last, **_given(made))
     video = stages.decode(made.pipeline, latents, Silent())
     assert frames.shape == (3 * WINDOW * 4 + 1, HEIGHT, WIDTH, 3)
-    assert len(video) == (len(frames) if ended else _frames(3))
-    assert torch.equal(video, frames[: len(video)])
+    assert torch.equal(video, frames)
 
 
 @pytest.mark.parametrize("name", [I2V, F1])
@@ -222,16 +223,13 @@ def test_end_strength_goes_from_no_end_image_to_upstreams(run: Any) -> None:
     assert torch.equal(_sampled(made, 1, image=weak).samples, ends[0.5])
 
 
-def test_an_end_image_is_not_cut_off(run: Any, recorded: Any) -> None:
+def test_whole_sections_are_made_said_and_forecast(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
-    assert _sampled(made, 2, image=made.end).frames == 17 > _sampled(made, 2).frames == 9
-    _sampled(made, 2, watched, image=made.end)
-    assert "frames 9 -> 17, the end of the last section, where the end image is" in watched.said
-    for image in (made.start, made.end):  # a forecast counts what a run draws
-        latents, settings = _sampled(made, 2, image=image), FramePackSettings(_frames(2) / 30, WINDOW)
-        ended = settings.ended_by((frame, strength) for _, frame, strength in image.anchors)
-        sections, frames = made.pipeline.spec.code.sections_for(settings, _frames(2), ended)
-        assert (sections, frames) == (len(latents.extra["section_lengths"]), latents.frames)
+    latents = _sampled(made, 2, watched)
+    assert latents.frames == 17 and any("17 frames in 2 sections" in line for line in watched.said)
+    settings, code = FramePackSettings(2 * OURS / 30, WINDOW), made.pipeline.spec.code
+    assert code.frames_for(settings, 30.0) == latents.frames
+    assert code.sections_for(settings, latents.frames) == len(latents.extra["section_lengths"])
 
 
 def test_images_join_in_either_order(run: Any) -> None:
@@ -282,7 +280,7 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
     assert [list(part.extra["section_lengths"]) for _, _, part in kept] == [lengths[:end] for end in (1, 2, 3)]
     partial, video = kept[1][2], stages.decode(made.pipeline, latents, Silent())
     frames = stages.decode(made.pipeline, partial, Silent())
-    assert len(frames) == partial.frames == 13
+    assert len(frames) == partial.frames == (13 if name == I2V else 17)
     if name == F1:  # what comes later is blended into the last five frames only
         assert torch.equal(frames[: 17 - PER_SECTION], video[: 17 - PER_SECTION])
     sampling = [(done, total) for done, total, stage in watched.steps if stage.startswith("sampling")]
@@ -333,7 +331,7 @@ def test_another_seed_prompt_picture_or_model_is_another_sampling(run: Any) -> N
 def key_of(made: SimpleNamespace, **changes: Any) -> str:
     """The key of one video, from a pipeline with other fields."""
     other = replace(made.pipeline, **changes)
-    return resume_key(other, made.prompt, made.start, SETTINGS, FramePackSettings(1.0))
+    return resume_key(other, made.prompt, made.start, SETTINGS, FramePackSettings(1.0))()
 
 
 def test_a_standing_of_another_size_is_not_gone_on_with(run: Any) -> None:
@@ -381,6 +379,35 @@ def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, 
     watched = recorded()
     assert _sampled(run(F1), 1, watched, single_frame=True).samples.shape[2] == 1
     assert any("made for FramePack I2V" in said for said in watched.said)
+
+
+UNIPC_BH1 = {  # what the publisher's sample_unipc makes of five numbers (below), by steps; shift exp(1.3)
+    1: (-0.883662, -0.583662, -0.283662, 0.016338, 0.316338),
+    2: (-0.379468, 0.2116, 0.557625, 0.791996, 1.456799),
+    3: (-0.277697, 0.598949, 0.627079, 1.186562, 1.809246),
+    4: (-0.513885, 0.505706, 0.491958, 1.010264, 1.804535),
+    10: (-0.913317, -0.133524, -0.023892, 0.322247, 1.401025),
+    25: (-0.90129, -0.171005, -0.049436, 0.306285, 1.450707),
+    50: (-0.909075, -0.182963, -0.052806, 0.319695, 1.441515),
+}
+
+
+@pytest.mark.parametrize("steps", UNIPC_BH1)
+def test_the_solver_is_the_publishers(steps: int) -> None:
+    """Source: lllyasviel/FramePack 97fe5db, ``k_diffusion/uni_pc_fm.py``, run on the velocity below."""
+    even = [1 - index / steps for index in range(steps)]
+    levels = (*(1 / (1 + (1 / t - 1) * math.exp(-1.3)) for t in even), 0.0)
+    latents, solver = torch.linspace(-2, 2, 5), FlowUniPC(levels, torch.device("cpu"))
+    for level in levels[:-1]:
+        velocity = torch.sin(3 * latents) * (1 - level) + 0.7 * latents + math.cos(5 * level)
+        latents = solver.step(velocity, solver.timesteps[0], latents)[0]
+    assert torch.allclose(latents, torch.tensor(UNIPC_BH1[steps]), rtol=0, atol=1e-5)
+
+
+def test_auto_is_the_publishers_solver(run: Any) -> None:
+    made = run(I2V)
+    auto, named = (_sampled(made, 1, steps=4, scheduler=name).samples for name in ("auto", "unipc_bh1"))
+    assert torch.equal(auto, named) and _distance(auto, _sampled(made, 1, steps=4).samples) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -448,11 +475,17 @@ def test_settings_out_of_range_are_refused(run: Any) -> None:
             _sampled(made, 1, **changes)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "frames"), [(5, 30.0, 153), (0.17, 30.0, 9), (1 / 30, 30.0, 1), (8.3, 30.0, 249), (2, 24.0, 49)]
+PUBLISHED = zip(
+    (1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 60, 120), (1, 2, 2, 3, 4, 5, 7, 8, 12, 17, 25, 50, 100), strict=True
 )
-def test_frames_cover_the_seconds(seconds: float, fps: float, frames: int) -> None:
-    assert framepack.frames_for(FramePackSettings(seconds), fps) == frames
+
+
+@pytest.mark.parametrize(("seconds", "count"), [*PUBLISHED, (1 / 30, 1), (136.5, 113)])
+def test_sections_are_the_publishers(seconds: float, count: int) -> None:
+    """Source: lllyasviel/FramePack 97fe5db demo_gradio.py, by its formula; the last row is the most that we take."""
+    asked = FramePackSettings(seconds)
+    assert framepack.frames_for(asked, 30.0) == 36 * count + 1
+    assert framepack.sections_for(asked, 36 * count + 1) == count
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """LTX-Video: our stages give what the bare diffusers pipelines give, and every input acts or is refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -23,14 +24,14 @@ from anygpu.pipelines.base import (
     SampleSettings,
     Silent,
 )
-from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import RECIPES
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.load.folder import load
-from anygpu.pipelines.pipeline import Pipeline, Tools
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text.t5 import batched
+from diffusers import LTXConditionPipeline
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
 GRID = (4, 2, 2)
@@ -195,7 +196,9 @@ def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condi
     anchors = PLACES["first frame"] if task == "ltx_image" else ()
     image = {"image": PICTURE.permute(0, 3, 1, 2)} if anchors else {}
     latents = ours(model, anchors=anchors)
-    expected, video = one_shot(tiny.one_shot(model.name, model.folder, pipeline=TASK[task]), **image)
+    pipe = tiny.one_shot(model.name, model.folder, pipeline=TASK[task])
+    pipe._get_t5_prompt_embeds = MethodType(LTXConditionPipeline._get_t5_prompt_embeds, pipe)  # with its mask
+    expected, video = one_shot(pipe, **image)
     torch.testing.assert_close(latents.samples, expected, rtol=0, atol=TRIMMED)
     frames = stages.decode(model.pipeline, without_noise(model.pipeline, latents), Silent())
     torch.testing.assert_close(frames, video, rtol=0, atol=TRIMMED)
@@ -445,12 +448,15 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_the_text_length_follows_the_checkpoints_pipeline(plain: Model, condition: Model, indexed: bool) -> None:
-    for model, length in ((plain, 128), (condition, 256)):
-        readers: dict[str, Callable[[], Any]] = dict(model.pipeline.tools.readers)
-        tools = Tools(readers if indexed else {**readers, "index": dict})
-        assert ltx.defaults_for(replace(model.pipeline, tools=tools)).max_tokens == length
+def test_the_text_is_masked_for_every_version(plain: Model, condition: Model) -> None:
+    """Source: Lightricks/LTX-Video 5260738 ``encode_prompt``; diffusers' LTXPipeline has no mask."""
+    for model in (plain, condition):
+        tokens = model.bare("ltx").tokenizer("a red cat", padding="max_length", max_length=256, return_tensors="pt")
+        encoder, valid = model.pipeline.parts["text_encoder"], tokens.attention_mask.bool()
+        with torch.no_grad():
+            expected = encoder(tokens.input_ids, attention_mask=tokens.attention_mask)[0][valid]
+        found = stages.encode_prompt(model.pipeline, PromptRequest("a red cat", ""), Silent()).embeds["prompt_embeds"]
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=TRIMMED)
 
 
 @pytest.mark.parametrize("conditioned", [False, True])

@@ -154,8 +154,8 @@ class Listening(Silent):
         self.told: list[tuple[int, int, str]] = []
         self.cancel = cancel
 
-    def step(self, done: int, total: int, stage: str, preview: Any = None) -> None:
-        self.told.append((done, total, stage))
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        self.told.append((done, total, str(stage)))
 
     def check(self) -> None:
         came = max((done for done, _, _ in self.told), default=0)

@@ -9,7 +9,14 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.headers import header_of
 from anygpu.pipelines.families.ltx import pipeline as ltx
-from anygpu.pipelines.files.evidence import Evidence, cautions_of, evidence_of, names_around
+from anygpu.pipelines.files.evidence import (
+    Evidence,
+    cautions_by_name,
+    cautions_of,
+    evidence_of,
+    names_around,
+    recipe_named,
+)
 from anygpu.pipelines.files.formats import config_of, contents
 from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.registry import FAMILIES
@@ -104,7 +111,60 @@ def test_the_one_file_whose_first_upload_was_turned_comes_with_a_caution(
     file = published.sparse(tmp_path / "models" / f"{name}.safetensors", tensors, dtype)
     entries = header_of(file)
     if scaled:
-        entries = {key: replace(entry, scale=entry) for key, entry in entries.items()}
+        entries = {key: replace(entry, codec="scaled") for key, entry in entries.items()}
     part = PartFiles("transformer", "diffusers", "X", file, {}, entries, torch.float32)
     told = cautions_of(FAMILIES["ltx"], file, part)
     assert [decision.alarming for decision in told] == [True] * said
+
+
+PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" for neither: names in public listings}
+    "hunyuan_video": {
+        "FastVideo": """hunyuan_video_FastVideo_720_fp8_e4m3fn fast-hunyuan-video-t2v-720p-Q4_K_M FastHunyuan
+            FastHunyuan-diffusers hunyuan_video_FastVideo_LoRA-fp8 hyvideo_FastVideo_LoRA-fp8 fasthunyuan-q8_0
+            fast_hunyuan_video_720_quanto_int8""",
+        "AccVideo": """accvideo_hunyuan_5step_bf16 AccVideo accvid_5_steps_lora
+            hunyuan_video_accvid_5_steps_lora_rank16_fp8
+            hunyuan_video_accvid_t2v-5-steps_Q4_K_M accvideo-t2v-5-steps-Q8_0""",
+        "caution": """hunyuan_video_custom_720p_fp8_scaled hunyuan_video_custom_720_bf16 HunyuanCustom
+            hunyuan_custom_720p_fp8_scaled hunyuan_video_custom_audio_720_bf16 hunyuan_video_custom_edit_720_bf16
+            hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar""",
+        "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
+            hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
+            hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
+            skyreels_hunyuan_t2v_bf16 skyreels-hunyuan-I2V-Q5_K_M hunyuan_video_720_bf16 hunyuan_video_i2v_720_bf16
+            hunyuan-video-i2v-720p-Q8_0""",
+    },
+    "hunyuan_video_15": {
+        "lightx2v": """hy1.5_t2v_480p_lightx2v_4step hy1.5_t2v_480p_scaled_fp8_e4m3_lightx2v_4step
+            hy1.5_t2v_480p_lightx2v_4step_fp8_e4m3fn_scaled_kj hunyuanvideo1.5_t2v_480p_lightx2v_4step-Q4_K_M""",
+        "lightx2v LoRA": "hunyuan_1_5_LigthX2V_dpm_rank32 1_5_LigthX2V_dpm_rank32",
+        "step distilled LoRA": "hunyuan_1_5_i2v_step_distilled_dpm_rank32 1_5_i2v_step_distilled_dpm_rank32",
+        "few steps": "480p_i2v_step_distilled hunyuanvideo1.5_480p_i2v_step_distilled_fp16",
+        "capybara": "capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled",
+        "caution": """capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled hunyuanvideo1.5_1080p_sr
+            hunyuanvideo1.5_720p_sr_distilled_fp16""",
+        "": """hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
+            hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
+            HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled""",
+    },
+    "ltx": {
+        "distilled 13B": "ltxv-13b-0.9.7-distilled-lora128",
+        "caution": """ltxv-097-ic-lora-pose-control-comfyui ltxv-097-ic-lora-depth-control-comfyui
+            ltxv-097-ic-lora-canny-control-comfyui ltxv-098-ic-lora-detailer-comfyui""",
+        "": """ltx-video-2b-v0.9 ltx-video-2b-v0.9.1 ltx-video-2b-v0.9.5 ltxv-2b-0.9.6-dev-04-25
+            ltxv-2b-0.9.6-distilled-04-25 ltxv-2b-0.9.8-distilled ltxv-13b-0.9.7-dev ltxv-13b-0.9.7-distilled
+            ltxv-13b-0.9.8-dev ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-dev-Q4_K_M ltxv-13b-0.9.8-distilled-fp8
+            ltx_squish_lora LTX-Video-Cakeify-LoRA""",
+    },
+}
+
+
+@pytest.mark.parametrize("family", PUBLISHED_NAMES)
+def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> None:
+    """Source: listings of Kijai, city96, calcuis, lightx2v, DeepBeepMeep, Comfy-Org and the publishers."""
+    spec, groups = FAMILIES[family], PUBLISHED_NAMES[family]
+    asked = {name for group in groups.values() for name in group.split()}
+    for name in asked:
+        kinds = {kind for kind, group in groups.items() if name in group.split()}
+        assert recipe_named(spec, (name,)) == next(iter(kinds - {"caution"}), ""), name
+        assert bool(cautions_by_name(spec, (name,))) == ("caution" in kinds), name

@@ -1,15 +1,21 @@
 """Files that are smaller than their models, and models that are kept smaller than they compute."""
 
+import hashlib
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import layouts
 import pytest
+import quantised
 import tiny
 import torch
 from anygpu.compat.checkpoints import packed
+from anygpu.compat.checkpoints.headers import entries_and_notes
+from anygpu.compat.checkpoints.unpacking import unpacked
+from anygpu.compat.checkpoints.weights import described, read_sides, read_tensors
 from anygpu.compat.errors import CheckpointError, InputError, PackError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
@@ -20,6 +26,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 FP8, SCALE = torch.float8_e4m3fn, 0.25
 # The largest error of one value, as a share of the largest in its row: half a step of the format.
 ROUNDING = {"fp8": 2**-4, "int8": 1 / 254, "bf16": 2**-8, "fp16": 2**-11}
@@ -94,10 +101,11 @@ def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[
 
 
 QUICK = {("mochi", "old"), ("hunyuan_video", "rows"), ("ltx", "plain"), ("hunyuan_video", "Q8_0"), ("mochi", "Q4_0")}
+QUICK |= {("hunyuan_video", "w4a8 corrected")}
 PACKED = [
     pytest.param(model, way, marks=[] if (model, way) in QUICK else [pytest.mark.full])
     for model in layouts.RELEASES
-    for way in ("old", "rows", "plain", "Q8_0", "Q4_0")
+    for way in ("old", "rows", "plain", "Q8_0", "Q4_0", *quantised.ALL)
 ]
 
 
@@ -108,7 +116,8 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     release = layouts.layout(layouts.RELEASES[model])
     tensors = layouts.released(layouts.tensors_of(folder), release)
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
-    worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
+    write = gguf_file if way.startswith("Q") else quantised.file_as if way in quantised.ALL else scaled_fp8
+    worth = write(file, tensors, way)
     layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
     (tmp_path / "worth.json").rename(file.with_suffix(".json"))
     shutil.copy(file.with_suffix(".json"), tmp_path / "worth.json")
@@ -118,13 +127,52 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
         for path in (file, tmp_path / "worth.safetensors")
     ]
     layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
-    assert len(layers) > 8 and not packed.is_packed(found[1])
+    assert len(layers) >= (1 if way == "w4a4" else 9) and not packed.is_packed(found[1])
     plain = [owner for owner in found[0].modules() if type(owner) is torch.nn.Linear]
-    assert not any(owner.in_features % 32 == 0 for owner in plain), "what the file packed, modulations too, stays so"
+    assert way in quantised.ALL or not any(owner.in_features % 32 == 0 for owner in plain), (
+        "what the file packed, modulations too, stays so"
+    )
     dense = dict(found[1].named_modules())
     assert all(torch.equal(owner.weight, dense[name].weight) for name, owner in layers.items())
     ours, theirs = found[0].state_dict(), found[1].state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+
+
+ENCODERS = ("mochi", "hunyuan_video", "hunyuan_video_15")  # T5, Llama with CLIP, Qwen with ByT5
+QUICK_TEXT = {("mochi", "nvfp4 smoothed"), ("hunyuan_video", "int8 convrot")}
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        pytest.param(model, way, marks=[] if (model, way) in QUICK_TEXT else [pytest.mark.full])
+        for model in ENCODERS
+        for way in quantised.ALL
+    ],
+)
+def test_packed_encoders_are_worth_what_they_say_at_the_size_of_their_file(tiny_folder, tmp_path, model, way):
+    """Tables of embeddings too, of which a use unpacks the rows that it asks for."""
+    folder = Path(shutil.copytree(tiny.build(model, tiny_folder), tmp_path / model))
+    text = folder / "text_encoder"
+    tensors = layouts.tensors_of(text)
+    for file in (*text.glob("*.safetensors"), *text.glob("*.index.json")):
+        file.unlink()
+    worth = quantised.file_as(text / "model.safetensors", tensors, way)
+    pipeline = load(LoadRequest(folder, device="cpu", precision="fp32"))
+    module = pipeline.parts["text_encoder"]
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, packed.Stored)}
+    file_of = {name.removeprefix("model."): values for name, values in worth.items()}
+    found = {name: layer for name, layer in layers.items() if f"{name}.weight" in file_of}
+    assert len(found) >= (1 if way == "w4a4" else 9)
+    for name, layer in found.items():
+        values = file_of[f"{name}.weight"]
+        if isinstance(layer, torch.nn.Linear):
+            assert torch.equal(layer.weight, values), name
+        else:
+            ids = torch.tensor([[3, 0], [7, 3]])
+            assert torch.equal(layer(ids), values[ids]), name
+    held = sum(t.nbytes for t in {id(t): t for t in (*module.parameters(), *module.buffers())}.values())
+    assert held <= 1.05 * (text / "model.safetensors").stat().st_size + 8192, "norms in fp32 and buffers of its own"
 
 
 @pytest.mark.parametrize("model", ["mochi", pytest.param("hunyuan_video", marks=pytest.mark.full)])
@@ -156,12 +204,56 @@ def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
         load(LoadRequest(tmp_path, base, device="cpu", files=Files({"transformer": tmp_path / "model.safetensors"})))
 
 
-def test_a_format_that_is_not_known_is_named(tmp_path):
+@pytest.mark.parametrize("order", [{}, {"swapped": True}, {"heads": 5}], ids=str)
+@pytest.mark.parametrize("name", ["plain", "nested"])
+def test_nf4_is_worth_what_bitsandbytes_makes_of_it(name, order):
+    """Its own fp32 values, as a hash in the file; also of some rows, in another order."""
+    file = FIXTURES / "nf4.safetensors"
+    whole = described([file])[f"{name}.weight"]
+    values = read_tensors({name: whole}, torch.float32, lambda _: None)[name]
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == entries_and_notes(file)[1][name]
+    part = replace(whole.rows(20, 40), **order)
+    stored = read_tensors({name: part}, None, lambda _: None)[name]
+    found = unpacked(part.codec, stored, read_sides(part), part.group, torch.float32)
+    plain = values[20:60]
+    if "swapped" in order:
+        plain = torch.cat(plain.chunk(2)[::-1])
+    if "heads" in order:
+        plain = plain.view(5, 4, 2, -1).transpose(1, 2).flatten(0, 2)
+    assert stored.shape[1] * 2 == whole.shape[1] and torch.equal(found, plain)
+
+
+def marked(text: str) -> dict[str, torch.Tensor]:
+    return {"x.comfy_quant": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+BYTES, ONES, ONE = torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), torch.ones(())
+NAMED = {  # what lies beside a weight of 8 bits, and the words of the error
+    "svdq": ({"x.qweight": BYTES, "x.smooth_factor": ONES}, r"stored as SVDQuant \(nunchaku\); expected bf16"),
+    "nunchaku": ({"x.qweight": BYTES, "x.wzeros": ONES}, "stored as AWQ as nunchaku stores it"),
+    "gptq": ({"x.qweight": BYTES, "x.qzeros": ONES}, "stored as GPTQ or AutoAWQ"),
+    "fp4": ({"x.weight.quant_state.bitsandbytes__fp4": ONES}, r"stored as fp4 \(bitsandbytes\)"),
+    "quanto": ({"x.weight._data": BYTES, "x.weight._shift": ONES}, "stored as quanto in 4 or 2 bits"),
+    "new": (marked('{"format": "nvfp3"}'), "stored as nvfp3"),
+    "group": ({**marked('{"format": "convrot_w4a4"}'), "x.weight_scale": ONES}, "in groups of 256 of its 64 columns"),
+    "half": ({**marked('{"format": "nvfp4"}'), "x.weight_scale_2": ONE}, "no scale for the weight"),
+    "blocks": ({**marked('{"format": "int8_tensorwise"}'), "x.weight_scale": torch.ones(2, 4)}, r"of \(2, 4\) .* fits"),
+}
+LTX_2 = {"audio_adaln_single.linear.weight": torch.ones(2, 2), "patchify_proj.weight": torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_a_model_is_named_before_its_format_and_no_whole_file_is_called_cut_short(tmp_path, way):
     from anygpu.pipelines.files.formats import contents
 
-    mark = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
-    save_file({"x.weight": torch.zeros(2, 2, dtype=torch.uint8), "x.comfy_quant": mark}, tmp_path / "m.safetensors")
-    with pytest.raises(UnsupportedError, match="is stored as nvfp4; expected bf16"):
+    words = NAMED[way][1]
+    tensors = {name: tensor.clone() for name, tensor in {"x.weight": BYTES, **NAMED[way][0]}.items()}
+    save_file(tensors, tmp_path / "m.safetensors")
+    with pytest.raises(PackError, match=words) as raised:
+        contents(tmp_path / "m.safetensors")
+    assert "cut short" not in str(raised.value)
+    save_file({**tensors, **LTX_2}, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds LTX-2; .*AnyGPU Fit behind it"):
         contents(tmp_path / "m.safetensors")
 
 

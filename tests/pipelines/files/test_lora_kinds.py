@@ -9,13 +9,15 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines.base import Silent
+from anygpu.pipelines.files import lora_kinds
 from anygpu.pipelines.files.lora_keys import matched
+from anygpu.pipelines.files.lora_kinds import DOWN, UP
 from anygpu.pipelines.load import lora
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LORA_MODES, LoadRequest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FILE, RANK = Path("some_lora.safetensors"), 2
@@ -101,7 +103,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
             inner = module.get_submodule(layer)
             return inner(torch.eye(inner.in_features))
 
-    return SimpleNamespace(pipeline=pipeline, outputs=outputs)
+    return SimpleNamespace(pipeline=pipeline, outputs=outputs, folder=folder)
 
 
 LAYER = "transformer_blocks.0.attn.to_q"
@@ -165,6 +167,41 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
     torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
 
 
+@pytest.mark.parametrize(
+    "trained",
+    [
+        {"lora_alpha": 16},
+        {"lora_alpha": 16, "use_rslora": True},
+        {"lora_alpha": 16, "alpha_pattern": {"attn.to_q": 2}, "rank_pattern": {"attn.to_q": 3}},
+        {"lora_alpha": 16, "alpha_pattern": {"to_k": 2}},
+        {"lora_alpha": 16, "use_dora": True},
+        {"lora_alpha": 4, "use_dora": True, "alpha_pattern": {r"blocks\.0\.attn\.to_q": 8}},
+    ],
+    ids=str,
+)
+def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, trained: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    weight, bias = weight_and_bias(made)
+    host = torch.nn.Module()
+    host.transformer_blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attn": torch.nn.ModuleDict()})])
+    host.transformer_blocks[0]["attn"]["to_q"] = layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
+    layer.weight.data, layer.bias.data = weight.clone(), bias.clone()
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q"], **trained)
+    adapted = get_peft_model(host, config)
+    adapted.save_pretrained(made.folder)
+    tensors = load_file(made.folder / "adapter_model.safetensors")
+    for name in list(tensors):  # as a training leaves them
+        if "magnitude" in name:
+            tensors[name] *= 1.3
+            adapted.get_submodule(f"base_model.model.{LAYER}").lora_magnitude_vector["default"].weight.data *= 1.3
+    expected = adapted.merge_and_unload().transformer_blocks[0]["attn"]["to_q"].weight.detach()
+    found = made.outputs(tensors, LAYER, 1.0, "merged")
+    (made.folder / "adapter_config.json").unlink()
+    torch.testing.assert_close(found, expected.T + bias, atol=1e-6, rtol=1e-5)
+    assert (expected - weight).abs().max() > 1e-2
+
+
 def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
     request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights="int8")
     pipeline: Pipeline = load(request)
@@ -178,3 +215,8 @@ def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp
     pipe = lora.with_lora(pipeline, tmp_path / "style.safetensors", 1.0, "", "separate", progress)
     assert f"style: DoRA of '{LAYER}' is left out; it takes unpacked weights (weights auto)" in progress.said
     assert list(lora.on(pipe)[0].pairs) == [other]
+
+
+@pytest.mark.parametrize("shapes", [((4,), (3, 4)), ((4, 3), (3,)), ((), ())])
+def test_factors_with_one_side_are_no_pair(shapes: tuple[tuple[int, ...], ...]) -> None:
+    assert lora_kinds.size_of({DOWN: "a", UP: "b"}, dict(zip("ab", shapes, strict=True))) is None

@@ -11,9 +11,10 @@ import numpy
 import pytest
 import torch
 from accelerate import init_empty_weights
-from anygpu.compat.checkpoints import packed
-from anygpu.compat.checkpoints.gguf_file import decoded_rows, gguf_header
+from anygpu.compat.checkpoints import gguf_blocks, packed
+from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import TensorEntry
+from anygpu.compat.checkpoints.unpacking import unpacked
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.pipelines.files.evidence import CONFIGS
 from anygpu.pipelines.files.part import PartFiles
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 MOST = 1.05  # of the file
 CODECS = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K", "IQ4_NL", "IQ4_XS", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+CODECS += gguf_blocks.CODECS
 NARROW = {"fp8": "F8_E4M3", "fp8 without scales": "F8_E4M3", "int8": "I8"}
 ENCODERS = {
     "t5": ("T5EncoderModel", "a T5 encoder in GGUF's names"),
@@ -43,7 +45,8 @@ def entry(name: str, shape: tuple[int, ...], way: str) -> TensorEntry:
         if packed.is_table(name) or name == "token_embd.weight":  # which quantisers of 8 bits leave alone
             return TensorEntry(path, "BF16", shape, 0, 2 * count)
         scale = None if way == "fp8 without scales" else TensorEntry(path, "F32", (), 0, 4)
-        return TensorEntry(path, NARROW[way], shape, 0, count, scale=scale)
+        sides = {} if scale is None else {"codec": "scaled", "sides": (("scale", scale),)}
+        return TensorEntry(path, NARROW[way], shape, 0, count, **sides)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[way]]
     if shape[1] % block:
         return TensorEntry(path, "BF16", shape, 0, 2 * count)
@@ -101,7 +104,7 @@ def blocks(codec: str, rows: int, columns: int) -> Tensor:
     draw, count = numpy.random.default_rng(0), rows * columns // block
     raw = torch.from_numpy(draw.integers(0, 256, (count, size), dtype=numpy.uint8))
     while True:
-        values = decoded_rows(raw, codec)
+        values = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[codec]))
         wrong = ~(values.isfinite() & (values.abs() < 100)).all(1)
         if not bool(wrong.any()):
             return raw.view(rows, -1)
@@ -126,11 +129,13 @@ def test_blocks_stay_packed_and_are_worth_what_the_file_unpacks_to(tmp_path, cod
     read = {name: replace(each, **order) for name, each in gguf_header(path)[0].items()}
     (name, declared) = next(iter(read.items()))
     assert packed.stays_packed(name, declared)
+    theirs = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[codec]))
+    assert torch.equal(unpacked(codec, raw, {}, 0, torch.float32), theirs)
     whole = read_tensors(read, torch.float32, lambda _: None)[name]
     stored = read_tensors(read, None, lambda _: None)[name]
     linear, table = nn.Linear(columns, rows, bias=False), nn.Embedding(rows, columns)
-    packed.pack(linear, stored, None, torch.float32, codec)
-    packed.pack(table, stored, None, torch.bfloat16, codec)
+    packed.pack(linear, stored, torch.float32, codec)
+    packed.pack(table, stored, torch.bfloat16, codec)
     ids = torch.tensor([[3, 0, 15], [7, 7, 1]])
     assert linear.stored.nbytes == declared.total_bytes
     assert torch.equal(linear.weight, whole)

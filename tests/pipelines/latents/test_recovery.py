@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.latents import write_record
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.base import Latents
-from anygpu.pipelines.latents import recovery, store
+from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.sampling.resume import SectionState
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
@@ -27,16 +28,16 @@ def aged(folder: Path, name: str, seconds: int) -> None:
 
 
 def test_what_is_kept_is_listed_newest_first_and_loads(tmp_path: Path) -> None:
-    first = recovery.keep(tmp_path, LATENTS, no_word)
+    first = recovery.save(tmp_path, LATENTS, no_word)
     aged(tmp_path, first, 60)
-    second = recovery.keep(tmp_path, replace(LATENTS, samples=SAMPLES + 1, seed=8), no_word)
+    second = recovery.save(tmp_path, replace(LATENTS, samples=SAMPLES + 1, seed=8), no_word)
     found = recovery.listing(tmp_path)
     assert [item.id for item in found] == [second, first]
     assert (found[0].family, found[0].seed, found[0].frames, found[0].prompt) == ("framepack", 8, 9, "a cat")
     assert "seed 8" in found[0].name and found[0].total_bytes > SAMPLES.nbytes and not found[0].unfinished
     assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES + 1)
     assert torch.equal(recovery.load(tmp_path, first, no_word)["samples"], SAMPLES)
-    recovery.keep(tmp_path, replace(LATENTS, family="mochi"), no_word)
+    recovery.save(tmp_path, replace(LATENTS, family="mochi"), no_word)
     newest = recovery.load(tmp_path, "newest", no_word, LATENTS.family)
     assert torch.equal(newest["samples"], SAMPLES + 1), "the newest of the family that is loaded"
     with pytest.raises(CheckpointError, match=r"no saved latents of 'ltx'.*Load the mochi model"):
@@ -48,22 +49,27 @@ def test_only_a_listed_id_can_be_loaded(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "kept"
     with pytest.raises(CheckpointError, match="no saved latents at all"):
         recovery.load(folder, name, no_word)
-    recovery.keep(folder, LATENTS, no_word)
-    recovery.keep(tmp_path, LATENTS, no_word)
+    recovery.save(folder, LATENTS, no_word)
+    recovery.save(tmp_path, LATENTS, no_word)
     (tmp_path / next(tmp_path.glob("*.safetensors")).name).rename(tmp_path / "secret.safetensors")
     with pytest.raises(CheckpointError, match="no saved latents '"):
         recovery.load(folder, name, no_word)
 
 
-def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path) -> None:
+def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for index in range(4):
-        names.append(recovery.keep(tmp_path, LATENTS, no_word))
+        names.append(recovery.save(tmp_path, LATENTS, no_word))
         aged(tmp_path, names[-1], 100 - index)
     size = (tmp_path / f"{names[0]}.safetensors").stat().st_size
-    last = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
+    last = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
     assert [item.id for item in recovery.listing(tmp_path)] == [last, names[-1]]
-    alone = recovery.keep(tmp_path, LATENTS, no_word, limit_bytes=1)
+    with monkeypatch.context() as another:  # process swept between look and use
+        another.setattr(recovery, "by_date", lambda folder: [folder / "gone.safetensors"])
+        another.setattr(Path, "exists", lambda _: True)
+        said: list[str] = []
+        assert recovery.save(tmp_path, LATENTS, said.append, limit_bytes=int(size * 2.5)) and not said
+    alone = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=1)
     assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
 
 
@@ -73,7 +79,7 @@ def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     try:
-        assert recovery.keep(tmp_path, LATENTS, said.append) == ""
+        assert recovery.save(tmp_path, LATENTS, said.append) == ""
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be kept" in said[0] and "cannot be written" in said[0]
@@ -81,7 +87,7 @@ def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
 
 
 def test_what_is_not_ours_or_damaged_is_not_listed(tmp_path: Path) -> None:
-    name = recovery.keep(tmp_path, LATENTS, no_word)
+    name = recovery.save(tmp_path, LATENTS, no_word)
     (tmp_path / "damaged.safetensors").write_bytes(b"\x00" * 20)
     (tmp_path / "Other Name.safetensors").write_bytes((tmp_path / f"{name}.safetensors").read_bytes())
     assert [item.id for item in recovery.listing(tmp_path)] == [name]
@@ -93,7 +99,7 @@ def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
     for rest in (old, new):
         rest.write_bytes(b"rest")
     os.utime(old, (1, 1))
-    recovery.keep(tmp_path, LATENTS, no_word)
+    recovery.save(tmp_path, LATENTS, no_word)
     assert not old.exists() and new.exists(), "a young one may still be written"
 
 
@@ -105,7 +111,7 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     keeper = recovery.SavedSections(tmp_path, said.append)
     assert keeper.found("key") is None
     standing = SectionState(SAMPLES * 0.3, (2,), EXTRA["generator_state"])
-    keeper.keep("key", 0, 3, LATENTS, standing)
+    keeper.save("key", 0, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)
     assert listed.unfinished == "section 1 of 3" and "section 1 of 3" in listed.name
     other = recovery.SavedSections(tmp_path, no_word)
@@ -115,8 +121,8 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     assert (found.lengths, found.generator_state) == (standing.lengths, standing.generator_state)
     assert other.found("another") is None
     other.notify = said.append
-    other.keep("key", 1, 3, LATENTS, standing)
-    other.keep("key", 2, 3, LATENTS, standing)
+    other.save("key", 1, 3, LATENTS, standing)
+    other.save("key", 2, 3, LATENTS, standing)
     (listed,) = recovery.listing(tmp_path)
     assert not listed.unfinished
     assert recovery.SavedSections(tmp_path, no_word).found("key") is None, "a whole video is not gone on with"
@@ -125,7 +131,7 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
 
 def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
     keeper = recovery.SavedSections(tmp_path, lambda _text: None)
-    keeper.keep("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))
+    keeper.save("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))
     (path,) = tmp_path.glob("*.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
@@ -146,9 +152,9 @@ def test_latents_of_another_sampler_come_back_as_core_has_them(tmp_path: Path) -
 
 
 def test_the_newest_is_the_one_that_came_last_whatever_the_clock_says(tmp_path: Path) -> None:
-    first = recovery.keep(tmp_path, LATENTS, no_word)
+    first = recovery.save(tmp_path, LATENTS, no_word)
     aged(tmp_path, first, -3600)  # the clock was an hour fast then
-    second = recovery.keep(tmp_path, replace(LATENTS, seed=8), no_word)
+    second = recovery.save(tmp_path, replace(LATENTS, seed=8), no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [second, first]
     assert torch.equal(recovery.load(tmp_path, "newest", no_word)["samples"], SAMPLES)
     assert recovery.path_of(tmp_path, "newest").stem == second
@@ -156,5 +162,5 @@ def test_the_newest_is_the_one_that_came_last_whatever_the_clock_says(tmp_path: 
 
 @pytest.mark.parametrize("listed", [3, [], {"family": "x", "frames": 1e999}, {"family": "x"}, {"extra": 1}])
 def test_an_edited_record_is_not_listed(tmp_path: Path, listed: object) -> None:
-    store.write_record(tmp_path / "a.safetensors", {"latent_tensor": SAMPLES}, {"kind": "latent", "listed": listed})
+    write_record(tmp_path / "a.safetensors", {"latent_tensor": SAMPLES}, {"kind": "latent", "listed": listed})
     assert recovery.listing(tmp_path) == []

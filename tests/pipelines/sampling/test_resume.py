@@ -1,6 +1,7 @@
 """A sampling that was cut short goes on after its last step, bit for bit as if nothing had happened."""
 
 import multiprocessing
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -9,14 +10,18 @@ from typing import Any
 
 import pytest
 import resumed
+import tiny
 import torch
+from anygpu.compat.checkpoints import identity
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
 from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, SavedSteps
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Resuming
+from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import StepState, resume_key
 from resumed import SOLVERS, STEPS, Told, opened, sampled
@@ -104,7 +109,7 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "steps").iterdir())) == 4 == MOST
     prompts = [stages.encode_prompt(pipeline, PromptRequest(text, "blur"), Silent()) for text in ("a fox", "a hen")]
     more = replace(prompts[0], negative=prompts[1].embeds)
-    assert len({resume_key(pipeline, prompt) for prompt in (*prompts, more)}) == 3, "the text decides the latents"
+    assert len({resume_key(pipeline, prompt)() for prompt in (*prompts, more)}) == 3, "the text decides the latents"
 
 
 def replace_cut(watched: Told) -> Told:
@@ -126,7 +131,7 @@ def test_a_step_cache_keeps_no_steps_and_says_so(tiny_folder: Path, tmp_path: Pa
 def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -> None:
     state = replace(STATE, generator_state=torch.Generator().manual_seed(5).get_state().numpy().tobytes())
     kept = SavedSteps(tmp_path, pytest.fail)
-    kept.keep(KEY, state)
+    kept.save(KEY, state)
     (path,) = tmp_path.iterdir()
     back = kept.found(KEY)
     assert back is not None and torch.equal(back.latents, state.latents)
@@ -138,7 +143,7 @@ def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -
     for size in (0, 7, 100, len(whole) - 1):
         path.write_bytes(whole[:size])
         assert kept.found(KEY) is None
-    kept.keep(KEY, replace(state, latents=torch.full((1, 1), torch.nan)))
+    kept.save(KEY, replace(state, latents=torch.full((1, 1), torch.nan)))
     assert kept.found(KEY) is None
     kept.drop(KEY)
     assert not list(tmp_path.iterdir())
@@ -155,7 +160,7 @@ def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.Mon
             monkeypatch.setattr(
                 "anygpu.pipelines.latents.steps.write_record", lambda *_: clock.__setitem__(0, clock[0] + 0.03)
             )
-            kept.keep(KEY, STATE)
+            kept.save(KEY, STATE)
             written.append(step)
     assert written[0] == 25, "the first after twelve seconds: it is not known yet what it costs"
     assert len(written) > 40 and kept.spent <= 0.01 * clock[0]
@@ -165,17 +170,17 @@ def test_a_disk_that_refuses_costs_no_step(tmp_path: Path) -> None:
     (tmp_path / "steps").write_text("a file in place of the folder")
     said: list[str] = []
     kept = SavedSteps(tmp_path / "steps", said.append, share=float("inf"))
-    kept.keep(KEY, STATE)
+    kept.save(KEY, STATE)
     assert not kept.due() and len(said) == 1 and "unfinished steps cannot be kept" in said[0]
 
 
 def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None:
     """The fp32 run that follows must not go on from a step of the one that broke."""
     pipeline, store = opened("ltx", tiny_folder), SavedSteps(tmp_path, pytest.fail)
-    store.keep(KEY, STATE)
+    store.save(KEY, STATE)
     pipeline.parts.fallbacks = {"transformer": lambda: None}
     watched = Told()
-    changed = replace(pipeline, run=replace(pipeline.run, resuming=Resuming(store, KEY, watched)))
+    changed = replace(pipeline, run=replace(pipeline.run, resuming=Resuming(store, lambda: KEY, watched)))
     assert fall_back_to_fp32(changed, watched, NotFinite("NaN", expected="numbers", fix="None."))
     assert changed.run.resuming.broken and not list(tmp_path.iterdir())
 
@@ -222,3 +227,38 @@ def test_a_part_of_a_sampling_is_no_measure_of_the_whole(
     sampled(pipeline, tmp_path, Told())
     whole_row = pipeline.offloader.memory_stats.stages[-1]
     assert (resumed_row.modelled_seconds, whole_row.modelled_seconds) == (0.0, 35.0)
+
+
+def test_no_steps_go_on_across_a_changed_byte(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the ids by samples are the same; and none are kept before all bytes are known."""
+    for name, value in {"WHOLE_BYTES": 1000, "SAMPLES": 2, "SAMPLE_BYTES": 100, "RESTING_NS": 0, "_wholes": {}}.items():
+        monkeypatch.setattr(identity, name, value)
+    model = shutil.copytree(tiny.build("ltx", tiny_folder), tmp_path / "ltx")
+    told = [cut_at(3), cut_at(3), cut_at(3), cut_at(1)]
+
+    def run(number: int, *, known: bool = True) -> bool:
+        pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
+        assert not known or identity.whole_of(model, None, lambda: None)
+        with pytest.raises(Cut):
+            sampled(pipeline, tmp_path, told[number])
+        return any("goes on" in line for line in told[number].said)
+
+    def flip() -> None:
+        (weights,) = (model / "vae").glob("*.safetensors")
+        data = bytearray(weights.read_bytes())
+        data[len(data) // 2] ^= 1
+        weights.write_bytes(data)
+
+    with monkeypatch.context() as never:
+        never.setattr(identity, "_hash_in_background", lambda: None)
+        assert not run(0, known=False)
+        assert not list((tmp_path / "steps").glob("*")) and not any("is saved" in line for line in told[0].said)
+    assert not run(1) and any("is saved" in line for line in told[1].said)
+    before = identity.content_of(model)
+    flip()
+    assert identity.content_of(model) == before, "samples do not see it"
+    assert not run(2), "the steps of another model"
+    flip()
+    assert run(3)

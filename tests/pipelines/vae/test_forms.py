@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
-from anygpu.pipelines.base import SubProgress
+from anygpu.pipelines.base import ProgressStage, SubProgress
 from anygpu.pipelines.vae import tiled as decode_work
 from anygpu.pipelines.vae.plan import DecodeMethod, DecodeRequest, checked_request
 from anygpu.pipelines.vae.tiled import ResumableDecode, decode_as_published, decoder_call
@@ -275,8 +275,9 @@ def test_values_out_of_range_are_told(form, told):
 def test_parts_of_a_work_share_the_bar(recorded):
     progress = recorded()
     share = SubProgress(progress, 1, 3, "part")
-    share.step(2, 10, "decoding")
-    assert progress.steps == [(12, 30, "decoding part 2 of 3")]
+    share.step(2, 10, ProgressStage("decoding"))
+    share.step(3, 10, ProgressStage("encoding", "image"))
+    assert progress.steps == [(12, 30, "decoding part 2 of 3"), (13, 30, "encoding image part 2 of 3")]
 
 
 def test_decoder_call_takes_the_quantised_latents(made):

@@ -1,0 +1,136 @@
+"""Packed weights as safetensors files describe them: what lies beside each, and in which format it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .headers import STORED, TensorEntry, bytes_of, json_object, unread
+from .unpacking import ALL, PACKINGS, ROTATES, SCALED, W4A8, fits
+
+NF4, MARK = ".weight.quant_state.bitsandbytes__nf4", "scaled_fp8"
+DATA = "._data"  # which quanto puts behind the name of a weight
+BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # with one number, or one per row
+PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # the formats that these are
+KITCHEN = ("scale", "scale_2", "s_rel", "s_channel", "codebook", "correction", "zeros")
+# Ends of names beside a weight, and what they hold: ComfyUI's, Tencent's, quanto's, ModelOpt's, bitsandbytes'.
+SIDES = {f".weight_{side}": side for side in KITCHEN} | dict.fromkeys((".scale_weight", ".fp8_scale"), "scale")
+SIDES |= {".weight._scale": "scale", ".pre_quant_scale": "pre_scale", ".weight.absmax": "absmax", NF4: "state"}
+SIDES |= {".weight.nested_absmax": "nested", ".weight.nested_quant_map": "nested_map", ".weight.quant_map": "codebook"}
+SIDES |= dict.fromkeys((".comfy_quant", ".scale_input", ".input_scale", ".output_scale"), "")  # not about its values
+STRANGERS = {".proj_down": "SVDQuant (nunchaku)", ".smooth_factor": "SVDQuant (nunchaku)", ".qzeros": "GPTQ or AutoAWQ"}
+STRANGERS |= {".wzeros": "AWQ as nunchaku stores it", ".weight._shift": "quanto in 4 or 2 bits"}
+STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "int8 of bitsandbytes"}
+
+
+def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
+    """``entries`` with all that belongs to a packed weight attached to it, and without what only describes that.
+
+    Raises:
+        UnsupportedError: weights in a format that is not read. CheckpointError: a tensor beside a weight that is not
+            there, or of a size that does not fit it.
+    """
+    for suffix, kind in STRANGERS.items():
+        if stranger := next((name for name in entries if name.endswith(suffix)), ""):
+            raise unread(path, stranger.removesuffix(suffix), kind)
+    kept = {name.removesuffix(DATA): e for name, e in entries.items() if name.rpartition(".")[2] != MARK}
+    beside: dict[str, dict[str, TensorEntry]] = {}
+    for name in list(kept):
+        end = next((end for end in SIDES if name.endswith(end)), None)
+        if end is None:
+            continue
+        entry, owner = kept.pop(name), name.removesuffix(end)
+        if SIDES[end]:
+            beside.setdefault(owner, {})[SIDES[end]] = entry
+            if f"{owner}.weight" not in kept:
+                raise _misfit(path, name, entry, f"{owner}.weight")
+    formats = _formats(entries, notes)
+    for name, entry in kept.items():
+        owner = name.removesuffix(".weight")
+        if entry.dtype == "I8" or owner in beside or owner in formats:
+            kept[name] = _packed(path, name, entry, beside.get(owner, {}), formats.get(owner, {}))
+    return kept
+
+
+def _packed(
+    path: Path, name: str, weight: TensorEntry, sides: dict[str, TensorEntry], about: Mapping[str, Any]
+) -> TensorEntry:
+    """The entry of a weight with the tensors that were found beside it.
+
+    Args:
+        about: what the file says of its format; nothing where only its tensors tell it.
+    """
+    inner = about.get("params")
+    about = {**(inner if isinstance(inner, dict) else {}), **about}
+    codec = str(about.get("format") or _told_by(sides))
+    codec = SCALED if codec in PLAIN else codec
+    packing, shape, told = PACKINGS.get(codec), tuple(weight.shape), about.get("shape")
+    if packing is None:
+        raise unread(path, name, codec)
+    plain = weight.dtype not in BYTES or (not sides and weight.dtype != "I8")  # or the scale is another program's
+    if codec == SCALED and plain and "pre_scale" not in sides:
+        return weight
+    if codec == "nf4" and isinstance(told, list) and all(type(side) is int and side > 0 for side in told):
+        shape = tuple(told)
+    elif packing.values > 1:
+        shape = (*shape[:-1], math.prod(shape[-1:]) * packing.values)
+    rows, columns = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
+    size = STORED[weight.dtype].itemsize
+    held = weight.total_bytes // size * packing.values
+    if not rows * columns or (weight.mask is None and rows * columns != held) or (codec != SCALED and size > 1):
+        raise _misfit(path, next(iter(sides), name), weight, name)
+    whole = (codec == SCALED and weight.dtype == "I8") or "nested" in sides  # all that it may have it must have
+    optional = frozenset() if whole else packing.optional
+    missing = sorted(packing.sides.keys() - optional - sides.keys())
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}",
+            expected="it beside the weight",
+            fix="Use another version of this file.",
+        )
+    wanted = {**packing.sides, "pre_scale": ALL}
+    mine = {side: sides[side] for side in wanted if side in sides}
+    for side, entry in mine.items():
+        number = STORED[entry.dtype].is_floating_point or STORED[entry.dtype].itemsize == 1
+        if not (number and fits(side, wanted[side], math.prod(entry.shape), rows, columns)):
+            raise _misfit(path, f"{name}: {side}", entry, name)
+    turns = codec in ROTATES or bool(about.get("convrot"))
+    group = about.get("convrot_groupsize", 256) if turns else 0
+    if turns and (type(group) is not int or group not in (4, 16, 64, 256, 1024) or columns % group):
+        raise unread(path, name, f"{codec} rotated in groups of {group} of its {columns} columns")
+    return replace(weight, shape=shape, codec=codec, sides=tuple(mine.items()), group=group)
+
+
+def _told_by(sides: Mapping[str, TensorEntry]) -> str:
+    """The format of a weight that the tensors beside it tell."""
+    if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
+        return "nvfp4" if "scale_2" in sides else "mxfp8"
+    own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}
+    return next((codec for side, codec in own.items() if side in sides), SCALED)
+
+
+def _misfit(path: Path, name: str, entry: TensorEntry, weight: str) -> CheckpointError:
+    return CheckpointError(
+        f"the scale {name!r} of {entry.shape} in {str(path)!r} fits no weight {weight!r}",
+        expected="one number per weight, per row, or per block",
+        fix="Use another version of this file, or download it again if its size is not the published one.",
+    )
+
+
+def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The format of each layer as its file has it, in the metadata or in a small tensor beside the weight."""
+    formats: dict[str, dict[str, Any]] = {}
+    if "_quantization_metadata" in notes:
+        layers = (json_object(notes["_quantization_metadata"]) or {}).get("layers")
+        known = layers.items() if isinstance(layers, dict) else ()
+        formats |= {name: about for name, about in known if isinstance(about, dict)}
+    for name, entry in entries.items():
+        end = next((end for end in (".comfy_quant", NF4) if name.endswith(end)), "")
+        if end and entry.total_bytes < 4096:
+            about = json_object(bytes_of(entry)) or {}
+            formats[name.removesuffix(end)] = {**about, "format": "nf4"} if end == NF4 else about
+    return formats

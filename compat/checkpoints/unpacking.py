@@ -1,0 +1,211 @@
+"""Weights that a file has packed, made dense: one table of formats, each with its tensors and its arithmetic in fp32.
+
+The values equal comfy-kitchen's eager dequantisation to fp32 bit for bit, bitsandbytes' of nf4, and gguf's of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..device.execution import bf16_bits_to_fp32
+from ..packages import imported
+
+Sides = Mapping[str, Tensor]
+ROW, ROWS, COLUMNS, ALL = "row", "rows", "columns", "all"  # one number per row; rows first; rows last; one for all rows
+SIZES = {"codebook": 16, "nested_map": 256, "scale_2": 1}  # of those for all rows
+SCALED, W4A8, NESTED = "scaled", "asym_w4a8_int8", 256
+W4A8_SIDES = {"s_rel": ROWS, "s_channel": ROW, "codebook": ALL, "correction": COLUMNS}
+NF4_TABLES = ("codebook", "state", "nested", "nested_map")
+VALUES, FP32_COPIES = 2**22, 4  # unpacked at once, and how often they are there in fp32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Packing(NamedTuple):
+    """One format: the tensors beside a weight, each with how it lies, and what makes fp32 of ``values`` per element."""
+
+    sides: Mapping[str, str | int]
+    unpack: Callable[[Tensor, Sides], Tensor]
+    values: int = 1
+    optional: frozenset[str] = frozenset()
+
+
+def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
+    """Dense rows (N, K) as ``dtype``, computed in fp32 some rows at a time and rounded once, where the packed ones are.
+
+    Args:
+        codec: of :data:`PACKINGS`, or a GGUF type.
+        stored: packed rows, (N, elements).
+        sides: as :func:`laid_out` gives them.
+        group: how many columns were rotated together; 0 for none.
+    """
+    packing, rows = PACKINGS.get(codec), stored.shape[0]
+    if packing is None:
+        return _blocks(stored, codec).to(dtype)
+    columns = stored.shape[1] * packing.values
+    if rows > 1 and rows * columns > VALUES:
+        count, dense = max(1, VALUES // columns), torch.empty((rows, columns), dtype=dtype, device=stored.device)
+        for part in (slice(first, first + count) for first in range(0, rows, count)):
+            dense[part] = unpacked(codec, stored[part], rows_of(sides, rows, part), group, dtype)
+        return dense
+    values = packing.unpack(stored, sides)
+    values = rotated(values, group) if group else values
+    return (values * _fp32(sides["pre_scale"]) if "pre_scale" in sides else values).to(dtype)
+
+
+def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
+    """The side tensors of some of ``rows`` rows: a slice, or a tensor of their numbers."""
+    return {name: side[part] if side.shape[0] == rows else side for name, side in sides.items()}
+
+
+def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
+    """A tensor beside a weight of (``rows``, ``columns``) with a row for each of its rows, or one for all.
+
+    Args:
+        how: :data:`ROW`, :data:`ROWS`, :data:`COLUMNS` or :data:`ALL`; a number is the length of the blocks whose
+            scales lie in the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any
+            device holds.
+    """
+    side = side.view(torch.uint8) if side.dtype.itemsize == 1 else side
+    if how == ALL or side.numel() == 1:
+        return side.reshape(1, -1)
+    if how in (ROW, ROWS):
+        return side.reshape(rows, -1)
+    if how == COLUMNS:
+        return side.reshape(-1, rows).t().contiguous()
+    high, wide = -(-rows // 128), -(-(columns // int(how)) // 4)
+    tiles = side.reshape(high, wide, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(high * 128, wide * 4)
+    return tiles[:rows, : columns // int(how)].contiguous()
+
+
+def fits(name: str, how: str | int, count: int, rows: int, columns: int) -> bool:
+    """Tell whether a side tensor of ``count`` numbers can belong to a weight of (``rows``, ``columns``)."""
+    if how == ALL:
+        return 0 < count == {**SIZES, "pre_scale": columns}.get(name, count)
+    if how == ROW:
+        return count in (1, rows)
+    if how in (ROWS, COLUMNS):
+        return count > 0 and count % rows == 0 and columns % (count // rows) == 0
+    return columns % int(how) == 0 and count == -(-rows // 128) * 512 * -(-(columns // int(how)) // 4)
+
+
+def largest_group(columns: int) -> int:
+    """The most columns, up to 256, that ConvRot can rotate together in rows of ``columns``; 0 for none."""
+    return next((group for group in (256, 64, 16) if columns % group == 0), 0)
+
+
+def rotated(values: Tensor, group: int) -> Tensor:
+    """``values`` (..., K) with each run of ``group`` columns multiplied by ConvRot's matrix, its own inverse."""
+    return torch.matmul(values.unflatten(-1, (-1, group)), _table(group, values.device)).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _table(name: str | int, device: torch.device) -> Tensor:
+    """The values of all codes of a format, for devices without its dtype; under a number ConvRot's matrix."""
+    if isinstance(name, int):
+        matrix = four = torch.ones(4, 4) - 2 * torch.eye(4).flip(1)
+        while len(matrix) < name:
+            matrix = torch.kron(matrix, four)
+        return (matrix / name**0.5).to(device)
+    codes = torch.arange(256, dtype=torch.uint8)
+    made = {
+        "e2m1": lambda: torch.tensor([*E2M1, *(-value for value in E2M1)]),
+        "e4m3": lambda: codes.view(torch.float8_e4m3fn).float(),
+        "e8m0": lambda: (codes.int() << 23).view(torch.float32),  # 2^(e - 127); its ends 0 and infinity, as kitchen's
+    }
+    return made[name]().to(device)
+
+
+def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
+    if side.dtype is torch.uint8:
+        return _table(codes, side.device)[side.int()]
+    return bf16_bits_to_fp32(side) if side.dtype is torch.bfloat16 else side.float()
+
+
+def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
+    """The two codes of each byte side by side, as indices."""
+    codes = stored.view(torch.uint8)
+    both = [codes >> 4, codes & 15] if high_first else [codes & 15, codes >> 4]
+    return torch.stack(both, -1).flatten(-2).int()
+
+
+def _runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
+    """``values`` (N, K), each run of columns times its scale (N, K / run), and plus another number of its own."""
+    values = (values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(1)
+    return values if added is None else (values.unflatten(1, (added.shape[1], -1)) + added.unsqueeze(-1)).flatten(1)
+
+
+def _scaled(stored: Tensor, sides: Sides) -> Tensor:
+    return stored.float().mul_(_fp32(sides["scale"])) if "scale" in sides else stored.float()
+
+
+def _w4a4(stored: Tensor, sides: Sides) -> Tensor:
+    return ((_halves(stored) ^ 8) - 8).float().mul_(_fp32(sides["scale"]))
+
+
+def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
+    codes = _halves(stored)
+    values = sides["codebook"].float()[0][codes] if "codebook" in sides else codes.float() - 8
+    values = _runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
+    return _runs(values, _fp32(sides["s_channel"]), _fp32(sides["correction"]) if "correction" in sides else None)
+
+
+def _nvfp4(stored: Tensor, sides: Sides) -> Tensor:
+    values = _table("e2m1", stored.device)[_halves(stored, high_first=True)]
+    return _runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
+
+
+def _mxfp8(stored: Tensor, sides: Sides) -> Tensor:
+    return _runs(stored.float(), _fp32(sides["scale"], "e8m0"))
+
+
+def _awq(stored: Tensor, sides: Sides) -> Tensor:
+    return _runs(_halves(stored).float() - 8, _fp32(sides["scale"]), _fp32(sides["zeros"]))
+
+
+def _nf4(stored: Tensor, sides: Sides) -> Tensor:
+    absmax = sides["absmax"]
+    if "nested" in sides:  # the scales are packed too, in runs that do not end with a row
+        index = (sides["start"] + torch.arange(absmax.shape[1], device=absmax.device)) // NESTED
+        absmax = sides["nested_map"].float()[0][absmax.int()] * sides["nested"].gather(1, index) + sides["offset"]
+    return _runs(sides["codebook"].float()[0][_halves(stored, high_first=True)], absmax.float())
+
+
+def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    """Side tensors of nf4 whose scales are packed too, so that each row has what it needs of theirs."""
+    rows, wide = sides["absmax"].shape
+    start, nested = torch.arange(rows)[:, None] * wide, sides["nested"].flatten().float()
+    reached = start // NESTED + torch.arange((wide - 2) // NESTED + 2)
+    nested = nested[reached.clamp_(max=len(nested) - 1)]
+    return {**sides, "start": start % NESTED, "nested": nested, "offset": torch.tensor([[offset]])}
+
+
+def _blocks(stored: Tensor, codec: str) -> Tensor:
+    """Dense rows in fp32 of GGUF blocks, on the device where the blocks are."""
+    from . import gguf_blocks
+
+    gguf = imported("gguf")
+    kind = gguf.GGMLQuantizationType[codec]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = stored.view(-1, size)
+    if codec in gguf_blocks.CODECS:
+        return gguf_blocks.decoded(raw, codec).reshape(stored.shape[0], -1)
+    theirs = imported("diffusers.quantizers.gguf.utils").dequantize_functions[kind]
+    rows: Tensor = theirs(raw, block, size, torch.float32)
+    return rows.reshape(stored.shape[0], -1)
+
+
+PACKINGS: dict[str, Packing] = {  # by the names that files give them, but for SCALED: fp8 and int8 times a scale
+    SCALED: Packing({"scale": ROW}, _scaled, 1, frozenset({"scale"})),
+    "convrot_w4a4": Packing({"scale": ROW}, _w4a4, 2),
+    W4A8: Packing(W4A8_SIDES, _w4a8, 2, frozenset({"codebook", "correction"})),
+    "nvfp4": Packing({"scale": 16, "scale_2": ALL}, _nvfp4, 2),
+    "mxfp8": Packing({"scale": 32}, _mxfp8),
+    "awq_w4a16": Packing({"scale": COLUMNS, "zeros": COLUMNS}, _awq, 2),
+    "nf4": Packing({"absmax": ROWS, **dict.fromkeys(NF4_TABLES, ALL)}, _nf4, 2, frozenset(NF4_TABLES[2:])),
+}
+ROTATES = ("convrot_w4a4", W4A8)  # in any case

@@ -1,0 +1,196 @@
+"""The path by which a device computes the layers of a packed file: core's own product, or dequantised.
+
+Core multiplies int8 and int4 layers packed on every device, which ends the process on some, raises on others, and is
+slower than dequantising on more. So the rows speak first; what the device itself has answered overrules a row that may
+be asked; and nothing here asks a device on its own: the questions wait in the probe store for ``make gpu``, or for the
+button of the AnyGPU tab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..decision import AUTO, CHOSEN, Decision
+from ..errors import first_line
+from .execution import to_host
+from .facts import KITCHEN, DeviceFacts
+from .packed_rows import AWQ, CORE, DEQUANTISE, INT8, INTEGERS, PACKED_ROWS, W4A4, W4A8, PackedRow
+from .probe_store import OK, PACKED, UNKNOWN, ProbeResult
+from .timed_choice import milliseconds
+
+Answers = Mapping[str, ProbeResult]
+PACKED_PATHS = (AUTO, CORE, DEQUANTISE)  # grows at the end
+FUNCTIONS = {  # of comfy-kitchen, by format; fp8 is torch's own
+    INT8: "int8_linear", W4A8: "w4a8_int8_linear", W4A4: "convrot_w4a4_linear", AWQ: "gemv_awq_w4a16",
+    "nvfp4": "scaled_mm_nvfp4", "mxfp8": "scaled_mm_mxfp8",
+}  # fmt: skip
+LAYOUTS = {INT8: "TensorWiseINT8Layout", W4A8: "AsymW4A8Int8Layout", W4A4: "TensorCoreConvRotW4A4Layout"}
+ERRORS = {INT8: 0.1, W4A8: 0.1, W4A4: 1.5}  # largest, of the rms: 8 deviations of the rounding of the activations
+WIDTH = 2048  # inputs and outputs of the layer that is asked about
+ROWS = (1, 17, 97, 112, 127, 4096)  # GTX 16 fails between 96 and 128 (ComfyUI#16431)
+SAMPLE = 32  # rows of a product that are compared
+SLOW = 2.0  # times dequantising, from which on a product of few rows settles it
+WORTH = 0.8  # of the time of dequantising, as for other timed choices
+
+
+class SlowerProductError(RuntimeError):
+    """A product that is right and not worth taking."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPath:
+    """The path of the layers of one format.
+
+    Args:
+        path: ``CORE`` or ``DEQUANTISE``.
+        kernels: comfy-kitchen's backend for their product; ``eager`` is torch's own product.
+        why, source: the reason, and what it rests on.
+    """
+
+    layer_format: str
+    path: str
+    kernels: str
+    why: str
+    source: str = AUTO
+
+    def decision(self, count: int) -> Decision:
+        """The path of ``count`` layers, for people."""
+        by = {"": "", "eager": " by torch's product"}.get(self.kernels, f" by comfy-kitchen's {self.kernels} kernels")
+        verdict = f"{CORE}{by}" if self.path == CORE else "dequantised"
+        return Decision(f"{count} {self.layer_format} layers", verdict, self.why, self.source)
+
+
+def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: str = AUTO) -> PackedPath:
+    """The path of layers in ``layer_format`` on the device of ``facts``; asks the device nothing.
+
+    Args:
+        answers: what it has answered so far.
+        choice: one of :data:`PACKED_PATHS`.
+    """
+    kernels, _ = kitchen_backend(layer_format, facts.device)
+    taken = partial(PackedPath, layer_format=layer_format, kernels=kernels)
+    if choice != AUTO:
+        return taken(path=choice, why="", source=CHOSEN)
+    row = row_for(facts, layer_format, kernels)
+    answer = answers.get(PACKED + layer_format)
+    if answer is not None and answer.status != UNKNOWN and (row is None or row.ask):
+        path = CORE if answer.status == OK else DEQUANTISE
+        return taken(path=path, why=f"tested on this device: {answer.detail or 'right and quicker'}")
+    if row is None:
+        return taken(path=DEQUANTISE, why="nobody has tested its product on such a device")
+    return taken(path=row.path, why=f"{row.card}: {row.why} ({row.source})")
+
+
+def row_for(facts: DeviceFacts, layer_format: str, kernels: str) -> PackedRow | None:
+    """The row of a card and format; None for a card that nobody has listed."""
+    fits = (row for row in PACKED_ROWS if layer_format in row.formats and _fits(row, facts, kernels))
+    return next(fits, None)
+
+
+def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
+    asked = ((facts.backend, row.backends), (facts.arch, row.arches), (facts.name.lower(), row.names))
+    return all(
+        any(fnmatch(value, pattern) for pattern in patterns) for value, patterns in (*asked, (kernels, row.kernels))
+    )
+
+
+def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
+    """The backend that comfy-kitchen's own registry gives a product of ``layer_format``, and why no faster one.
+
+    Returns:
+        Its name, empty where comfy-kitchen has none or is not installed; the reason, empty for the first backend.
+    """
+    function = FUNCTIONS.get(layer_format)
+    if function is None:
+        return "", ""
+    try:
+        from comfy_kitchen.registry import registry
+
+        given = {"x": torch.empty(1, WIDTH, dtype=torch.bfloat16, device=device)}
+        chosen = registry.get_capable_backend(function, given)
+        return chosen, "; ".join(_refusals(registry, function, given)) if chosen == "eager" else ""
+    except Exception as error:  # absent, broken, or of a version that answers otherwise
+        return "", first_line(error)
+
+
+def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[str]:
+    """The reasons for which the compiled backend that fits this torch leaves ``function`` to torch."""
+    built = {"hip": torch.version.hip, "cuda": torch.version.cuda}
+    for name in filter(built.get, built):
+        state = registry.list_backends().get(name, {})
+        if state.get("disabled") and state.get("available") and name == "cuda":
+            yield f"{name}: torch is built for CUDA {torch.version.cuda}, comfy-kitchen's kernels need 13"
+        elif not state.get("available"):
+            yield f"{name}: {state.get('unavailable_reason') or 'not in this build'}"
+        elif function not in state.get("capabilities", ()):
+            hidden = " that fits every visible Radeon (HIP_VISIBLE_DEVICES hides an integrated one)" * (name == "hip")
+            yield f"{name}: no {function}{hidden}"
+        else:
+            yield f"{name}: {registry.validate_backend_for_call(name, function, given).failure_reason}"
+
+
+def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision]:
+    """The path of each format with the Fit nodes, and why comfy-kitchen has no faster kernels; nothing without it."""
+    for layer_format in FUNCTIONS if KITCHEN in facts.versions else ():
+        taken, (_, why) = path_for(facts, layer_format, answers), kitchen_backend(layer_format, facts.device)
+        reason = "; ".join(filter(None, (why, taken.why)))
+        yield replace(taken.decision(0), subject=layer_format, why=reason, source="")
+
+
+def packed_probes(facts: DeviceFacts) -> dict[str, Callable[[torch.device], str]]:
+    """The questions about packed products by name, for the probe store; a CPU is not asked."""
+    if facts.device.type == "cpu":
+        return {}
+    return {PACKED + each: partial(packed_product, facts, each) for each in INTEGERS}
+
+
+def packed_product(facts: DeviceFacts, layer_format: str, device: torch.device) -> str:
+    """P7: core's product of a packed layer, against the same weights dequantised on the host, and quicker than these.
+
+    Raises:
+        RuntimeError: the device may not be asked, cannot do it, or is not quick enough.
+    """
+    kernels, why = kitchen_backend(layer_format, device)
+    row = row_for(facts, layer_format, kernels)
+    if not kernels:
+        raise RuntimeError(why)
+    if row is not None and not row.ask:
+        raise RuntimeError(f"not asked: {row.why} ({row.source})")
+    turns = (False, True) if layer_format == INT8 else (True,)
+    return next(filter(None, (product_fault(layer_format, turned, device) for turned in turns)), "")
+
+
+def product_fault(layer_format: str, convrot: bool, device: torch.device) -> str:
+    """:func:`packed_product` of one kind of layer, whatever the rows say: it may end the process."""
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    noise = torch.Generator().manual_seed(0)
+    options = {"per_channel": True, "convrot": convrot} if layer_format == INT8 else {}
+    dense = torch.randn(WIDTH, WIDTH, generator=noise) * WIDTH**-0.5
+    packed = QuantizedTensor.from_float(dense, LAYOUTS[layer_format], **options)
+    weight, values = packed.to(device=device, dtype=torch.float16), packed.dequantize()
+    for count in ROWS:
+        host = torch.randn(count, WIDTH, generator=noise).half()
+        x = host.to(device)
+        ways: dict[str, Callable[[], Any]] = {
+            CORE: partial(functional.linear, x, weight),
+            DEQUANTISE: partial(lambda x: functional.linear(x, weight.dequantize()), x),
+        }
+        result = to_host(ways[CORE]()).float()
+        for rows in (slice(0, SAMPLE), slice(-SAMPLE, None)):
+            expected = functional.linear(host[rows].float(), values)
+            error = float((result[rows] - expected).abs().max() / expected.square().mean().sqrt())
+            if not error <= ERRORS[layer_format]:
+                return f"{count} rows: off by {error:.3g} of the results' rms"
+        last = count == ROWS[-1]
+        times = milliseconds(ways, device, 3 if last else 1)
+        if times[CORE] > (WORTH if last else SLOW) * times[DEQUANTISE]:
+            raise SlowerProductError(f"{count} rows: takes {times[CORE]} ms, dequantised {times[DEQUANTISE]} ms")
+    return ""

@@ -1,0 +1,301 @@
+"""Plain fp16 for the blocks of a network that leave it eight times of room, as one step in safe fp16 has measured.
+
+Core computes the network in fp16 then. A block without that room is given fp32, in which its layers are safe but for
+those that leave it, and its output is narrowed where that does. What comes out of each block is looked at once a step:
+beyond the room, the step is computed again in safe fp16, and what is kept is corrected.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.checkpoints.identity import content_of
+from ...compat.device.execution import to_host
+from ...compat.durable import replacing
+from ...compat.errors import CheckpointError, first_line, json_file
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
+from .layers import FITS, is_convolution
+from .ownership import is_linear
+
+log = logging.getLogger(__name__)
+
+ROOM = 8.0
+MOST = float(torch.finfo(HALF).max)
+NEVER = 1e30  # the share of a block that was wrong in plain fp16, and more than any size but a mask's
+FOLDER, VERSION = "fitted", 1  # of the files in which sizes are kept
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # core calls what is in them
+NETWORK = "the network"  # the name under which a network's own inputs are kept
+
+
+@dataclass
+class ValueSizes:
+    """Sizes of the values of one block, or of one layer in it.
+
+    Args:
+        share: the part of fp16's range that the largest value inside needs with the room; at most 1 fits.
+        output: the largest value that comes out.
+        least: the largest value of the smallest row that comes out.
+    """
+
+    share: float = 0.0
+    output: float = 0.0
+    least: float = math.inf
+
+    def take(self, kind: str, value: float) -> None:
+        """Take in another measurement."""
+        setattr(self, kind, (min if kind == "least" else max)(getattr(self, kind), value))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBlock:
+    """A part of a network that core calls by itself, and the layers with products in it, by name."""
+
+    name: str
+    module: nn.Module
+    layers: dict[str, nn.Module]
+
+    @property
+    def narrowing(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers that show what overflowed in the middle of a block and was clamped before it came out."""
+        return ((name, each) for name, each in self.layers.items() if is_linear(each) and _narrows(each))
+
+
+@dataclass
+class Calibration:
+    """The sizes of one network with one set of weights on one device, and the runs that measure and trust them.
+
+    Args:
+        path: the file that keeps them; None for memory alone.
+        convolutions: whether 1-D and 2-D convolutions in fp16 are right here.
+        sizes: by block, by layer, and of the network's inputs.
+    """
+
+    path: Path | None
+    convolutions: bool
+    sizes: dict[str, ValueSizes] = field(default_factory=dict)
+    _blocks: list[MeasuredBlock] = field(default_factory=list)
+    _running: str = NETWORK
+    _refused: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.is_file():
+            try:
+                kept = json_file(self.path)["sizes"]
+                self.sizes = {name: ValueSizes(*map(float, sizes)) for name, sizes in kept.items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
+                log.warning("AnyGPU: %s is damaged (%s): measured again", self.path, first_line(error))
+
+    def fits(self, name: str) -> bool:
+        """True if a block or layer was called and leaves the room."""
+        return name in self.sizes and self.sizes[name].share <= 1.0
+
+    def is_plain(self, network: nn.Module) -> bool:
+        """True if any block of ``network``, or a layer in it, can be computed in plain fp16."""
+        return self.fits(NETWORK) and any(map(self._any_fits, self._known(network)))
+
+    def refuse(self) -> None:
+        """Keep the running block out of plain fp16: operands of its attention have no fp16 form."""
+        self._refused.add(self._running)
+
+    @contextmanager
+    def measured(self, network: nn.Module) -> Iterator[None]:
+        """Measure the call of ``network`` inside the block, unless its result is NaN or infinite anyway."""
+        found: list[tuple[str, str, Tensor]] = []
+        with ExitStack() as stack:
+
+            def on(module: nn.Module, before: bool, hook: Any, *names: str) -> None:
+                register = module.register_forward_pre_hook if before else module.register_forward_hook
+                stack.callback(register(functools.partial(hook, found, *names), with_kwargs=True).remove)
+
+            on(network, False, _measure, NETWORK, NETWORK)
+            for block in self._known(network):
+                on(block.module, True, self._enter, block.name)
+                for name, module in block.module.named_modules(prefix=block.name):
+                    on(module, False, _measure, block.name, name if name in (block.name, *block.layers) else "")
+                if not self.convolutions and any(map(is_convolution, block.layers.values())):
+                    self._refused.add(block.name)
+            yield
+        together = [value for *_, value in found]
+        numbers = to_host(torch.stack([each.to(together[0].device) for each in together])).tolist()
+        sound = all(math.isfinite(value) for (name, *_), value in zip(found, numbers, strict=True) if name == NETWORK)
+        for (name, kind, _), value in zip(found, numbers, strict=True) if sound else ():
+            self.sizes.setdefault(name, ValueSizes()).take(kind, value if math.isfinite(value) else NEVER)
+        for name in self._refused if sound else ():
+            self.sizes.setdefault(name, ValueSizes()).share = NEVER
+        self._refused.clear()
+
+    @contextmanager
+    def trusted(self, network: nn.Module) -> Iterator[Callable[[], bool]]:
+        """Compute in plain fp16 what fits, inside the block; gives the question, to be asked afterwards, if it did."""
+        values: list[tuple[str, str, Any]] = []
+        with ExitStack() as stack:
+            for block in self._known(network):
+                if not self.fits(block.name):
+                    stack.callback(block.module.register_forward_pre_hook(_widen, with_kwargs=True).remove)
+                    if self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST:
+                        stack.callback(block.module.register_forward_hook(_narrow).remove)
+                fitting = set(self._fitting(block))
+                for layer in block.layers.values():
+                    layer.__dict__[FITS] = layer in fitting
+                    stack.callback(layer.__dict__.pop, FITS, None)
+            for block_name, name, module in self._watched(network):
+                hook = functools.partial(_watch, values, block_name, name)
+                stack.callback(module.register_forward_hook(hook).remove)
+            yield functools.partial(self._held, values)
+
+    def _known(self, network: nn.Module) -> list[MeasuredBlock]:
+        if not self._blocks:
+            self._blocks += blocks_of(network)
+        return self._blocks
+
+    def _watched(self, network: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+        """(block, name, module) of what shows an overflow: blocks in lists, their narrowing layers, and the result."""
+        known = self._known(network)
+        for block in [each for each in known if "." in each.name] or known:
+            yield block.name, block.name, block.module
+            yield from ((block.name, name, layer) for name, layer in block.narrowing if self.fits(block.name))
+        yield NETWORK, NETWORK, network
+
+    def _any_fits(self, block: MeasuredBlock) -> bool:
+        return self.fits(block.name) or any(self._fitting(block))
+
+    def _fitting(self, block: MeasuredBlock) -> Iterator[nn.Module]:
+        """The layers of a block that are computed in plain fp16 whatever the rest of it is."""
+        known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
+        return (layer for name, layer in block.layers.items() if known and self.fits(name))
+
+    def _enter(self, _found: Any, name: str, *_: Any) -> None:
+        self._running = name
+
+    def _held(self, values: list[tuple[str, str, Any]]) -> bool:
+        """True if every value kept within the room; reads all of them at once."""
+        numbers = to_host(torch.stack([each.float() for *_, pair in values for each in pair])).tolist()
+        for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
+            known = self.sizes.get(name, ValueSizes())
+            if high <= known.output * ROOM and not low == 0.0 < known.least:
+                continue
+            if not math.isfinite(high) or low == 0.0:  # of an overflow within, which core's clamps may have hidden
+                self._refused.add(block)
+            return False
+        return True
+
+    def write(self) -> None:
+        """Keep the sizes for later sessions."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path) as temporary:
+                sizes = {name: astuple(each) for name, each in self.sizes.items()}
+                temporary.write_text(json.dumps({"sizes": sizes}), encoding="utf-8")
+        except OSError as error:
+            log.warning("AnyGPU: %s cannot be written (%s): measured again next time", self.path, first_line(error))
+
+
+def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
+    """The file with the sizes of a MODEL; None where it comes from no file.
+
+    Args:
+        patcher: the MODEL, with its LoRAs.
+        folder: the pack's own; None for none.
+        machine: what stands for device, driver and torch.
+    """
+    made = patcher.cached_patcher_init
+    source = made[1][0] if made and made[1] else None
+    if folder is None or not isinstance(source, str):
+        return None
+    import comfyui_version  # which no test without ComfyUI has
+
+    try:
+        content = content_of(Path(source))
+    except CheckpointError:
+        return None
+    patches = [(key, [(each[0], each[2]) for each in patcher.patches[key]]) for key in sorted(patcher.patches)]
+    facts = [VERSION, content, str(patcher.model_dtype()), machine, comfyui_version.__version__, patches]
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+    return folder / FOLDER / f"{digest[:32]}.json"
+
+
+def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
+    """The parts of ``network`` that core calls by themselves and that have products; none is in another."""
+    containers = [("", network)]
+    while containers:
+        prefix, container = containers.pop()
+        for child_name, child in container.named_children():
+            name = f"{prefix}{child_name}"
+            if isinstance(child, CONTAINERS):
+                containers.append((f"{name}.", child))
+                continue
+            modules = child.named_modules(prefix=name)
+            layers = {path: each for path, each in modules if is_linear(each) or is_convolution(each)}
+            if layers:
+                yield MeasuredBlock(name, child, layers)
+
+
+def _narrows(layer: Any) -> bool:
+    return bool(layer.in_features > layer.out_features)
+
+
+def _floats(values: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments or results of a call that may leave fp16's range."""
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _floats(value)
+    elif type(values) is Tensor and values.dtype in (HALF, FULL) and values.ndim and values.numel():
+        yield values
+
+
+def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    """``values`` with their tensors of one dtype in another."""
+    if type(values) in (list, tuple):
+        return type(values)(_cast(value, before, after) for value in values)
+    return values.to(after) if type(values) is Tensor and values.dtype is before else values
+
+
+def _widen(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _cast(args, HALF, FULL), {name: _cast(value, HALF, FULL) for name, value in kwargs.items()}
+
+
+def _narrow(_module: nn.Module, _args: Any, output: Any) -> Any:
+    return _cast(output, FULL, HALF)
+
+
+def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    for tensor in _floats(output):
+        values.append((block, name, torch.linalg.vector_norm(tensor, math.inf, dim=-1).aminmax()))
+
+
+def _measure_inputs(found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Add the sizes of what a module is given; masks hide with the largest number of their dtype, whichever that is."""
+    for each in _floats((*args, *kwargs.values())):
+        seen = torch.where(each.abs() < NEVER, each, 0.0)
+        found.append((name, "share", torch.linalg.vector_norm(seen, math.inf, dtype=FULL) * (ROOM / MOST)))
+
+
+def _measure(
+    found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    """Add the sizes of a module's call to those of its block, and to its own where it has a name."""
+    names = {block, own or block}
+    for name in names:
+        _measure_inputs(found, name, module, args, kwargs)
+        if SETTINGS in module.__dict__ and is_linear(module):
+            reach = module.__dict__[SETTINGS].reach
+            rows = (torch.linalg.vector_norm(x, dim=-1, dtype=FULL) for x in _floats(args))
+            found += [(name, "share", each.amax() * (reach / MOST)) for each in rows]
+    for tensor in _floats(output):
+        rows = torch.linalg.vector_norm(tensor, math.inf, dim=-1, dtype=FULL)
+        found += [(name, "share", rows.amax() * (ROOM / MOST)) for name in names]
+        found += [(own, "output", rows.amax()), (own, "least", rows.amin())] if own else []

@@ -1,0 +1,199 @@
+"""The packed layers of core's networks, each computed by the path that was chosen for its format.
+
+A packed weight names its layout, and comfy-kitchen finds the products of a layout by that name. While a fitted network
+is used its weights name one of ours: the same bytes, with no product, or with a product that is watched. Whatever asks
+then (a layer's forward, core's feed-forward that multiplies past it, experts, a tied head) gets values,
+dequantised in fp32 and rounded once; and a feed-forward gives its activation to the layer, as for any other layout.
+Embeddings look up packed rows as before, which multiplies nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.quant_ops as quant_ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...compat.decision import AUTO, Decision
+from ...compat.device.facts import DeviceFacts
+from ...compat.device.failures import DEVICE_ERRORS, KERNEL, failure_kind
+from ...compat.device.packed_paths import Answers, path_for
+from ...compat.device.packed_rows import CORE, DEQUANTISE, FORMATS, FP4, FP8, INTEGERS
+from ...compat.errors import first_line
+from ...compat.memory.parts import Undo
+
+log = logging.getLogger(__name__)
+
+UNPACKED = "_full_precision_mm"  # core's switch of a layer: none of its inputs are rounded then
+HELD = ("weight", "_v_weight")  # where a layer has its weight: its own, and the one that core has paged in
+NARROW = "its sums come out in 16 bits, and safe fp16 around fp32 is as fast and more exact"
+PREFIX = "anygpu {} "  # of the names of our layouts, with the path
+FAILED: dict[str, str] = {}  # by layout: why its product is not tried again
+
+
+class _StandIn(type):
+    """Class of our layouts: whatever they do not define is that of the layout for which they stand in."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.__dict__["stands_for"], name)
+
+
+@functools.cache
+def _layout(name: str, path: str) -> str:
+    """The name of our layout in the place of ``name``, which comfy-kitchen knows from now on."""
+    original = quant_ops.get_layout_class(name)
+    members = {
+        "stands_for": original,
+        "name": name,
+        "dequantize": staticmethod(functools.partial(_values, original)),
+        "supports_fast_matmul": staticmethod(lambda: path == CORE and original.supports_fast_matmul()),
+    }
+    ours = PREFIX.format(path) + name
+    layout = _StandIn(ours, (), members)
+    quant_ops.register_layout_class(ours, layout)
+    if path == CORE:
+        quant_ops.register_layout_op(torch.ops.aten.linear.default, layout)(_watched_linear)
+        quant_ops.register_layout_op(torch.ops.aten.t.default, layout)(lambda _, args, kwargs: _original(args[0]).t())
+    return ours
+
+
+def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
+    """The values of packed bytes in the dtype that ``params`` ask for, rounded once."""
+    scale = params.scale
+    if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1 and scale.numel() > 1:
+        scale = scale[:, None]  # which products take per row, and dequantisation per column
+    wide = dataclasses.replace(params, scale=scale, orig_dtype=torch.float32)
+    values: Tensor = original.dequantize(packed, wide).to(params.orig_dtype)
+    return values
+
+
+def _original(weight: Any) -> Any:
+    return QuantizedTensor(weight._qdata, weight.layout_cls.name, weight._params)
+
+
+def _watched_linear(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Core's own product; from its first failure on, the product of dequantised values."""
+    x, weight, *bias = args
+    name = weight.layout_cls.name
+    if name not in FAILED:
+        try:
+            return functional.linear(x, _original(weight), *bias)
+        except DEVICE_ERRORS as error:
+            if failure_kind(error) != KERNEL:
+                raise
+            FAILED[name] = f"{name}: {first_line(error)}; dequantised from here on"
+            log.warning("AnyGPU: %s", FAILED[name])
+    return functional.linear(x, weight.dequantize().to(x.dtype), *bias)
+
+
+def packed_layers(network: nn.Module) -> Iterator[nn.Module]:
+    """The layers of ``network`` with a weight that core holds packed."""
+    return (module for module in network.modules() if next(_weights(module), None) is not None)
+
+
+def _weights(layer: nn.Module) -> Iterator[Any]:
+    held = (layer._parameters.get(name, vars(layer).get(name)) for name in HELD)
+    return (weight for weight in held if isinstance(weight, QuantizedTensor))
+
+
+def multiplies_packed(layer: Any) -> bool:
+    """True if core multiplies ``layer`` as it is packed; int8 and int4 it does whatever its switches say."""
+    return getattr(layer, "quant_format", "") in INTEGERS or is_native(layer)
+
+
+def is_native(layer: Any) -> bool:
+    """True if core computes ``layer`` in a packed format, by int8 sums or on fp8 tensor cores."""
+    return (
+        getattr(layer, "layout_type", None) is not None
+        and not getattr(layer, UNPACKED, True)
+        and not getattr(layer, "comfy_force_cast_weights", False)
+        and not layer.weight_function
+        and not layer.bias_function
+        and not any(weight._layout_cls.startswith(PREFIX.format(DEQUANTISE)) for weight in _weights(layer))
+    )
+
+
+@dataclass(frozen=True)
+class PackedFit:
+    """The paths chosen for the packed layers of one network.
+
+    Args:
+        paths: ``CORE`` or ``DEQUANTISE`` by format; others are left as they are.
+        decisions: for people.
+        needed: whether core would multiply a layer that is to be dequantised.
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    decisions: Sequence[Decision] = ()
+    needed: bool = False
+
+    def attach(self, network: nn.Module) -> Undo:
+        """Have every packed layer of ``network`` take its path until the result is restored."""
+        undo = Undo()
+        for layer in packed_layers(network) if self.paths else ():
+            path = self.paths.get(getattr(layer, "quant_format", ""))
+            weights = [weight for weight in _weights(layer) if not isinstance(weight.layout_cls, _StandIn)]
+            if path is None or not weights:
+                continue
+            undo.append(functools.partial(_give_back, layer))
+            path = DEQUANTISE if any(weight._layout_cls in FAILED for weight in weights) else path
+            for weight in weights if path == DEQUANTISE or layer.quant_format in INTEGERS else ():
+                weight._layout_cls = _layout(weight._layout_cls, path)
+            if path == DEQUANTISE and hasattr(layer, UNPACKED):
+                undo.set(layer, UNPACKED, True)
+        return undo
+
+    @contextmanager
+    def attached(self, network: nn.Module) -> Iterator[None]:
+        """Attached inside the block, whatever ends it."""
+        undo = self.attach(network)
+        try:
+            yield
+        finally:
+            undo.restore()
+
+
+def _give_back(layer: nn.Module) -> None:
+    """Core's layouts for the weights of ``layer``, also for one that was paged in since."""
+    for weight in _weights(layer):
+        if isinstance(weight.layout_cls, _StandIn):
+            weight._layout_cls = weight.layout_cls.__dict__["name"]
+
+
+def packed_fit(
+    network: nn.Module, facts: DeviceFacts, answers: Answers, safe: bool = False, choice: str = AUTO
+) -> PackedFit:
+    """Choose the paths of the packed layers of ``network``.
+
+    Args:
+        facts, answers: the device, and what it has answered so far.
+        safe: whether it computes in safe fp16, around an fp32 stream.
+        choice: one of ``PACKED_PATHS``.
+    """
+    layers = list(packed_layers(network))
+    counts = Counter(str(getattr(layer, "quant_format", "") or "unnamed") for layer in layers)
+    multiplied = {layer.quant_format for layer in layers if multiplies_packed(layer)}
+    paths, decisions = dict[str, str](), list[Decision]()
+    for layer_format, count in counts.items():
+        if layer_format not in FORMATS:
+            decisions.append(Decision(f"{count} {layer_format} layers", "left as they are", "not a format known here"))
+            continue
+        chosen = path_for(facts, layer_format, answers, choice)
+        if choice == AUTO and layer_format not in multiplied:
+            chosen = dataclasses.replace(chosen, path=DEQUANTISE, why="as core does on this device")
+        elif choice == AUTO and safe and layer_format in (*FP8, *FP4):
+            chosen = dataclasses.replace(chosen, path=DEQUANTISE, why=NARROW)
+        paths[layer_format] = chosen.path
+        decisions.append(chosen.decision(count))
+    needed = any(path == DEQUANTISE and name in multiplied for name, path in paths.items())
+    return PackedFit(paths, decisions, needed)

@@ -1,0 +1,131 @@
+"""A window of a decode, which the CPU in fp32 decodes too: proof for the rest of the frames, in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.device.execution import to_host
+from ...compat.output_check import BROKEN, dead_cells, fault_in_frames, latent_step
+
+LATENTS, SIDE = 3, 16  # frames, rows and columns of a window
+SAME = 1e-3  # of pictures in 0..1, that two ways agree in
+NEAR, CONTEXT = 5e-2, 0.3  # relative L2 of one window by two devices, and of a window alone and in its picture
+
+
+@dataclass(frozen=True)
+class ProofWindow:
+    """A few latents of a decode, that are decoded by themselves, and the frames that they make.
+
+    Args:
+        whole: latents (B, C, T, H, W).
+        cell: pixels of one.
+        flat: whether their VAE knows no frames.
+        batch, frame, row, column: the latent in its middle; ``frame`` is the last one.
+    """
+
+    whole: Tensor
+    cell: int
+    flat: bool
+    batch: int
+    frame: int
+    row: int
+    column: int
+
+    @classmethod
+    def of(cls, vae: Any, given: Tensor, frames: Tensor | None = None) -> ProofWindow:
+        """A window of what is decoded: its middle, or where finished ``frames`` are dead."""
+        latents, cell = latents_of(vae, given), int(vae.spacial_compression_decode())
+        place = [0, 0, latents.shape[-2] // 2, latents.shape[-1] // 2]
+        if frames is not None:
+            dead = dead_cells(_cells(_video(frames), cell), latents)
+            place[:2] = divmod(int(dead.float().mean((-2, -1)).argmax()), dead.shape[1])
+            where = dead[place[0], place[1]].nonzero()
+            place[2:] = to_host(where[len(where) // 2]).tolist() if len(where) else place[2:]
+            every, less = latent_step(dead.shape[1], latents.shape[2])
+            place[1] = (place[1] + less) // every
+        return cls(latents, cell, vae.latent_dim == 2, *place)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end in latents, in frames, rows and columns."""
+        first = max(0, self.frame - LATENTS + 1)
+        spans = [(first, min(self.whole.shape[2], first + LATENTS))]
+        for size, middle in zip(self.whole.shape[3:], (self.row, self.column), strict=True):
+            begin = max(0, min(middle - SIDE // 2, size - SIDE))
+            spans.append((begin, min(size, begin + SIDE)))
+        return tuple(spans)
+
+    @property
+    def latents(self) -> Tensor:
+        """The latents (1, C, T, H, W)."""
+        return self.whole[self.batch : self.batch + 1][
+            (slice(None), slice(None), *(slice(*span) for span in self.spans))
+        ]
+
+    def cut(self) -> Tensor:
+        """The latents as their VAE takes them."""
+        return self.latents[:, :, 0] if self.flat else self.latents
+
+    def inner(self, frames: Tensor) -> Tensor:
+        """Decoded frames of the window without its margins."""
+        return self._trimmed(frames if frames.ndim == 5 else frames.unsqueeze(1))
+
+    def frames_of(self, frames: Tensor) -> Tensor:
+        """The same frames of a whole decode."""
+        video = frames if frames.ndim == 5 else frames.unsqueeze(1)
+        every, less = latent_step(video.shape[1], self.whole.shape[2])
+        (first, last), *sides = self.spans
+        begin = max(0, first * every - less)
+        rows, columns = (slice(start * self.cell, end * self.cell) for start, end in sides)
+        return self._trimmed(video[self.batch : self.batch + 1, begin : last * every - less, rows, columns])
+
+    def _trimmed(self, video: Tensor) -> Tensor:
+        (first, last), *sides = self.spans
+        if first:  # of later frames only the last, which has some before it
+            video = video[:, -(video.shape[1] // (last - first)) :]
+        for axis, (begin, end) in enumerate(sides, 2):
+            margin, size = (end - begin) // 4 * self.cell, self.whole.shape[axis + 1]
+            low, high = margin * (begin > 0), video.shape[axis] - margin * (end < size)
+            video = video.narrow(axis, low, high - low)
+        return video
+
+
+def fault_in_pictures(vae: Any, frames: Tensor, latents: Tensor) -> str:
+    """The fault of finished frames (B, H, W, 3) or (B, F, H, W, 3) in 0..1 over the latents that they come from."""
+    if frames.ndim not in (4, 5) or latents.ndim < 4:
+        return "" if bool(frames.isfinite().all()) else BROKEN
+    cell = int(vae.spacial_compression_decode())
+    return fault_in_frames(_video(frames) * 2 - 1, cell, latents_of(vae, latents))
+
+
+def latents_of(vae: Any, given: Tensor) -> Tensor:
+    """The latents of a VAE as (B, C, T, H, W)."""
+    return given.unsqueeze(2) if given.ndim == 4 else given[:, :, :1] if vae.latent_dim == 2 else given
+
+
+def _video(frames: Tensor) -> Tensor:
+    """Finished frames as (B, 3, F, H, W)."""
+    return (frames if frames.ndim == 5 else frames.unsqueeze(1)).movedim(-1, 1)
+
+
+def _cells(video: Tensor, cell: int) -> Tensor:
+    """The least and the greatest value of each cell, as channels."""
+    rows, columns = (size // cell for size in video.shape[-2:])
+    cells = video.unflatten(-1, (columns, cell)).unflatten(-3, (rows, cell))
+    return torch.cat((cells.amin((-3, -1)), cells.amax((-3, -1))), 1)
+
+
+def agree(frames: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
+    """True if pictures in 0..1 are the same but for the rounding of ``dtype``."""
+    error = (to_host(frames).float() - to_host(others).float()).square().mean().sqrt()
+    return bool(error <= max(SAME, torch.finfo(dtype).eps))
+
+
+def apart(frames: Tensor, others: Tensor) -> float:
+    """Relative L2 of pictures in 0..1."""
+    here, there = to_host(frames).float(), to_host(others).float()
+    return float((here - there).norm() / there.norm().clamp(min=1e-6))

@@ -1,0 +1,208 @@
+"""Scenes in which torch itself counts what a fit did: products by the weights in them, attention, and bytes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import comfy.model_management as management
+import comfy.ops
+import torch
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.host.core import clip as core_clip
+from anygpu.host.core import model as core_model
+from anygpu.host.core.attention import OVERRIDE
+from anygpu.host.core.calibration import FOLDER
+from anygpu.host.core.counts import Counts
+from anygpu.host.core.layers import SafeLayers, left_of, unfit_for_safe
+from comfy.ldm.modules.attention import attention_pytorch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from host.inside import core_tiny
+from host.inside.core_fit import PEAK, lora_on, turing
+from host.inside.core_fit_vaes import text_encoder
+from host.inside.core_tiny import CASES, error, fill, louder, made, output
+
+aten = torch.ops.aten
+PRODUCTS = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten.scaled_dot_product_attention,
+}  # fmt: skip
+FREE = {aten.new_empty, aten.empty_like, aten._fused_sdp_choice}  # touch no values
+WIDE = {  # one tenth of the published widths, at which norms and weights weigh as little as there
+    "Wan 2.1": ({"dim": 512, "num_heads": 4, "ffn_dim": 2048, "text_dim": 64}, (16, 3, 24, 24), 64),
+    "LTXV": ({"num_attention_heads": 8, "attention_head_dim": 64, "cross_attention_dim": 512}, (128, 3, 14, 14), 32),
+    "MiniMax H3": (
+        {"hidden_size": 512, "num_attention_heads": 4, "attention_head_dim": 128, "ffn_hidden_size": 1024},
+        (24, 3, 24, 24), 32,
+    ),
+}  # fmt: skip
+
+
+class Watch(TorchDispatchMode):
+    """Counts products by the weight in them and the dtype of it, attention, and bytes outside products."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.names = {weight.untyped_storage().data_ptr(): name for name, weight in network.named_parameters()}
+        self.copies: list[Tensor] = []  # alive, so that no other tensor takes their place
+        self.products: dict[str, set[str]] = {}
+        self.calls, self.bytes, self.kernels, self.runs = Counter[str](), 0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation."""
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+        names = [self.names.get(each.untyped_storage().data_ptr()) for each in tensors]
+        if func.overloadpacket in PRODUCTS:
+            self.calls[f"{func.overloadpacket.__name__} {tensors[0].dtype}"] += 1
+            for tensor, name in zip(tensors, names, strict=True):
+                if name and tensor.ndim > 1:
+                    self.products.setdefault(name, set()).add(str(tensor.dtype))
+            return result
+        results = [
+            each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)
+        ]
+        copied = {aten._to_copy: 0, aten.to: 0, aten.copy_: 1}.get(func.overloadpacket)  # the operand that is copied
+        if copied is not None and names[copied]:
+            self.names[result.untyped_storage().data_ptr()] = names[copied]
+            self.copies.append(result)
+        known = {each.untyped_storage().data_ptr() for each in tensors}
+        writes = func._schema.is_mutable or any(each.untyped_storage().data_ptr() not in known for each in results)
+        if writes and func.overloadpacket not in FREE:
+            self.kernels += 1
+            self.bytes += sum(each.numel() * each.element_size() for each in (*tensors, *results))
+        return result
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[Watch]:
+    """Every call of the network inside the block, without what core computes before and after it."""
+    inner, watch = model.model._apply_model, Watch(model.model.diffusion_model)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with watch:
+            watch.runs += 1
+            return inner(*args, **kwargs)
+
+    with mock.patch.object(model.model, "_apply_model", call):
+        yield watch
+
+
+def counted(name: str, precision: str = "auto", peak: float = 0.0) -> dict[str, Any]:
+    """What is said of the first step, and what torch counts in the next."""
+    model, lines = made(name), list[str]()
+    if peak:
+        louder(model, name, peak)
+    fitted, _ = core_model.fit_model(model, precision, keep_latents="never", machine=turing(), tell=lines.append)
+    output(fitted, name)
+    with watched(fitted) as watch:
+        output(fitted, name)
+    layers = {path: dtypes for path, dtypes in watch.products.items() if "patch_embedding" not in path}
+    fp16 = sum("torch.float16" in dtypes for dtypes in layers.values())
+    attention = sum(count for call, count in watch.calls.items() if "attention" in call)
+    return {"told": lines, "layers": len(layers), "fp16": fp16, "attention": attention, "runs": watch.runs}
+
+
+def of_a_clip() -> dict[str, Any]:
+    """The same of a text encoder: its first prompt."""
+    clip, ids = text_encoder("T5")
+    lines, network = list[str](), clip.cond_stage_model
+    kind = type(network)
+
+    def encode(encoder: Any, given: Tensor) -> Any:
+        return kind.forward(encoder, given, attention_mask=torch.ones_like(given), dtype=torch.float32)
+
+    network.__class__ = type("Encoders", (kind,), {"encode_token_weights": encode})
+    fitted, _ = core_clip.fit_clip(clip, "fp16-safe", machine=turing(), tell=lines.append)
+    management.load_models_gpu([fitted.patcher])
+    fitted.cond_stage_model.encode_token_weights(ids)
+    with Watch(network) as watch:
+        fitted.cond_stage_model.encode_token_weights(ids)
+    fp16 = sum("torch.float16" in dtypes for dtypes in watch.products.values())
+    return {"told": lines, "layers": len(watch.products), "fp16": fp16, "left": "encode_token_weights" in vars(network)}
+
+
+@contextmanager
+def wide(name: str) -> Iterator[None]:
+    """The case at a greater width."""
+    config, shape, width = WIDE[name]
+    case = CASES[name]
+    shapes = ((1, *shape), *case.shapes[1:])
+    with mock.patch.dict(
+        core_tiny.CASES, {name: replace(case, config={**case.config, **config}, shapes=shapes, width=width)}
+    ):
+        yield
+
+
+def bytes_outside_products(name: str, peak: float = 0.0) -> dict[str, Any]:
+    """Bytes and kernels of one step as fitted, against plain fp16 with the same attention."""
+    with wide(name):
+        model, lines = made(name), list[str]()
+        if peak:
+            louder(model, name, peak)
+        plain = model.clone()
+        plain.set_model_compute_dtype(torch.float16)
+        options = plain.model_options["transformer_options"]
+        options[OVERRIDE] = lambda _func, *args, **kwargs: attention_pytorch(*args, **kwargs)
+        found = {}
+        fitted, _ = core_model.fit_model(model, keep_latents="never", machine=turing(), tell=lines.append)
+        safe, _ = core_model.fit_model(model, "fp16-safe", keep_latents="never", machine=turing())
+        for which, each in (("plain", plain), ("auto", fitted), ("safe", safe)):
+            output(each, name)
+            with watched(each) as watch:
+                output(each, name)
+            found[which] = watch
+        kept = {f"{which} {what}": getattr(found[which], what) / getattr(found["plain"], what)
+                for which in ("auto", "safe") for what in ("bytes", "kernels")}  # fmt: skip
+        return {"told": lines, **kept}
+
+
+def remembered(name: str, folder: str) -> dict[str, Any]:
+    """Runs of a network whose sizes are kept beside its file: measured, trusted, and wrong for louder weights."""
+    file = Path(folder) / "file.safetensors"
+    file.write_bytes(b"its header")
+    machine = turing()
+    machine = replace(machine, probes=ProbeStore(machine.facts, Path(folder)))
+
+    def run(model: Any) -> tuple[float, int]:
+        expected = output(model, name)
+        model.cached_patcher_init = (None, (str(file),))
+        fitted, _ = core_model.fit_model(model, keep_latents="never", machine=machine, tell=lines.append)
+        with watched(fitted) as watch:
+            found = output(fitted, name)
+        return error(found, expected), watch.runs
+
+    def files() -> list[str]:
+        return sorted(path.name for path in (Path(folder) / FOLDER).glob("*"))
+
+    lines: list[str] = []
+    loud = made(name)
+    louder(loud, name, PEAK)
+    found: dict[str, Any] = {"first": run(made(name)), "again": run(made(name)), "files": len(files())}
+    found |= {"loud": run(loud), "corrected": run(loud), "lora": run(lora_on(made(name), name)), "more": len(files())}
+    for path in (Path(folder) / FOLDER).glob("*"):
+        path.write_text('{"sizes": [}')
+    return {**found, "damaged": run(made(name)), "told": lines}
+
+
+def loud_convolutions() -> dict[str, Any]:
+    """Core's 1-D and 2-D convolutions of loud input, with and without groups, against their own fp32."""
+    operations, errors = comfy.ops.manual_cast, {}
+    for kind, shape in ((operations.Conv1d, (2, 8, 40)), (operations.Conv2d, (2, 8, 9, 9))):
+        for kernel, groups in ((1, 1), (3, 1), (3, 4)):
+            layer = kind(8, 12, kernel, padding=kernel // 2, groups=groups, dtype=torch.float16)
+            fill(layer)
+            layers, counts, x = SafeLayers(False, True), Counts(), 3e5 * torch.randn(shape)
+            network = nn.ModuleList([layer])
+            expected = layer(x)
+            layers.measure(network, x, None)
+            with counts.counting(left_of(network, set(layers.free))), layers.patches_on(counts):
+                found = layer(x)
+            errors[f"{kind.__name__} {kernel} {groups}"] = error(found, expected), str(counts)
+    network = nn.ModuleList([operations.Conv1d(64, 64, 3), operations.Linear(64, 64), operations.Conv2d(4, 4, 1)])
+    return {"errors": errors, "unfit": unfit_for_safe(network), "unet": unfit_for_safe(network[2:])}

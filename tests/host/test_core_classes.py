@@ -1,0 +1,126 @@
+"""Every class of core's list as a double: what Fit Model reaches, what it says of that, and how far it is from fp32."""
+
+import re
+
+import pytest
+
+from host.core_page import NEAR, PAGE, ROWS, STEADY, UNSAMPLED, bound, counts, table
+from host.core_threads import THREADS, UNSEEN
+from host.inside.asking import Inside
+from host.test_core_fit import CLASSES as FITTED
+
+pytestmark = pytest.mark.host
+CLASSES = {row[0]: row for row in table("classes") if row[0] not in UNSAMPLED}
+FUNCTIONS = ("attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch")
+SAFE = re.compile(r"fp16-safe in (\d+)")
+OF = re.compile(r"(\d+) of (\d+)")
+
+
+@pytest.fixture(scope="module")
+def about(inside: Inside) -> dict:
+    return inside.play("core_sweep", "networks")
+
+
+def test_each_class_of_core_has_a_double(about: dict) -> None:
+    missing = {row: kind for row, kind in about["classes"].items() if kind not in about["doubles"].values()}
+    for row in UNSAMPLED:
+        missing.pop(row, None)
+    assert not missing, "core runs classes that no double stands for: add a Case to tests/host/inside/core_classes.py"
+    assert set(about["doubles"]) == set(CLASSES), "docs/core-models.md is old: make core-classes"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_is_said_of_a_class_is_what_was_counted_below(inside: Inside, about: dict, name: str) -> None:
+    found = inside.play("core_sweep", "reached", name=name)
+    if found is None:
+        pytest.skip("this ComfyUI has no such class")
+    assert not found["traces"] and len(found["told"]) == 1
+    layers, _, attention = found["told"][0].partition("attention ")
+    named = SAFE.search(layers)  # not of a network that casts its stream by itself
+    safe, called = int(named[1]) if named else 0, int(OF.search(layers)[2])
+    assert safe == found["safe"], "layers that were said to be in safe fp16 were not, or the other way round"
+    left = sum(found["kinds"].values()) - found["kinds"]["core"]  # not counted: 1-D and 3-D ones and the network's own
+    assert found["called"] - left <= called <= found["called"]
+    reached, calls = map(int, OF.match(attention).groups())
+    assert reached == found["attention"][0] and calls in (
+        found["attention"][1],
+        found["attention"][1] + found["direct"],
+    )
+    assert not any("another pack" in line or "overflow" in line for line in found["decided"] + found["told"])
+    if f"ComfyUI {about['version']}," in PAGE.read_text(encoding="utf-8"):
+        assert list(counts(found)) == CLASSES[name][2:4], "docs/core-models.md is old: make core-classes"
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in FITTED])
+def test_a_loud_layer_of_each_other_class(inside: Inside, name: str) -> None:
+    within(inside.play("core_sweep", "errors", name=name, scenes=["loud"]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_loud_rows_and_values_in_each_attention_of_core(inside: Inside, name: str, function: str) -> None:
+    within(inside.play("core_sweep", "errors", name=name, scenes=STEADY + ROWS, function=function))
+
+
+def within(found: dict | None) -> None:
+    """Check the errors of each scene in which core's fp32 is finite; plain fp16 must not do where the scene is loud."""
+    if found is None:
+        pytest.skip("this ComfyUI has no such class")
+    for scene, errors in found.items():
+        assert not errors["finite"] or errors["fit"] <= bound(errors), (scene, errors)
+        assert scene != "loud" or errors["half"] > 10 * errors["fit"] or not errors["finite"], "nothing is loud"
+
+
+@pytest.mark.parametrize("row", UNSAMPLED)
+def test_networks_that_core_s_nodes_call_by_themselves_are_left_and_said(inside: Inside, row: str) -> None:
+    found = inside.play("core_sweep", "unsampled", row=row)
+    if found is None:
+        pytest.skip("this ComfyUI has no such class")
+    assert found["same"] and "without the sampler" in found["decided"][0] and len(found["decided"]) == 1
+
+
+def test_a_residual_of_1e7_and_of_1e12(inside: Inside) -> None:
+    found = inside.play("core_threads", "large", name="MiniMax H3", peak=1e7)
+    if found is None:
+        pytest.skip("this ComfyUI has no such class")
+    assert found <= NEAR
+    assert inside.play("core_threads", "large", name="MiniMax H3", peak=1e12) <= NEAR
+
+
+def test_a_second_decode_that_is_black(inside: Inside) -> None:
+    found = inside.play("core_threads", "second_decode", fault="black")
+    assert found["first"] <= NEAR and found["second"] <= NEAR and found["said"]
+
+
+@pytest.mark.xfail(strict=True, reason=UNSEEN)
+@pytest.mark.parametrize("fault", ["noise", "false colour"])
+def test_a_second_decode_of_noise_or_false_colour(inside: Inside, fault: str) -> None:
+    assert inside.play("core_threads", "second_decode", fault=fault)["second"] <= NEAR
+
+
+def test_a_schedule_that_leaks(inside: Inside) -> None:
+    found = inside.play("core_threads", "leaked_schedule", name="Wan 2.1")
+    assert found["error"] <= NEAR or found["said"]
+
+
+@pytest.mark.xfail(strict=True, reason=UNSEEN)
+def test_an_attention_that_is_wrong_for_views(inside: Inside) -> None:
+    assert inside.play("core_threads", "views", name="Wan 2.1") <= NEAR
+
+
+def test_nan_that_comes_once(inside: Inside) -> None:
+    found = inside.play("core_threads", "once", name="Wan 2.1")
+    assert found["error"] <= NEAR and found["said"]
+
+
+@pytest.mark.xfail(strict=True, reason="not converted yet")
+def test_fp8_weights_on_a_mac(inside: Inside) -> None:
+    assert inside.play("core_threads", "without_fp8", name="Wan 2.1")["error"] <= NEAR
+
+
+def test_the_table_of_threads_is_what_the_tests_hold() -> None:
+    assert table("threads") == [[each.numbers, each.reported, each.now, f"`{each.test}`"] for each in THREADS]
+    for each in THREADS:
+        file, _, name = each.test.partition("::")
+        assert f"def {name}(" in (PAGE.parents[1] / "tests/host" / file).read_text(encoding="utf-8"), each.test

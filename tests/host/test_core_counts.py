@@ -1,0 +1,121 @@
+"""What a fit says of its work against what torch itself counts, and plain fp16 where a measured step leaves room."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from host.inside.asking import Inside
+from host.test_core_fit import CLASSES, NEAR, UNETS
+
+pytestmark = pytest.mark.host
+full = pytest.mark.full
+
+FAST = ("Wan 2.1", "MiniMax H3", "Ernie", "Hunyuan3D 2.1", "Mochi")
+LAYERS = re.compile(r"(?:(plain fp16|fp16-safe) in (\d+))(?: and fp16-safe in (\d+))? of (\d+) layers called")
+ATTENTION = re.compile(r"attention (\d+) of (\d+)")
+LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
+
+
+def some(*fast: str) -> list[object]:
+    every = dict.fromkeys((*fast, *CLASSES))
+    return [name if name in fast else pytest.param(name, marks=full) for name in every if name not in UNETS]
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp16-safe"])
+@pytest.mark.parametrize("peak", [0.0, 3e5])
+@pytest.mark.parametrize("name", some(*FAST))
+def test_torch_counts_the_layers_that_the_node_names(inside: Inside, name: str, peak: float, precision: str) -> None:
+    found = inside.play("core_counted", "counted", name=name, precision=precision, peak=peak)
+    (line,) = found["told"]
+    layers, attention = LAYERS.search(line), ATTENTION.search(line)
+    assert layers and attention, line
+    kind, first, second, called = layers.groups()
+    assert (int(first) + int(second or 0), int(called)) == (found["fp16"], found["layers"]), line
+    assert found["runs"] == 1, "measured and not trusted"
+    assert (kind == "plain fp16") == (
+        (precision == "auto" and name not in ("Ernie", "Mochi")) or name == "Hunyuan3D 2.1"
+    )
+    if int(attention[1]) == int(attention[2]):
+        assert found["attention"] == int(attention[1]), line
+    else:
+        assert "the rest is core's own" in line
+
+
+def test_torch_counts_the_layers_of_a_text_encoder(inside: Inside) -> None:
+    found = inside.play("core_counted", "of_a_clip")
+    assert found["told"] == [
+        "fp16-safe in 14 of 14 layers called, attention 2 of 2 (2 by torch's fused kernel in fp16)"
+    ]
+    assert (found["layers"], found["fp16"], found["left"]) == (14, 14, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak", "most"), [("Wan 2.1", 0.0, 1.15), ("LTXV", 0.0, 1.2), ("MiniMax H3", 0.0, 1.2), ("LTXV", 3e5, 2.2)]
+)
+def test_bytes_outside_products_against_plain_fp16(inside: Inside, name: str, peak: float, most: float) -> None:
+    """The last: a residual that fp16 cannot hold stays fp32, and the layers around it do not."""
+    found = inside.play("core_counted", "bytes_outside_products", name=name, peak=peak)
+    assert found["auto bytes"] <= most < 3.0 < found["safe bytes"]
+    assert found["auto kernels"] <= (1.2 if not peak else 2.0)
+
+
+@pytest.mark.parametrize("name", some("Wan 2.1", "Flux", "Lumina 2"))
+def test_sizes_are_kept_by_content_and_corrected(inside: Inside, tmp_path: Path, name: str) -> None:
+    if name == "Mochi":
+        pytest.skip("stays in safe fp16: torch's attention is called directly")
+    found = inside.play("core_counted", "remembered", name=name, folder=str(tmp_path))
+    runs = {which: found[which][1] for which in ("first", "again", "loud", "corrected", "lora", "damaged")}
+    assert runs == {"first": 2, "again": 1, "loud": 2, "corrected": 1, "lora": 2, "damaged": 2}
+    assert max(found[which][0] for which in runs) <= NEAR and found["first"][0] == found["again"][0]
+    assert (found["files"], found["more"]) == (1, 2) and found["told"].count(LOUDER) == 1
+
+
+def test_layers_that_prefer_a_kernel_get_it_within_its_bounds(inside: Inside) -> None:
+    found = inside.play("core_attention", "preferred")
+    assert found["calls"] == ["torch.float16"] * 2 and found["error"] <= NEAR
+    assert found["ways"] == {"by kernel in fp16": 2, "by torch's fused kernel in fp16": 2}
+
+
+@pytest.mark.parametrize("by_node", [False, True])
+def test_int8_attention_empties_containers_itself_and_takes_fp32(inside: Inside, by_node: bool) -> None:
+    found = inside.play("core_attention", "in_containers", by_node=by_node)
+    assert found["dtypes"] == ["torch.float32"] and found["alive"] == [0, 0], "q, k and v lay beside the packed ones"
+    assert found["error"] == 0.0 and found["ways"] == {"by comfy-kitchen's int8 kernel": 2}
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        *(("sage", dtype) for dtype in ("float16", "bfloat16")),
+        *((own, "float16") for own in ("basic", "split", "sub_quad")),
+    ],
+)
+def test_16_bit_operands_as_loaded_stay_within_the_kernel_s_sums(inside: Inside, function: str, dtype: str) -> None:
+    found = inside.play("core_attention", "narrow_operands", function=function, dtype=dtype)
+    assert found["core"] == float("inf"), "core is right here: the test tests nothing"
+    assert found["ours"] <= NEAR
+
+
+@pytest.mark.parametrize(
+    ("core_takes", "said"),
+    [
+        (
+            "sub_quad",
+            "attention torch's fused kernel (flash): auto: torch has fused kernels for bf16 here; core takes ",
+        ),
+        ("pytorch", "attention as loaded: auto: torch has fused kernels for bf16 here; core takes attention_pytorch"),
+        ("sage", "attention core's attention_sage: auto: values within what its sums hold"),
+    ],
+)
+def test_radeons_missing_from_core_s_list_get_torch_s_kernel(inside: Inside, core_takes: str, said: str) -> None:
+    found = inside.play("core_attention", "on_a_radeon", core_takes=core_takes)
+    assert found["said"][1].startswith(said) and found["same"] == (core_takes == "pytorch")
+    assert found["told"] == ["attention 4 of 4 (4 by torch's fused kernel)"] or core_takes != "sub_quad"
+
+
+def test_loud_convolutions(inside: Inside) -> None:
+    found = inside.play("core_counted", "loud_convolutions")
+    assert {line for _, line in found["errors"].values()} == {"fp16-safe in 1 of 1 layers called"}
+    assert max(error for error, _ in found["errors"].values()) <= NEAR
+    assert not found["unfit"] and found["unet"], "Conv1d counts as what safe fp16 reaches, Conv2d as a U-Net"
