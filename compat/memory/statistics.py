@@ -63,6 +63,7 @@ class StageCost:
         work: the key of what it computed and how; empty in rows of earlier releases, of which that is unknown.
         modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
             both without reading; 0 if unknown.
+        ended: in seconds since 1970; 0 in rows of earlier releases.
         first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
     """
 
@@ -81,6 +82,7 @@ class StageCost:
     forecast_seconds: float = 0.0
     first: bool = False
     work: str = ""
+    ended: float = 0.0
 
     @property
     def own_seconds(self) -> float:
@@ -161,7 +163,7 @@ class MemoryStats:
         cost.seconds = time.perf_counter() - started
         cost.moved_bytes, cost.moving_seconds = self.moved_bytes - before[0], self.moving_seconds - before[1]
         cost.peak_bytes = peak_bytes(device) or 0
-        cost.date = time.strftime("%Y-%m-%d %H:%M")
+        cost.ended, cost.date = time.time(), time.strftime("%Y-%m-%d %H:%M")
         self.stages = [*self.stages, cost][-KEPT:]
         self._keep(cost)
 
@@ -238,7 +240,7 @@ def saved_stages(state: Path) -> list[StageCost]:
         costs = [StageCost(**row) for row in rows]
         for cost in costs:
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
-        return costs
+        return [cost for cost in costs if cost.ended >= 0]
     except (OSError, ValueError, TypeError, ArithmeticError):
         return []
 

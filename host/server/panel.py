@@ -9,7 +9,7 @@ from typing import Any
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
-from ...compat.memory.statistics import StageCost, saved_stages
+from ...compat.memory.statistics import saved_stages
 from ...compat.probe_results import probe_results_of
 from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
@@ -78,11 +78,10 @@ def machine(again: bool = False) -> dict[str, Any]:
     }
 
 
-def last_costs(before: list[StageCost]) -> list[dict[str, Any]]:
-    """Costs of the stages that ended after ``before``, the earlier list of all costs."""
-    kept, marks = saved_stages(folders.state_folder()), before[-1:]
-    first = next((place + 1 for place in reversed(range(len(kept))) if kept[place : place + 1] == marks), 0)
-    return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in kept[first:]]
+def last_costs(began: float) -> list[dict[str, Any]]:
+    """Costs of the stages that ended after ``began``, in seconds since 1970."""
+    costs = [cost for cost in saved_stages(folders.state_folder()) if cost.ended > began]
+    return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in costs]
 
 
 def last_changes() -> dict[str, Any] | None:

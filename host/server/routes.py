@@ -68,7 +68,7 @@ async def run(request: web.Request) -> Any:
     client = request.query.get("client_id")
     if client is not None and not runs.was_queued_by(client):
         return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
-    costs = await asyncio.to_thread(panel.last_costs, runs.costs_before())
+    costs = await asyncio.to_thread(panel.last_costs, runs.began())
     return {**runs.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 
 

@@ -9,12 +9,8 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...compat.memory.statistics import StageCost, saved_stages
-from .. import folders
-
 _lock = threading.Lock()
-_last: dict[str, Any] = {"prompt": "", "client": None, "nodes": {}}
-_before: list[StageCost] = []  # what was kept of earlier runs when this one began
+_last: dict[str, Any] = {"prompt": "", "client": None, "began": 0.0, "nodes": {}}
 
 
 class NodeRun:
@@ -76,10 +72,10 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
         return {**entry, "stages": dict(entry["stages"])}
 
 
-def costs_before() -> list[StageCost]:
-    """The stages that had been kept when the last run began."""
+def began() -> float:
+    """The time at which the last run began, in seconds since 1970; 0 before the first."""
     with _lock:
-        return list(_before)
+        return float(_last["began"])
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
@@ -87,6 +83,5 @@ def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
     with _lock:
         if _last["prompt"] != prompt:
             client = getattr(getattr(PromptServer, "instance", None), "client_id", None)
-            _last.update(prompt=prompt, client=client, nodes={})
-            _before[:] = saved_stages(folders.state_folder())
+            _last.update(prompt=prompt, client=client, began=time.time(), nodes={})
         _last["nodes"][node_id] = entry

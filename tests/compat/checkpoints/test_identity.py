@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Files of 300 kB count as large, and each test starts with empty indexes."""
     for name, value in {"WHOLE_BYTES": 1000, "SAMPLES": 4, "SAMPLE_BYTES": 1000, "BLOCK_BYTES": 7000}.items():
         monkeypatch.setattr(identity, name, value)
-    monkeypatch.setattr(identity, "_wholes", {})
+    for name, value in {"_wholes": {}, "_asked": set(), "_waiting": SimpleQueue()}.items():
+        monkeypatch.setattr(identity, name, value)
     yield
     finish_background()
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -233,7 +234,8 @@ def test_no_steps_go_on_across_a_changed_byte(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where the ids by samples are the same; and none are kept before all bytes are known."""
-    for name, value in {"WHOLE_BYTES": 1000, "SAMPLES": 2, "SAMPLE_BYTES": 100, "RESTING_NS": 0, "_wholes": {}}.items():
+    small = {"WHOLE_BYTES": 1000, "SAMPLES": 2, "SAMPLE_BYTES": 100, "RESTING_NS": 0}
+    for name, value in {**small, "_wholes": {}, "_asked": set(), "_waiting": SimpleQueue()}.items():
         monkeypatch.setattr(identity, name, value)
     model = shutil.copytree(tiny.build("ltx", tiny_folder), tmp_path / "ltx")
     told = [cut_at(3), cut_at(3), cut_at(3), cut_at(1)]
