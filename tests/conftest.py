@@ -91,13 +91,20 @@ IMPORTED = 300  # modules beyond those of the last freeze that make another wort
 _frozen_modules = 0
 
 
-def pytest_runtest_logfinish() -> None:
-    """Keep what was imported out of later garbage collections, which would walk half a million objects each."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Keep what was imported out of later garbage collections, which would walk half a million objects each.
+
+    Between files alone: what a fixture of a file holds would never be freed.
+    """
     global _frozen_modules
-    if len(sys.modules) >= _frozen_modules + IMPORTED:
+    done = yield
+    between_files = nextitem is None or nextitem.path != item.path
+    if between_files and len(sys.modules) >= _frozen_modules + IMPORTED:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)
+    return done
 
 
 LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails the run

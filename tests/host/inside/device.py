@@ -45,13 +45,20 @@ def ready(tiny_folder: Path) -> str:
 
 
 def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """What a scene returns, on a fresh device, in inference mode as ComfyUI runs its nodes."""
+    """What a scene returns, on a fresh device, in inference mode as ComfyUI runs its nodes.
+
+    Raises:
+        AssertionError: the scene leaves something on the device, which a later one would be blamed for.
+    """
     with accelerator.fresh() as device, seen_by_comfyui(device), torch.inference_mode():
+        before = bytes_on_device()
         try:
-            return scene(**arguments)
+            found = scene(**arguments)
         finally:
             management.unload_all_models()
             gc.collect()
+        assert bytes_on_device() <= before, f"{bytes_on_device() - before} bytes stay on the device"
+        return found
 
 
 def loaded_for(name: str, precision: str = "fp32", device: Any = None, heavy: bool = False, **chosen: Any) -> Pipeline:
