@@ -91,19 +91,25 @@ IMPORTED = 300  # modules beyond those of the last freeze that make another wort
 _frozen_modules = 0
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Keep what was imported out of later garbage collections, which would walk half a million objects each.
-
-    Between files alone: what a fixture of a file holds would never be freed.
-    """
+def freeze() -> None:
+    """Keep what was imported out of later garbage collections, which would walk half a million objects each."""
     global _frozen_modules
-    done = yield
-    between_files = nextitem is None or nextitem.path != item.path
-    if between_files and len(sys.modules) >= _frozen_modules + IMPORTED:
+    if len(sys.modules) >= _frozen_modules + IMPORTED:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze between files alone: what a fixture of a file holds then would never be freed."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        freeze()
     return done
 
 

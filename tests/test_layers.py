@@ -309,7 +309,7 @@ def test_more_than_four_arguments_of_a_constructor_have_names(source: str) -> No
     for node in nodes_of(source):
         if isinstance(node, ast.Call) and len(node.args) > 4:
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            assert name not in class_names(), f"{source}:{node.lineno} {name} is given {len(node.args)} arguments by place"
+            assert name not in class_names(), f"{source}:{node.lineno} {name} has {len(node.args)} arguments by place"
 
 
 def crowded(function: ast.FunctionDef | ast.ClassDef) -> str:

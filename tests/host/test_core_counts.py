@@ -51,10 +51,10 @@ def test_torch_counts_the_layers_of_a_text_encoder(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "peak", "most"), [("Wan 2.1", 0.0, 1.15), ("LTXV", 0.0, 1.2), ("MiniMax H3", 0.0, 1.2), ("LTXV", 3e5, 2.2)]
+    ("name", "peak", "most"), [("Wan 2.1", 0.0, 1.15), ("LTXV", 0.0, 1.2), ("MiniMax H3", 0.0, 1.2), ("LTXV", 3e5, 2.6)]
 )
 def test_bytes_outside_products_against_plain_fp16(inside: Inside, name: str, peak: float, most: float) -> None:
-    """The last: a residual that fp16 cannot hold stays fp32, and the layers around it do not."""
+    """The last: a residual that fp16 cannot hold stays fp32 (twice the bytes), and so do the norms that read it."""
     found = inside.play("core_counted", "bytes_outside_products", name=name, peak=peak)
     assert found["auto bytes"] <= most < 3.0 < found["safe bytes"]
     assert found["auto kernels"] <= (1.2 if not peak else 2.0)

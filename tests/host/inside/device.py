@@ -1,6 +1,7 @@
 """ComfyUI on the simulated accelerator: its questions about devices and memory get the simulated one's answers."""
 
 import gc
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from tiny.weights import randomise
 from host.inside.sight import seen_by_comfyui
 
 SIDE = 64  # pixels
+# Modules of comfy-kitchen that keep their matrices on a device for good.
+ROTATIONS = ("comfy_kitchen.tensor.int8_utils", "comfy_kitchen.backends.eager.convrot_w4a4")
 PICTURE = torch.rand(1, SIDE, SIDE, 3, generator=torch.Generator().manual_seed(0))
 CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {  # checkpoints, frames, whether it starts from a picture
     "ltx": (("ltx",), 9, False),
@@ -56,6 +59,8 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             found = scene(**arguments)
         finally:
             management.unload_all_models()
+            for module in ROTATIONS:
+                getattr(sys.modules.get(module), "_HADAMARD_CACHE", {}).clear()
             gc.collect()
         assert bytes_on_device() <= before, f"{bytes_on_device() - before} bytes stay on the device"
         return found
