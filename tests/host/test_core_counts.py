@@ -57,7 +57,7 @@ def test_bytes_outside_products_against_plain_fp16(inside: Inside, name: str, pe
     """The last: a residual that fp16 cannot hold stays fp32 (twice the bytes), and so do the norms that read it."""
     found = inside.play("core_counted", "bytes_outside_products", name=name, peak=peak)
     assert found["auto bytes"] <= most < 3.0 < found["safe bytes"]
-    assert found["auto kernels"] <= (1.2 if not peak else 2.0)
+    assert found["auto kernels"] <= (1.2 if not peak else 2.1)
 
 
 @pytest.mark.parametrize("name", some("Wan 2.1", "Flux", "Lumina 2"))
