@@ -70,10 +70,9 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
     from ..paint import estimates, times
 
-    needs = (Forecast(mode, estimates.paint_needs(pipeline, pixels, views, guided or None, mode)) for mode in MODES)
-    side, count = pixels or estimates.TAUGHT_SIZE, 1 if pipeline.family == "delight" else views or estimates.TAUGHT_VIEWS
-    title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {count} view{'s' * (count > 1)} of {side} pixels"
-    run = times.planned_run(pipeline, pixels, views, guided=int(guided) or None)
+    run = estimates.planned_run(pipeline, pixels, views, guided=int(guided) or None)
+    needs = (Forecast(mode, estimates.paint_needs(pipeline, run, mode)) for mode in MODES)
+    title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
     known = times.times_of(pipeline, run, MODES, memory_plan.room_of(pipeline))
     return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs), known)
 

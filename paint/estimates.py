@@ -17,6 +17,7 @@ import torch
 from ..compat.memory.parts import PartBytes, part_bytes
 from ..compat.memory.standalone import ahead_bytes
 from ..compat.memory.statistics import StageNeed
+from .choices import DELIGHT_STEPS, PUBLISHED
 from .networks.layers import FED_TOKENS
 from .networks.pbr import MATERIALS
 from .networks.vae import REDUCTION
@@ -49,30 +50,55 @@ def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
     return PartBytes(size.total, max(size.block, size.outer), size.layer)
 
 
-def paint_needs(
-    pipeline: Any, view_size: int = 0, views: int = 0, guided: int | None = None, mode: str = "", references: int = 1
-) -> tuple[StageNeed, ...]:
+@dataclass(frozen=True, slots=True)
+class PaintRun:
+    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with.
+
+    Args:
+        size: of a view or the picture, pixels.
+        views: cameras.
+        steps: of the sampler.
+        rows: of guidance in a step, beside one another.
+        references: pictures of the object.
+    """
+
+    steps: int
+    rows: int
+    size: int = TAUGHT_SIZE
+    views: int = TAUGHT_VIEWS
+    references: int = 1
+
+
+def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
+    """Replace zeros by the values that the model was trained with, and None by its publisher's.
+
+    Args:
+        guided: rows of a step beside the first.
+    """
+    delight = pipeline.family == "delight"
+    own = None if delight else PUBLISHED[pipeline.variant]
+    if guided is None:
+        guided = int(own is not None and own.guidance != 1)
+    usual = DELIGHT_STEPS if own is None else own.steps
+    return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
+
+
+def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed, ...]:
     """Memory that each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
-        view_size: pixels.
-        views: cameras; 0 takes what the models were taught.
-        guided: rows a step beside the first; None as published.
         mode: of our own offloader; by default the pipeline's own.
     """
-    mode = mode or str(pipeline.offloader.mode)
-    pixels, delight = view_size or TAUGHT_SIZE, pipeline.family == "delight"
-    rows = 1 + int(pipeline.variant in ("v2-0", "v2-1") and not delight if guided is None else guided)
-    materials = MATERIALS if pipeline.family == "paint_pbr" else 1
-    pictures = rows if delight else rows * (views or TAUGHT_VIEWS) * materials
-    side, dtype = pixels // REDUCTION, pipeline.precision.vae
+    mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
+    pictures = run.rows * run.views * (MATERIALS if pipeline.family == "paint_pbr" else 1)
+    side, dtype = run.size // REDUCTION, pipeline.precision.vae
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
-        ("encoding", "vae", vae_bytes(ENCODED, pixels, dtype)),
+        ("encoding", "vae", vae_bytes(ENCODED, run.size, dtype)),
         ("image", "image_encoder", 0),
-        ("reference", "reference", looking_bytes(pipeline, references, (side, side))),
-        (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else references)),
-        ("decoding", "vae", vae_bytes(DECODED, pixels, dtype)),
+        ("reference", "reference", looking_bytes(pipeline, run.references, (side, side))),
+        (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else run.references)),
+        ("decoding", "vae", vae_bytes(DECODED, run.size, dtype)),
     ]
     needs, stays = [], dict[str, int]()
     for name, part, activations in active:

@@ -5,7 +5,6 @@ The work of a stage is counted on tensors without data: of one picture for the V
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,7 @@ from ..compat.device.facts import free_bytes
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
 from ..pipelines.forecast import times
 from ..pipelines.forecast.times import StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
-from .choices import DELIGHT_STEPS, PUBLISHED
-from .estimates import STEPPING, TAUGHT_SIZE, TAUGHT_VIEWS, paint_needs
+from .estimates import STEPPING, PaintRun, paint_needs
 from .loading import PaintPipeline
 from .networks import vae
 from .networks.encoders import CROPPED, TOKENS, encoder_without_weights
@@ -32,41 +30,6 @@ STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
 PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "reference"}  # others: the UNet or the VAE
 
 
-@dataclass(frozen=True, slots=True)
-class PaintRun:
-    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with.
-
-    Args:
-        size: of a view or the picture, pixels.
-        views: cameras.
-        steps: of the sampler.
-        rows: of guidance in a step, beside one another.
-        references: pictures of the object.
-    """
-
-    steps: int
-    rows: int
-    size: int = TAUGHT_SIZE
-    views: int = TAUGHT_VIEWS
-    references: int = 1
-
-
-def planned_run(
-    pipeline: PaintPipeline, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None
-) -> PaintRun:
-    """Replace zeros by the values that the model was trained with, and None by its publisher's.
-
-    Args:
-        guided: rows of a step beside the first.
-    """
-    delight = pipeline.family == "delight"
-    own = None if delight else PUBLISHED[pipeline.variant]
-    if guided is None:
-        guided = int(own is not None and own.guidance != 1)
-    usual = DELIGHT_STEPS if own is None else own.steps
-    return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
-
-
 def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: int | None = None) -> TimeForecast:
     """Forecast the time of each stage under ``mode``, by default the pipeline's own.
 
@@ -77,8 +40,8 @@ def paint_times(pipeline: PaintPipeline, run: PaintRun, mode: str = "", room: in
         UnsupportedError: the rates of the device are unknown.
     """
     mode = mode or pipeline.offloader.mode
-    names = [need.name for need in paint_needs(pipeline, run.size, run.views, run.rows - 1, mode, run.references)]
-    return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, room) for name in names))
+    needs = paint_needs(pipeline, run, mode)
+    return TimeForecast(mode, tuple(stage_time(pipeline, need.name, run, mode, room) for need in needs))
 
 
 def times_of(pipeline: PaintPipeline, run: PaintRun, modes: tuple[str, ...], room: int | None = None) -> Times:

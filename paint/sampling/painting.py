@@ -17,7 +17,7 @@ from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ..choices import DEMO_SIZE, PUBLISHED, PUBLISHED_SPACING, is_demo
-from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
+from ..estimates import DECODED, ENCODED, PaintRun, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
@@ -26,7 +26,7 @@ from ..networks.multiview import StreamInputs
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import WHITE, checked_pictures, over, resized, squared
 from ..shortage import explained
-from ..times import PaintRun, expected
+from ..times import expected
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)
