@@ -73,7 +73,7 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
     run = estimates.planned_run(pipeline, pixels, views, guided=int(guided) or None)
     needs = (Forecast(mode, estimates.paint_needs(pipeline, run, mode)) for mode in MODES)
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
-    known = times.times_of(pipeline, run, MODES, memory_plan.room_of(pipeline))
+    known = times.times_of(pipeline, run, MODES, memory_plan.room_now(pipeline))
     return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs), known)
 
 

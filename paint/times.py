@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..compat.device.facts import free_bytes
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
 from ..pipelines.forecast import times
-from ..pipelines.forecast.times import StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
+from ..pipelines.forecast.times import StageTime, TimeForecast, Times, key_of, known_or_why, room_now, times_by_mode
 from .estimates import STEPPING, PaintRun, paint_needs
 from .loading import PaintPipeline
 from .networks import vae
@@ -62,8 +61,8 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 def expected(pipeline: PaintPipeline, stage: str, run: PaintRun) -> dict[str, Any]:
     """Arguments of ``stage_cost`` for a stage that begins now: modelled time, forecast, key; empty if unknown."""
-    free = free_bytes(pipeline.offloader.device)
-    time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, free))
+    room = room_now(pipeline)
+    time, _ = known_or_why(lambda: stage_time(pipeline, stage, run, pipeline.offloader.mode, room))
     if time is None:
         return {}
     return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": work_key(pipeline)}

@@ -69,49 +69,49 @@ RATES: Mapping[str, Rates] = {
     rates.name: rates
     for rates in (
         Rates(
-            "RTX 2060", 25.8 * TERA, 6.45 * TERA, 6.45 * TERA, 336.0 * GIGA, PCIE_3,
-            "1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: "
-            "cputronic.com/en/gpu/nvidia-geforce-rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: "
-            "galport.com; half of it with fp32 sums on GeForce: not confirmed; no bf16 units",
+            name="RTX 2060", fp16=25.8 * TERA, bf16=6.45 * TERA, fp32=6.45 * TERA, memory=336 * GIGA, link=PCIE_3,
+            source="1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: cputronic.com/en/gpu/nvidia-geforce-"
+            "rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: galport.com; half of it with fp32 sums on "
+            "GeForce: not confirmed; no bf16 units",
         ),
         Rates(
-            "RTX 3060", 25.5 * TERA, 25.5 * TERA, 12.74 * TERA, 360.0 * GIGA, PCIE_4,
-            "3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 tensor "
-            "TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-details-"
-            "the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
+            name="RTX 3060", fp16=25.5 * TERA, bf16=25.5 * TERA, fp32=12.74 * TERA, memory=360 * GIGA, link=PCIE_4,
+            source="3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 "
+            "tensor TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-"
+            "details-the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
             "getianao/33fb5306ba896193c7ae59ec64794283",
         ),
         Rates(
-            "RTX 4090", 165.2 * TERA, 165.2 * TERA, 82.6 * TERA, 1008.0 * GIGA, PCIE_4,
-            "dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
+            name="RTX 4090", fp16=165.2 * TERA, bf16=165.2 * TERA, fp32=82.6 * TERA, memory=1008 * GIGA, link=PCIE_4,
+            source="dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
         ),
         Rates(
-            "RX 6700 XT", 26.43 * TERA, 13.21 * TERA, 13.21 * TERA, 384.0 * GIGA, PCIE_4,
-            "2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-naytonohjaimen-"
-            "rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/11/14/"
-            "amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
+            name="RX 6700 XT", fp16=26.43 * TERA, bf16=13.21 * TERA, fp32=13.21 * TERA, memory=384 * GIGA, link=PCIE_4,
+            source="2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-"
+            "naytonohjaimen-rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/"
+            "11/14/amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
         ),
         Rates(
-            "RX 7900 XTX", 122.8 * TERA, 122.8 * TERA, 61.4 * TERA, 960.0 * GIGA, PCIE_4,
-            "123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-collection-"
-            "deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
+            name="RX 7900 XTX", fp16=122.8 * TERA, bf16=122.8 * TERA, fp32=61.4 * TERA, memory=960 * GIGA, link=PCIE_4,
+            source="123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-"
+            "collection-deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
         ),
         Rates(
-            "Arc A770", 131.0 * TERA, 131.0 * TERA, 17.2 * TERA, 560.0 * GIGA, PCIE_4,
-            "512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-specifikace-"
-            "grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 and bf16: not "
-            "confirmed",
+            name="Arc A770", fp16=131.0 * TERA, bf16=131.0 * TERA, fp32=17.2 * TERA, memory=560 * GIGA, link=PCIE_4,
+            source="512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-"
+            "specifikace-grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 "
+            "and bf16: not confirmed",
         ),
         Rates(
-            "M2", 3.6 * TERA, 3.6 * TERA, 3.6 * TERA, 100.0 * GIGA, 50.0 * GIGA,
-            "10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/apple-"
-            "announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
+            name="M2", fp16=3.6 * TERA, bf16=3.6 * TERA, fp32=3.6 * TERA, memory=100 * GIGA, link=50.0 * GIGA,
+            source="10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/"
+            "apple-announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
             unified=True,
         ),
         Rates(
-            "H100", 989.4 * TERA, 989.4 * TERA, 66.9 * TERA, 3350.0 * GIGA, PCIE_5,
-            "SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, and the "
-            "same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+            name="H100", fp16=989.4 * TERA, bf16=989.4 * TERA, fp32=66.9 * TERA, memory=3350 * GIGA, link=PCIE_5,
+            source="SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, "
+            "and the same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
         ),
     )
 }  # fmt: skip

@@ -24,7 +24,7 @@ from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts, times
 from .memory import COMPUTES, Forecast, Rooms, room_of
-from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
+from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, room_now, times_by_mode
 
 WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
@@ -167,13 +167,8 @@ def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> time
 
 def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
     """Forecast the time of a stage that begins now; None if unknown: a forecast that fails stops no run."""
-    return known_or_why(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)))[0]
-
-
-def _room(pipeline: Pipeline, stage: str) -> int | None:
-    """Bytes of its device that a stage may take now; None where unknown."""
-    free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
-    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+    room = room_now(pipeline, pipeline.offloader.device_of(PARTS[stage]))
+    return known_or_why(lambda: stage_time(pipeline, stage, run, room=room))[0]
 
 
 def times_of(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, indexed
+from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, TIMED, Work, pace_of
@@ -82,6 +82,12 @@ class Times(dict[str, TimeForecast]):
     def unknown(self) -> str:
         """Text shown in place of a missing time; empty where none is missing."""
         return f"time unknown: {self.why}" if self.why else ""
+
+
+def room_now(pipeline: Any, device: torch.device | None = None) -> int | None:
+    """Bytes of a device, by default the pipeline's own, that a run may take now; None where unknown."""
+    free = free_bytes(device or pipeline.offloader.device)
+    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 
 def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
