@@ -361,13 +361,18 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
     words = sys.argv[1:] if words is None else words
     arguments = _parser(bool({"render", "doctor"} & set(words))).parse_args(words)
+    return exit_code(arguments, "anygpu", "cancelled")
+
+
+def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
+    """Run what parsed ``arguments`` ask ``command`` for; ``interrupted`` is said after Ctrl+C."""
     try:
         code: int = arguments.run(arguments)
     except PackError as error:
-        print(f"anygpu: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nanygpu: cancelled", file=sys.stderr)
+        print(f"\n{command}: {interrupted}", file=sys.stderr)
         return 130
     return code
 

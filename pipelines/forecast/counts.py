@@ -123,8 +123,9 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     def decoded(cells: Cells) -> Work:
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
+        decoder = vae()  # made before anything is counted
         with counting_on_meta() as work:
-            decoder_call(vae(), latents(cells), time)
+            decoder_call(decoder, latents(cells), time)
         return work
 
     def cut(cells: Cells) -> Any:

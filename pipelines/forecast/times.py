@@ -122,14 +122,8 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     """
     low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
     if not rows:
-        return StageTime(
-            name=stage,
-            seconds=modelled * math.sqrt(low * high),
-            low=modelled * low,
-            high=modelled * high,
-            modelled=modelled,
-        )
-
+        middle = modelled * math.sqrt(low * high)
+        return StageTime(name=stage, seconds=middle, low=modelled * low, high=modelled * high, modelled=modelled)
     rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
