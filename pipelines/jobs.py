@@ -90,11 +90,8 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
     return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
 
 
-def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
-    """Render a job.
-
-    Args:
-        pipeline: of an earlier job with the same ``model_key``; None loads it.
+def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
+    """Render a job with its pipeline, or that of another job with the same ``model_key``.
 
     Of a group, all processes call it, and the leader has the frames.
 
@@ -102,7 +99,6 @@ def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline 
         PackError: what any of the stages refuses.
     """
     with torch.no_grad():
-        pipeline = pipeline or load_pipeline(job, machine, progress)
         latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
         return Rendered(decoded(pipeline, latents, progress, job.decode), latents, job.decode)

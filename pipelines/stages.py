@@ -475,7 +475,7 @@ def running(
             if hasattr(error, EXPLAINED):
                 raise
             if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
+                raise explain_shortage(error, pipeline, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
                 raise _unexpected(error, stage, pipeline.model.source, device) from error
             raise

@@ -70,7 +70,7 @@ def with_receipt(
         record["job"] = job.record()
     except (PackError, OSError, TypeError) as error:
         missing.append(f"a request that can be written down ({type(error).__name__})")
-    record |= redact(_report_of(pipeline), own_names())
+    record |= _report_of(pipeline)
     if missing:
         record["missing"] = missing
     return replace(latents, extra={**latents.extra, RECEIPT: record})
@@ -153,10 +153,9 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
     """The differences in versions, device and decisions between the machine of a receipt and this one."""
-    here = redact(_report_of(pipeline), own_names())
     return [
         f"{name} {shown(then)}, here {now!r}"
-        for name, then, now in differing(record, here)
+        for name, then, now in differing(record, _report_of(pipeline))
         if then is not None and now is not None
     ]
 
@@ -259,9 +258,10 @@ def _named(path: Path, state: Path | None) -> Content:
 
 
 def _report_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The versions, device and decisions of a receipt, not redacted yet."""
+    """The versions, device and decisions of a receipt, without what names a person or a machine."""
     decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
-    return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
+    report = {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
+    return redact(report, own_names())
 
 
 def _by_name(values: Any) -> dict[str, Any]:
