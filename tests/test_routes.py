@@ -412,7 +412,7 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     forecasting = importlib.import_module("anygpu.host.server.forecast")
     seen = []
     monkeypatch.setattr(
-        forecasting.estimates, "planned_run", lambda _, size, views, steps, guided: seen.append((views, guided))
+        forecasting.painting, "planned_run", lambda _, size, views, steps, guided: seen.append((views, guided))
     )
     forecasting.RUNS[node](given, SimpleNamespace(family=kind, source=Path(kind)))
     assert set(seen) == {counted}

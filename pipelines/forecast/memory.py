@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,9 @@ from ...compat.memory.statistics import StageNeed
 from ..pipeline import Pipeline
 from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
 from ..vae.plan import planned_decode
+from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
-Rooms = Callable[[torch.device], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def forecast(
     """
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
-    own_rooms = {stage: room_of(pipeline, stage, room, rooms) for stage in places}
+    own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
     stages = []
     for need in _needs(pipeline, size, mode, places, own_rooms["decoding"]):
         own = own_rooms[need.name]
@@ -64,12 +64,6 @@ def forecast(
             need = replace(need, ahead=max(0, min(need.ahead, own - need.total)))
         stages.append(need)
     return Forecast(mode, tuple(stages))
-
-
-def room_of(pipeline: Pipeline, stage: str, room: int | None, rooms: Rooms) -> int | None:
-    """Bytes that a stage may take where it computes: ``room`` on the pipeline's own device; None where unknown."""
-    device = pipeline.offloader.device_of(COMPUTES[stage])
-    return room if room is None or device == pipeline.offloader.device else rooms(device)
 
 
 def _needs(

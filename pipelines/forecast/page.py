@@ -16,8 +16,8 @@ from ..sizes import Size
 from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
-from .seconds import advice, planned_run, quickest, times_of
-from .times import Times, room_now
+from .seconds import advice, planned_run, quickest
+from .times import Times, room_now, times_of
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from ...compat.memory.statistics import StageCost, duration, saved_stages
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
+Rooms = Callable[[torch.device], int | None]
 
 TEXT = "text"
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
@@ -90,16 +92,9 @@ def room_now(pipeline: Any, device: torch.device | None = None) -> int | None:
     return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 
-def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
-    """Times that ``ask`` forecasts for each mode that a pipeline of any kind can have."""
-    times, moved = Times(), pipeline.offloader.device.type != HOST.type
-    for mode in modes:
-        if moved or mode in ("none", HOSTED):
-            time, why = known_or_why(lambda mode=mode: ask(mode))  # type: ignore[misc]
-            times.why = times.why or why
-            if time is not None:
-                times[mode] = time
-    return times
+def room_of(pipeline: Any, device: torch.device, room: int | None, rooms: Rooms) -> int | None:
+    """Bytes that a stage may take on ``device``: ``room`` on the pipeline's own device; None where unknown."""
+    return room if room is None or device == pipeline.offloader.device else rooms(device)
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
@@ -166,17 +161,72 @@ class PlannedStage:
     beside: int = 0
 
 
-def stage_time(pipeline: Any, stage: PlannedStage, mode: str, room: int | None, stays: bool = False) -> StageTime:
+class PlannedRun(Protocol):
+    """A run of a pipeline of any kind, as the forecast of its time asks for it."""
+
+    def places(self, pipeline: Any, mode: str) -> Mapping[str, torch.device]:
+        """The names of its stages under an offload mode, in their order, with the devices whose room they take."""
+
+    def planned(self, pipeline: Any, name: str, room: int | None) -> PlannedStage:
+        """One of its stages, with the bytes of its device that it may take; None for all that it needs."""
+
+
+def times_of(
+    pipeline: Any, run: PlannedRun, modes: Iterable[str], room: int | None = None, rooms: Rooms = free_bytes
+) -> Times:
+    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
+    times, moved = Times(), pipeline.offloader.device.type != HOST.type
+    for mode in modes:
+        if moved or mode in ("none", HOSTED):
+            time, why = known_or_why(partial(time_forecast, pipeline, run, mode, room, rooms))
+            times.why = times.why or why
+            if time is not None:
+                times[mode] = time
+    return times
+
+
+def time_forecast(
+    pipeline: Any, run: PlannedRun, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+) -> TimeForecast:
+    """Forecast the time of a run under ``mode``, by default the pipeline's own.
+
+    Args:
+        room: bytes of the device that the run may take; None for all that it needs.
+        rooms: the same for the devices of parts that compute elsewhere.
+
+    Raises:
+        UnsupportedError: the rates of a device are unknown.
+    """
+    mode = mode or pipeline.offloader.mode
+    own_rooms = {name: room_of(pipeline, device, room, rooms) for name, device in run.places(pipeline, mode).items()}
+    return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, own) for name, own in own_rooms.items()))
+
+
+def expected(pipeline: Any, name: str, run: PlannedRun) -> dict[str, Any]:
+    """Arguments of ``stage_cost`` for a stage that begins now; none if unknown: a failed forecast stops no run."""
+
+    def asked() -> dict[str, Any]:
+        stage = run.planned(pipeline, name, None)
+        time = stage_time(pipeline, name, run, room=room_now(pipeline, stage.facts.device))
+        return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": stage.key}
+
+    return known_or_why(asked)[0] or {}
+
+
+def stage_time(
+    pipeline: Any, name: str, run: PlannedRun, mode: str = "", room: int | None = None, stays: bool = False
+) -> StageTime:
     """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs.
 
     Args:
-        mode: of the offload.
+        mode: of the offload; by default the pipeline's own.
         room: bytes of the device that the stage may take; None for all that it needs.
         stays: whether its weights are on the device from an earlier run.
 
     Raises:
         UnsupportedError: the rates of its device are unknown.
     """
+    mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
     pace = pace_of(facts, stage.probes, stage.dtype)
     if pace is None:

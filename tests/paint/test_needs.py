@@ -10,8 +10,8 @@ import torch
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.parts import PartBytes
 from anygpu.compat.memory.statistics import saved_stages
-from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs, planned_run
-from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.forecast import MARGIN, asked, paint_needs, planned_run
+from anygpu.paint.loading import PaintRequest, load_paint, paint_bytes
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views

@@ -10,13 +10,13 @@ from anygpu.compat.device.work import Pace, counting
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import FILE, saved_stages, stage_cost
 from anygpu.compat.transforms.compile import CompileSettings
-from anygpu.paint import times
-from anygpu.paint.estimates import PaintRun, planned_run
+from anygpu.paint.forecast import PaintRun, planned_run, stage_work
 from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
 from anygpu.paint.networks.compile import Blocks
 from anygpu.paint.networks.encoders import TOKENS
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
+from anygpu.pipelines.forecast import times
 
 from paint.test_offloader import INPUTS
 
@@ -28,7 +28,7 @@ STATES = torch.zeros(1, 257, 1536)  # of DINOv2-giant
 
 
 def counted(pipeline, run, stages) -> int:
-    return sum(times.stage_work(pipeline, stage, run).flops for stage in stages)
+    return sum(stage_work(pipeline, stage, run).flops for stage in stages)
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,18 @@ def test_delighting_is_counted_within_two_percent(delight_folder):
     with counting() as ran:
         delight_image(pipeline, INPUTS.references, settings)
     run = planned_run(pipeline, 64, steps=2, guided=1)
-    assert sum(times.stage_work(pipeline, stage, run).flops for stage in DELIGHTING) == pytest.approx(
-        ran.flops, rel=0.02
-    )
+    assert sum(stage_work(pipeline, stage, run).flops for stage in DELIGHTING) == pytest.approx(ran.flops, rel=0.02)
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
     run = planned_run(pipeline, 64, len(INPUTS.normals), 2)
-    before = times.paint_times(pipeline, run)
+    before = times.time_forecast(pipeline, run)
     paint_views(pipeline, INPUTS, PaintSettings(64, steps=2))
     rows = saved_stages(tmp_path)
     assert [(row.stage, row.modelled_seconds) for row in rows] == [(each.name, each.modelled) for each in before.stages]
-    after = times.paint_times(pipeline, run).stages[2]
+    after = times.time_forecast(pipeline, run).stages[2]
     assert after.name == "painting" and after.seconds == pytest.approx(rows[2].own_seconds)
     assert after.modelled == before.stages[2].modelled
 
@@ -150,4 +148,4 @@ def test_every_precision_has_a_time(request, monkeypatch, kind):
     rows = (*precisions.PRECISION.values(), *precisions.PAINT.rows.values(), *precisions._EXPLICIT.values())
     for row in {str(row): row for row in rows}.values():
         changed = replace(pipeline, precision=row)
-        assert times.paint_times(changed, planned_run(changed, 64, 2, 2)).seconds > 0, row
+        assert times.time_forecast(changed, planned_run(changed, 64, 2, 2)).seconds > 0, row
