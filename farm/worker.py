@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -123,8 +121,7 @@ class Worker:
 
     def ready(self) -> dict[str, Any]:
         """The identity of the process, once it is up."""
-        machine = {"host": socket.gethostname(), "pid": os.getpid()}
-        return {**machine, "token": token_mode(), "version": version("anygpu")}
+        return {"host": socket.gethostname(), "token": token_mode()}
 
     def run(self, task: Task) -> Outcome:
         """Render a job into the folder; every failure is an outcome, so that only a dead process raises."""

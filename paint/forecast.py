@@ -48,9 +48,9 @@ class Copies:
 
 ATTENDING = Copies(12.3, 1.3)  # while the views look at one another
 FEEDING = {"paint": Copies(7.0, 3.1), "paint_pbr": Copies(9.1, 3.1), "delight": Copies(7.0, 3.1)}
-FED = 19.6  # copies, as operands, of the tokens that the feed-forward takes at once
+FED = Copies(0, 19.6)  # of the tokens that the feed-forward takes at once
 LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
-ATTENDED, KEPT = 16.7, 8.4  # copies of the reference's own map while it is attended to, and all the time
+ATTENDED, KEPT = Copies(0, 16.7), Copies(0, 8.4)  # of the reference's own map while it is attended to, and all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,11 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
 
 
+def materials_of(pipeline: Any) -> int:
+    """Pictures that the UNet makes of each view."""
+    return MATERIALS if pipeline.family == "paint_pbr" else 1
+
+
 def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed, ...]:
     """Memory that each stage of a paint or delight pipeline needs, in the order they run.
 
@@ -113,7 +118,7 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed
         mode: of our own offloader; by default the pipeline's own.
     """
     mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
-    pictures = run.rows * run.views * (MATERIALS if pipeline.family == "paint_pbr" else 1)
+    pictures = run.rows * run.views * materials_of(pipeline)
     side, dtype = run.size // vae.REDUCTION, pipeline.precision.vae
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
@@ -144,22 +149,19 @@ def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: 
         size: of the latents.
         references: pictures kept; 0 for delight.
     """
-    fed = min(pictures * size[0] * size[1], max(FED_TOKENS, size[0] * size[1])) / (size[0] * size[1])
-    attending = map_bytes(pipeline, pictures, size, ATTENDING) + map_bytes(
-        pipeline, references, size, Copies(0, ATTENDED)
-    )
-    feeding = map_bytes(pipeline, pictures, size, FEEDING[pipeline.family]) + map_bytes(
-        pipeline, fed, size, Copies(0, FED)
-    )
-    return max(attending, feeding + map_bytes(pipeline, references, size, Copies(0, KEPT)))
+    area, maps = size[0] * size[1], partial(map_bytes, pipeline, size)
+    fed = min(pictures * area, max(FED_TOKENS, area)) / area
+    attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
+    feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
+    return max(attending, feeding + maps(references, KEPT))
 
 
 def looking_bytes(pipeline: Any, references: int, size: tuple[int, int]) -> int:
     """Activations at the peak of the reference stream, what it keeps among them."""
-    return map_bytes(pipeline, references, size, LOOKING)
+    return map_bytes(pipeline, size, references, LOOKING)
 
 
-def map_bytes(pipeline: Any, pictures: float, size: tuple[int, int], copies: Copies) -> int:
+def map_bytes(pipeline: Any, size: tuple[int, int], pictures: float, copies: Copies) -> int:
     """Bytes of ``copies`` of the first level's feature maps of ``pictures`` latents of ``size``."""
     precision = pipeline.precision
     operands = (precision.compute or precision.transformer).itemsize
@@ -191,15 +193,14 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     """The work of one stage."""
-    delight, materials = pipeline.family == "delight", MATERIALS if pipeline.family == "paint_pbr" else 1
-    views = 1 if delight else run.views * materials
     if stage in PARTS and stage != "reference":
         config = pipeline.configs[PARTS[stage]]
         return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
-        return _vae_work(pipeline, run.size, "encode").times(1 if delight else run.references + 2 * run.views)
+        pictures = 1 if pipeline.family == "delight" else run.references + 2 * run.views
+        return _vae_work(pipeline, run.size, "encode").times(pictures)
     if stage == "decoding":
-        return _vae_work(pipeline, run.size, "decode").times(views)
+        return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
     return reference if stage == "reference" else step.times(run.steps)
@@ -242,7 +243,7 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
     else:
         with counting_on_meta() as looked:
             kept = made["reference"](empty(1, run.references, LATENT_CHANNELS, side, side))
-        materials = MATERIALS if family == "paint_pbr" else 1
+        materials = materials_of(pipeline)
         shared = StreamInputs(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
         sample, maps = (run.views, LATENT_CHANNELS, side, side), empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
         if family == "paint_pbr":

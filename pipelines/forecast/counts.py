@@ -104,7 +104,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
     """The work of a decode in the form of ``method``; whole without one."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
-    form = (pipeline.plan.speed.forms if pipeline.plan.speed else {}).get(VAE, "")
+    form = pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
     total = Work()
 

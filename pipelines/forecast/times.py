@@ -239,20 +239,18 @@ def stage_time(
     rows = [] if state is None else saved_stages(state)
     modelled = pace.seconds(stage.work())
     if link := 0.0 if stays else link_of(facts, rows):
-        modelled = _with_copies(stage, modelled, link, mode, room, facts.unified)
+        modelled = _with_copies(stage, modelled, link, mode, room)
     return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 
 
-def _with_copies(
-    stage: PlannedStage, computing: float, link: float, mode: str, room: int | None, unified: bool
-) -> float:
+def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, room: int | None) -> float:
     """Seconds of a stage with the copies of its weights over ``link`` (bytes per second) that nothing hides."""
     if mode == HOSTED:
         streamed = 0 if room is None else min(stage.weights, max(0, stage.weights + stage.beside - room))
         return max(computing, stage.calls * streamed / link) + (stage.weights - streamed) / link
     if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
         copying = stage.calls * stage.weights / link
-        return computing + copying if unified else max(computing, copying)
+        return computing + copying if stage.facts.unified else max(computing, copying)
     return computing + stage.weights / link
 
 
