@@ -211,9 +211,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
     from .compat.output_check import NotFinite
 
-    progress = Printed()
     try:
-        frames = rendered(arguments, progress).frames
+        frames = rendered(arguments, Printed()).frames
     except NotFinite as error:
         print(error)
         return 1

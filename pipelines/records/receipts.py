@@ -198,13 +198,6 @@ def pack_version() -> str:
     return ""
 
 
-def device_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The device of a pipeline, as far as it decides what is computed."""
-    facts = pipeline.facts
-    known = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}
-    return {**known, "memory_gb": round(facts.total_bytes / GIBIBYTE, 1)}
-
-
 def _job(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -259,9 +252,10 @@ def _named(path: Path, state: Path | None) -> Content:
 
 def _report_of(pipeline: Pipeline) -> dict[str, Any]:
     """The versions, device and decisions of a receipt, without what names a person or a machine."""
-    decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
-    report = {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
-    return redact(report, own_names())
+    facts, decisions = pipeline.facts, [[line.subject, line.verdict] for line in pipeline.plan.decisions]
+    device = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}
+    device |= {"memory_gb": round(facts.total_bytes / GIBIBYTE, 1)}
+    return redact({"made_with": versions(), "device": device, "decisions": decisions}, own_names())
 
 
 def _by_name(values: Any) -> dict[str, Any]:
