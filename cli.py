@@ -28,6 +28,7 @@ from .compat.errors import InputError, PackError
 
 if TYPE_CHECKING:
     from .compat.memory.parts import ProgressStage
+    from .pipelines.jobs import Rendered
 
 STATE = "~/.cache/anygpu"
 JOB_BYTES = 1_000_000
@@ -157,8 +158,6 @@ def check(arguments: argparse.Namespace) -> int:
 def render(arguments: argparse.Namespace) -> int:
     """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
-    from .pipelines.movie import write_mp4
-    from .pipelines.records.receipts import tags_for
 
     if arguments.save_job is not None:
         return _save_job(arguments)
@@ -166,10 +165,10 @@ def render(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     progress, output, started = Printed(), Path(arguments.output), time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
-    frames, fps, receipt = rendered(arguments, progress)
-    path = write_mp4(frames, fps, output, tags_for(receipt))
-    size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {fps:g} fps"
-    print(f"{path}: {size}, {time.monotonic() - started:.1f} s")
+    made = rendered(arguments, progress)
+    frames, height, width, _ = made.frames.shape
+    size = f"{width}x{height}, {frames} frames at {made.latents.fps:g} fps"
+    print(f"{made.write(output)}: {size}, {time.monotonic() - started:.1f} s")
     return 0
 
 
@@ -212,9 +211,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
     from .compat.output_check import NotFinite
 
-    progress = Printed()
     try:
-        frames, *_ = rendered(arguments, progress)
+        frames = rendered(arguments, Printed()).frames
     except NotFinite as error:
         print(error)
         return 1
@@ -236,13 +234,12 @@ def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
     return watch
 
 
-def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, Any]:
-    """Frames (F, H, W, 3), fps and receipt for the arguments of ``render``: the same functions that the nodes call."""
+def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
+    """The video for the arguments of ``render``, by the same functions that the nodes call."""
     import torch
 
     from .pipelines import jobs, stages
     from .pipelines.latents import convert, recovery
-    from .pipelines.records import receipts
     from .pipelines.vae.plan import DecodeRequest
 
     machine = _machine(arguments)
@@ -254,32 +251,27 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> tuple[Any, float, 
         for decision in pipeline.plan.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
-            made = jobs.run(job, machine, progress, pipeline)
-            return made.frames, made.latents.fps, receipts.decoded_receipt(made.latents, job.decode)
+            return jobs.run(job, machine, progress, pipeline)
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
         frames = stages.decode(pipeline, latents, progress, arguments.decode)
-        return frames, latents.fps, receipts.decoded_receipt(latents, DecodeRequest(arguments.decode))
+        return jobs.Rendered(frames, latents, DecodeRequest(arguments.decode))
 
 
 def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
     from .compat.durable import require_writable
     from .pipelines.jobs import replay as again
-    from .pipelines.movie import write_mp4
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
-    from .pipelines.records.receipts import decoded_receipt, tags_for
 
-    progress, path = Printed(), Path(arguments.file)
+    path = Path(arguments.file)
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
     require_writable(output, OUTPUT_BYTES, "--output")
     searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
     places = Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state)
-    made = again(path, Machine(places, state, arguments.device), progress)
-    latents = made.rendered.latents
-    write_mp4(made.rendered.frames, latents.fps, output, tags_for(decoded_receipt(latents, made.job.decode)))
-    print(f"{output}: {made.text()}")
+    made = again(path, Machine(places, state, arguments.device), Printed())
+    print(f"{made.rendered.write(output)}: {made.text()}")
     return 1 if made.same is False else 0
 
 
@@ -368,13 +360,18 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
     words = sys.argv[1:] if words is None else words
     arguments = _parser(bool({"render", "doctor"} & set(words))).parse_args(words)
+    return exit_code(arguments, "anygpu", "cancelled")
+
+
+def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
+    """Run what parsed ``arguments`` ask ``command`` for; ``interrupted`` is said after Ctrl+C."""
     try:
         code: int = arguments.run(arguments)
     except PackError as error:
-        print(f"anygpu: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nanygpu: cancelled", file=sys.stderr)
+        print(f"\n{command}: {interrupted}", file=sys.stderr)
         return 130
     return code
 

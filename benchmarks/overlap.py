@@ -293,7 +293,7 @@ def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, roo
         uses: bytes of each group, and seconds computed before it. computed: all seconds.
     """
     if rates.unified:
-        return computed + sum(rates.copy_seconds(size) for size, _ in uses)
+        return computed + sum(size / rates.link + rates.launch for size, _ in uses)
     begins: list[float] = []
     ends: list[float] = []
     link = 0.0
@@ -304,7 +304,7 @@ def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, roo
             waiting = sum(uses[other][0] for other in recent if begins[other] > moment)
             computing = max((uses[o][0] for o in recent if begins[o] <= moment < ends[o]), default=0)
             if not waiting or waiting + computing + size <= room_bytes:
-                link = moment + rates.copy_seconds(size)
+                link = moment + size / rates.link + rates.launch
                 break
         after = uses[index + 1][1] if index + 1 < len(uses) else computed
         begins.append(max(link, ends[-1] if ends else until))

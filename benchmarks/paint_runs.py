@@ -30,12 +30,12 @@ from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.demo import torus
-from anygpu.paint.estimates import paint_bytes, paint_needs
+from anygpu.paint.forecast import paint_needs, planned_run
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.cleaning import cleaned
 from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh
 from anygpu.paint.geometry.turntable import turntable
-from anygpu.paint.loading import PaintPipeline
+from anygpu.paint.loading import PaintPipeline, paint_bytes
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.published import networks_for, shape_for
@@ -176,7 +176,7 @@ def memory_rows(pixels: int, limit: float) -> Iterator[Row]:
     with accelerator.fresh() as device, accelerator.limit(int(limit * GIBIBYTE)), torch.no_grad():
         pipeline = published(device)
         paint_views(pipeline, inputs, PaintSettings(size=pixels, steps=1))
-        needs = {need.name: need for need in paint_needs(pipeline, pixels, len(DEFAULT_VIEWS))}
+        needs = {need.name: need for need in paint_needs(pipeline, planned_run(pipeline, pixels, len(DEFAULT_VIEWS)))}
         for cost in pipeline.offloader.memory_stats.stages:
             need = needs[cost.stage]
             yield {

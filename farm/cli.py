@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..cli import STATE, exit_code
 from ..compat.device.facts import default_device, device_count, value_or
-from ..compat.errors import InputError, PackError
+from ..compat.errors import InputError
 from ..pipelines.records.job_folder import JOBS, JobFolder
 from . import cluster
-
-STATE = "~/.cache/anygpu"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -131,16 +130,7 @@ def share_of(lines: list[str], share: str) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
-    arguments = _parser().parse_args(sys.argv[1:] if words is None else words)
-    try:
-        code: int = arguments.run(arguments)
-    except PackError as error:
-        print(f"anygpu-farm: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nanygpu-farm: stopped; run the same command again to resume", file=sys.stderr)
-        return 130
-    return code
+    return exit_code(_parser().parse_args(words), "anygpu-farm", "stopped; run the same command again to resume")
 
 
 def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:

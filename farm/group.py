@@ -125,8 +125,7 @@ class Rank:
 
     def preview(self) -> Any:
         """Pixels (H, W, 3), uint8, of the next step, as numpy; None where there is none to see."""
-        picture = self._watch.picture()
-        return None if picture is None else picture.numpy()
+        return self._watch.picture()
 
     def cancel(self) -> None:
         """End the job that runs."""

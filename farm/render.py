@@ -17,11 +17,11 @@ from ..compat.durable import require_writable
 from ..compat.memory.parts import Parts
 from ..compat.ranks import Group
 from ..paint import jobs as paint_jobs
-from ..paint.jobs import PaintJob
+from ..paint.jobs import PaintJob, job_of
 from ..pipelines import jobs
 from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
-from ..pipelines.records.job import Job, Result, VideoJob, job_on
+from ..pipelines.records.job import Job, Result, VideoJob
 from ..pipelines.records.job_folder import JobFolder
 from ..pipelines.records.places import Machine, Places
 from ..pipelines.split import on_group
@@ -34,14 +34,12 @@ class JobKind:
     """A kind of job, and how a worker renders it.
 
     Args:
-        job: type of its jobs.
         load: gives the pipelines of a job.
         render: the result of a job, made with them.
         parts: whatever of a pipeline is read on first use.
         split: makes a pipeline one of the processes of a group; None for a kind that one device renders.
     """
 
-    job: type[Job]
     load: Callable[..., Sequence[Any]]
     render: Callable[..., Result]
     parts: Callable[[Any], Sequence[Parts]]
@@ -49,27 +47,14 @@ class JobKind:
 
 
 KINDS = {
-    kind.job.kind: kind
-    for kind in (
-        JobKind(
-            job=VideoJob,
-            load=lambda *given: (jobs.load_pipeline(*given),),
-            render=jobs.render,
-            parts=lambda pipeline: (pipeline.parts, pipeline.tools),
-            split=on_group,
-        ),
-        JobKind(job=PaintJob, load=paint_jobs.load, render=paint_jobs.render, parts=lambda pipeline: (pipeline.parts,)),
-    )
+    VideoJob.kind: JobKind(
+        load=lambda *given: (jobs.load_pipeline(*given),),
+        render=jobs.render,
+        parts=lambda pipeline: (pipeline.parts, pipeline.tools),
+        split=on_group,
+    ),
+    PaintJob.kind: JobKind(paint_jobs.load, paint_jobs.render, parts=lambda pipeline: (pipeline.parts,)),
 }
-
-
-def job_of(line: str) -> Job:
-    """The job of one line of a job file.
-
-    Raises:
-        InputError: it is none; says why.
-    """
-    return job_on(line, *(kind.job for kind in KINDS.values()))
 
 
 def task_of(line: str) -> Task:

@@ -6,7 +6,7 @@ begun last is what everybody waits for in the end.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +66,6 @@ class TaskSchedule:
         self._waiting: dict[str, deque[Task]] = {}
         self._work: dict[str, float] = {}  # of the jobs that wait, by model
         self._loaded: dict[str, str] = {}  # worker to model
-        self._holders: dict[str, int] = {}  # workers by model
         self._rests: dict[tuple[str, str], Rest] = {}  # worker and a model that its machine could not load
         self.add(tasks)
 
@@ -99,7 +98,6 @@ class TaskSchedule:
         self.remove(task)
         self.forget(worker)
         self._loaded[worker] = model
-        self._holders[model] = self._holders.get(model, 0) + 1
         return task
 
     def remove(self, task: Task) -> bool:
@@ -127,8 +125,7 @@ class TaskSchedule:
 
     def forget(self, worker: str) -> None:
         """Count ``worker`` no longer among those that have a model loaded: its process is gone."""
-        if (model := self._loaded.pop(worker, None)) is not None:
-            self._holders[model] -= 1
+        self._loaded.pop(worker, None)
 
     def waiting(self) -> list[Task]:
         """The jobs that wait."""
@@ -155,8 +152,8 @@ class TaskSchedule:
         loaded = self._loaded.get(worker)
         if loaded is not None and is_open(loaded):
             return loaded
-        open_models = [model for model in self._waiting if is_open(model)]
-        return max(open_models, key=lambda model: self._work[model] / (1 + self._holders.get(model, 0)), default=None)
+        open_models, holders = filter(is_open, self._waiting), Counter(self._loaded.values())
+        return max(open_models, key=lambda model: self._work[model] / (1 + holders[model]), default=None)
 
 
 @dataclass(slots=True, eq=False)

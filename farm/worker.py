@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import threading
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -75,14 +73,14 @@ class RenderWatch:
         self.done, self.total, self.stage = 0, 0, ProgressStage("")
         self.notes: list[str] = []
         self._ended, self._wanted, self._shown = threading.Event(), threading.Event(), threading.Event()
-        self._picture: torch.Tensor | None = None
+        self._picture: Any = None
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
         """Take in how far it is; makes the preview that is waited for."""
         self.done, self.total, self.stage = done, total, stage
         if preview is not None and self._wanted.is_set():
             self._wanted.clear()
-            self._picture = pixels_of(preview())
+            self._picture = pixels_of(preview()).numpy()
             self._shown.set()
         self.check()
 
@@ -104,8 +102,8 @@ class RenderWatch:
         """End the job at its next layer."""
         self._ended.set()
 
-    def picture(self) -> torch.Tensor | None:
-        """(H, W, 3), uint8, of the next step; None where none comes in time."""
+    def picture(self) -> Any:
+        """Pixels (H, W, 3), uint8, of the next step, as numpy; None where none comes in time."""
         self._shown.clear()
         self._wanted.set()
         return self._picture if self._shown.wait(PREVIEW_SECONDS) else None
@@ -123,8 +121,7 @@ class Worker:
 
     def ready(self) -> dict[str, Any]:
         """The identity of the process, once it is up."""
-        machine = {"host": socket.gethostname(), "pid": os.getpid()}
-        return {**machine, "token": token_mode(), "version": version("anygpu")}
+        return {"host": socket.gethostname(), "token": token_mode()}
 
     def run(self, task: Task) -> Outcome:
         """Render a job into the folder; every failure is an outcome, so that only a dead process raises."""
@@ -174,8 +171,7 @@ class Worker:
 
     def preview(self) -> Any:
         """Pixels (H, W, 3) uint8 of the job that runs, as numpy; None where there is none to see."""
-        picture = self._watch.picture() if self._task is not None else None
-        return None if picture is None else picture.numpy()
+        return None if self._task is None else self._watch.picture()
 
     def cancel(self, key: str) -> bool:
         """End the job of ``key`` if it is the one that runs."""

@@ -18,7 +18,6 @@ from ..compat.memory.parts import ProgressStage
 from ..compat.records import shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.movie import Check, read_frames
-from ..pipelines.records.job import Job, VideoJob, job_on
 from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from ..pipelines.records.places import Places
@@ -133,19 +132,14 @@ def queue_meshes(
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 
 
-def job_of(line: str) -> Job:
-    """The job of a line of a job file; raises as :func:`..pipelines.records.job.job_on`."""
-    from ..paint.jobs import PaintJob  # painting is read when it is used, not at ComfyUI's start
-
-    return job_on(line, VideoJob, PaintJob)
-
-
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:
     """The jobs of a file in ``folder``, or of the newest for an empty name.
 
     Raises:
         CheckpointError: there is none. InputError: a line of it is not a job.
     """
+    from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
+
     files = folder.job_files()
     path = next((path for path in reversed(files) if name in ("", path.stem)), None)
     if path is None:

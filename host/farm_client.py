@@ -17,7 +17,7 @@ from ..compat.memory.parts import ProgressStage
 from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
 from ..pipelines.records.job_folder import SUFFIXES
 from ..pipelines.records.job_lists import JobList
-from .farm import Collected, collect, farm_address, job_of, line_of
+from .farm import Collected, collect, farm_address, line_of
 from .progress import NodeProgress
 
 POLL_SECONDS = 1.0
@@ -36,6 +36,8 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
         CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
             or read then. InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
     """
+    from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
+
     with _farm(farm_address(address), progress) as farm:
         missing = {key: line for key, line in zip(jobs.keys, jobs.lines, strict=True) if not jobs.folder.is_done(key)}
         if missing:

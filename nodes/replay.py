@@ -10,7 +10,6 @@ from ..host.progress import NodeProgress
 from ..host.requests import machine_of
 from ..pipelines.jobs import replay
 from ..pipelines.latents import convert as latent_format
-from ..pipelines.records.receipts import decoded_receipt
 from .inputs import schema
 from .latents import FILES, Listed
 
@@ -51,6 +50,6 @@ class Replay(Listed):
         latents, frames = made.rendered.latents, made.rendered.frames
         rate = Fraction(latents.fps).limit_denominator(1001)
         progress.finish(made.text())
-        video = saved.video(frames, rate, decoded_receipt(latents, made.job.decode))
+        video = saved.video(frames, rate, made.rendered.receipt)
         shown = preview.clips([frames], float(rate), cls)
         return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ui=shown)

@@ -1,4 +1,4 @@
-"""The kind of jobs that texture a mesh."""
+"""The kind of jobs that texture a mesh, and the jobs of either kind that a job file may hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..compat.decision import AUTO
 from ..compat.durable import replacing
 from ..compat.errors import InputError
 from ..compat.records import WITHOUT, plain
-from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, by_content
+from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
 from ..pipelines.records.job_lists import files_in
 from ..pipelines.records.places import Machine, Places
 from .baking.bake import BakeSettings
@@ -71,6 +71,15 @@ class PaintJob(Job):
     @property
     def inputs(self) -> tuple[Content, ...]:
         return self.mesh, self.picture
+
+
+def job_of(line: str) -> Job:
+    """The job of one line of a job file, a video or a mesh to texture.
+
+    Raises:
+        InputError: it is none; says why.
+    """
+    return job_on(line, VideoJob, PaintJob)
 
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +21,7 @@ from ..compat.device.precision import PAINT, Precision, copies_decision, precisi
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import HostWeights, Offloader, OffloadOptions
-from ..compat.memory.parts import KnownToHost, PartBytes, Parts, ProgressStage, Reader, Silent
+from ..compat.memory.parts import KnownToHost, PartBytes, Parts, ProgressStage, Reader, Silent, part_bytes
 from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount
 from ..compat.probe_results import probe_results_of
@@ -29,7 +30,6 @@ from ..compat.transforms.compile import CompileSettings, require_offload
 from ..compat.transforms.order import Preparation
 from .choices import DEMO_SIZE, PAGES, is_demo
 from .choices import VARIANTS as VARIANTS
-from .estimates import paint_bytes
 from .networks import published as networks
 from .networks import vae
 from .networks.compile import PARTS, Blocks, compile_step
@@ -37,6 +37,8 @@ from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.unet import UNetShape, set_attention
 from .networks.weights import Weights, weights_in
+
+BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,12 @@ def _kind(stored: Weights) -> str:
             fix=f"Download one ({'; '.join(PAGES.values())}).",
         )
     return kind
+
+
+def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
+    """The bytes of a part from those of its tensors by name; what is outside the blocks moves as blocks of its own."""
+    size = part_bytes(entries, BLOCK)
+    return PartBytes(size.total, max(size.block, size.outer), size.layer)
 
 
 def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:

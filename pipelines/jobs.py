@@ -24,7 +24,7 @@ from .load.folder import load_placed
 from .movie import Check, write_mp4
 from .pipeline import DEMOS, Pipeline
 from .records import receipts
-from .records.job import Picture, Result, VideoJob
+from .records.job import Content, Result, VideoJob
 from .records.places import Machine
 from .requests import LoadRequest, load_request
 from .sampling.resume import LeaderSections, LeaderSteps, StepStore
@@ -39,11 +39,20 @@ VIDEO_FIT = "crop"
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The video of a job: ``frames`` (F, H, W, 3) in 0..1; ``kept`` is the id of its saved latents."""
+    """The video of a job, decoded as ``form`` says: ``frames`` (F, H, W, 3) in 0..1."""
 
     frames: torch.Tensor
     latents: Latents
-    kept: str
+    form: DecodeRequest
+
+    @property
+    def receipt(self) -> dict[str, Any] | None:
+        """The receipt of the video; None for latents that have none."""
+        return receipts.decoded_receipt(self.latents, self.form)
+
+    def write(self, path: Path) -> Path:
+        """Write the video as an MP4 with its receipt; returns ``path``."""
+        return write_mp4(self.frames, self.latents.fps, path, receipts.tags_for(self.receipt))
 
 
 def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> LoadRequest:
@@ -81,11 +90,8 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
     return with_step_cache(pipeline, job.step_cache.preset, job.step_cache.settings)
 
 
-def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline | None = None) -> Rendered:
-    """Render a job.
-
-    Args:
-        pipeline: of an earlier job with the same ``model_key``; None loads it.
+def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
+    """Render a job with its pipeline, or that of another job with the same ``model_key``.
 
     Of a group, all processes call it, and the leader has the frames.
 
@@ -93,17 +99,15 @@ def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline 
         PackError: what any of the stages refuses.
     """
     with torch.no_grad():
-        pipeline = pipeline or load_pipeline(job, machine, progress)
-        latents, kept = sample(job, machine, progress, pipeline)
+        latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
-        return Rendered(decoded(pipeline, latents, progress, job.decode), latents, kept)
+        return Rendered(decoded(pipeline, latents, progress, job.decode), latents, job.decode)
 
 
 def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
     """The video of a job as an MP4 with its receipt; ``loaded`` has the pipeline that :func:`run` takes."""
     made = run(job, machine, progress, loaded[0])
-    tags = receipts.tags_for(receipts.decoded_receipt(made.latents, job.decode))
-    return Result(made.frames, ".mp4", lambda path: write_mp4(made.frames, made.latents.fps, path, tags))
+    return Result(made.frames, ".mp4", made.write)
 
 
 def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest) -> torch.Tensor:
@@ -121,8 +125,8 @@ def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: Deco
         group.world.shared(None)  # which ends their serving
 
 
-def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Latents, str]:
-    """The latents of a job, saved before anything else can fail, and their id there."""
+def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:
+    """The latents of a job, saved before anything else can fail."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
@@ -153,7 +157,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         kept = next(iter(keeper.names.values()), "")
     if kept:
         progress.notify(f"the latents are kept: --recover {kept} decodes them again")
-    return latents, kept
+    return latents
 
 
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
@@ -177,10 +181,10 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
     width, height, frames = settings.width, settings.height, settings.frames
     if job.pictures:
-        picture = _picture(job, job.pictures[0], machine, progress, pipeline)
+        picture = _frames("image", job.pictures[0].file, job, machine, progress, pipeline)
         width, height = stages.picture_size(pipeline, picture, width, height, job.fit)
     if job.video is not None:
-        video = _frames(job, machine, progress, pipeline)
+        video = _frames("images", job.video, job, machine, progress, pipeline)
         width, height, frames = stages.video_size(pipeline, video, width, height, VIDEO_FIT)
     if job.framepack is not None:
         frames = clip_frames(pipeline, job.framepack, settings.fps)
@@ -192,18 +196,12 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     return replace(size, sections=sections, window=job.framepack.window), settings
 
 
-def _picture(job: VideoJob, picture: Picture, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
-    """The frames of a job's picture, or those that a demo model starts from."""
-    frames, _ = machine.places.frames(picture.file, progress.check)
-    own: torch.Tensor = own_inputs(pipeline, {"image": frames, "fit": job.fit}, progress.notify)["image"]
-    return own
-
-
-def _frames(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> torch.Tensor:
-    """The frames of a job's video, as many as a demo model draws."""
-    assert job.video is not None
-    frames, _ = machine.places.frames(job.video, progress.check)
-    own: torch.Tensor = own_inputs(pipeline, {"images": frames}, progress.notify)["images"]
+def _frames(
+    name: str, content: Content, job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline
+) -> torch.Tensor:
+    """The frames of a job's picture (``image``) or video (``images``), or those that a demo model starts from."""
+    frames, _ = machine.places.frames(content, progress.check)
+    own: torch.Tensor = own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
     return own
 
 
@@ -211,7 +209,7 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
     """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
-        frames = _picture(job, picture, machine, progress, pipeline)
+        frames = _frames("image", picture.file, job, machine, progress, pipeline)
         start = frames if start is None else start
         request = ImageRequest(
             frames,
@@ -230,7 +228,7 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
-    frames, size = _frames(job, machine, progress, pipeline), job.settings
+    frames, size = _frames("images", job.video, job, machine, progress, pipeline), job.settings
     return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
 
 
@@ -244,7 +242,6 @@ class Replayed:
     """
 
     rendered: Rendered
-    job: VideoJob
     same: bool | None
     differences: tuple[str, ...]
 
@@ -279,4 +276,4 @@ def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
         if there.shape == made.latents.samples.shape:
             largest = float((there - made.latents.samples).abs().max())
             differences.append(f"latents by at most {largest:.3g} of {float(there.abs().max()):.3g}")
-    return Replayed(made, job, same, tuple(dict.fromkeys(differences)))
+    return Replayed(made, same, tuple(dict.fromkeys(differences)))

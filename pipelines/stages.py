@@ -28,8 +28,9 @@ from .base import (
 )
 from .family import FamilySpec
 from .forecast.fit import fit_offload, release_text
-from .forecast.seconds import Run, expected, planned_run, work_key
+from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
+from .forecast.times import expected
 from .pictures import checked_frames, fitted, resized
 from .pictures import picture_size as picture_size
 from .pictures import video_size as video_size
@@ -454,17 +455,16 @@ def running(
     """
     kept = pipeline.offloader.options.state is not None
     asked = run() if run is not None and kept else None
-    time = None if asked is None else expected(pipeline, stage.cost, asked)
-    seconds = {} if time is None else {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+    forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)
     profile = pipeline.plan.speed.profile
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
-        stage_cost(pipeline, stage.cost, progress, device, **seconds) as cost,
+        stage_cost(pipeline, stage.cost, progress, device, **forecast) as cost,
     ):
         try:
             yield
-            if time is not None and asked is not None:  # named at the end: the stage may have fallen back
+            if forecast and asked is not None:  # named at the end: the stage may have fallen back
                 cost.work = work_key(pipeline, stage.cost, asked)
             resuming = pipeline.run.resuming
             if resuming is not None and resuming.skipped:  # a part of it: no measure of the whole
@@ -475,7 +475,7 @@ def running(
             if hasattr(error, EXPLAINED):
                 raise
             if is_shortage(error):
-                raise explain_shortage(error, pipeline, pipeline.spec, stage.title, size, hint, device) from error
+                raise explain_shortage(error, pipeline, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
                 raise _unexpected(error, stage, pipeline.model.source, device) from error
             raise

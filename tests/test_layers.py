@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # room -> rooms of ours; the longest prefix
     "host": {"compat", "pipelines", "paint", "host"},
     "nodes": {"compat", "pipelines", "paint", "host", "nodes"},
     "farm": {"compat", "pipelines", "paint", "farm"},
+    "farm/cli.py": {"cli", "compat", "pipelines", "paint", "farm"},
     "cli.py": {"compat", "pipelines", "paint"},
     "__init__.py": {"nodes"},
 }

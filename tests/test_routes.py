@@ -412,10 +412,9 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     forecasting = importlib.import_module("anygpu.host.server.forecast")
     seen = []
     monkeypatch.setattr(
-        forecasting, "paint_needs", lambda _, size, views, guided, mode: seen.append((views, guided)) or ()
+        forecasting.painting, "planned_run", lambda _, size, views, steps, guided: seen.append((views, guided))
     )
-    _, needs, _ = forecasting.RUNS[node](given, SimpleNamespace(family=kind, source=Path(kind)))
-    needs("none", None)
+    forecasting.RUNS[node](given, SimpleNamespace(family=kind, source=Path(kind)))
     assert set(seen) == {counted}
 
 

@@ -1,4 +1,4 @@
-"""Peak rates of devices by data sheet, and the time of a copy at those rates.
+"""Peak rates of devices by data sheet, and the work of one operation.
 
 Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
 called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
@@ -42,7 +42,7 @@ class Rates:
         fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
             structured sparsity.
         memory: bytes per second of the device's own memory.
-        to_device, to_host: bytes per second of the link, which carries both directions at once.
+        link: bytes per second to the host, and as many back at the same time.
         source: what confirms which figure, and what nothing did.
         launch: seconds before a kernel or a copy begins.
         unified: whether host and device share one memory, so that a copy reads and writes it.
@@ -53,8 +53,7 @@ class Rates:
     bf16: float
     fp32: float
     memory: float
-    to_device: float
-    to_host: float
+    link: float
     source: str
     launch: float = LAUNCH_SECONDS
     unified: bool = False
@@ -63,77 +62,56 @@ class Rates:
         """FLOPs per second of products of ``dtype``."""
         return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
 
-    def copy_seconds(self, byte_count: float, to_device: bool = True) -> float:
-        """A copy of ``byte_count`` bytes over the link."""
-        return byte_count / (self.to_device if to_device else self.to_host) + self.launch
-
-
-def _rates(
-    name: str, fp16: float, bf16: float, fp32: float, memory: float, link: float, source: str, **more: Any
-) -> Rates:
-    """A row in TFLOPS and GB/s, with a link that is as fast both ways."""
-    return Rates(
-        name=name,
-        fp16=fp16 * TERA,
-        bf16=bf16 * TERA,
-        fp32=fp32 * TERA,
-        memory=memory * GIGA,
-        to_device=link,
-        to_host=link,
-        source=source,
-        **more,
-    )
-
 
 # Looked up on 2026-11-22 in stored copies of public pages. The makers' own pages were not among them, so each source
 # names what it confirms, and what nothing did.
 RATES: Mapping[str, Rates] = {
     rates.name: rates
     for rates in (
-        _rates(
-            "RTX 2060", 25.8, 6.45, 6.45, 336.0, PCIE_3,
-            "1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: "
-            "cputronic.com/en/gpu/nvidia-geforce-rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: "
-            "galport.com; half of it with fp32 sums on GeForce: not confirmed; no bf16 units",
+        Rates(
+            name="RTX 2060", fp16=25.8 * TERA, bf16=6.45 * TERA, fp32=6.45 * TERA, memory=336 * GIGA, link=PCIE_3,
+            source="1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: cputronic.com/en/gpu/nvidia-geforce-"
+            "rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: galport.com; half of it with fp32 sums on "
+            "GeForce: not confirmed; no bf16 units",
         ),
-        _rates(
-            "RTX 3060", 25.5, 25.5, 12.74, 360.0, PCIE_4,
-            "3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 tensor "
-            "TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-details-"
-            "the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
+        Rates(
+            name="RTX 3060", fp16=25.5 * TERA, bf16=25.5 * TERA, fp32=12.74 * TERA, memory=360 * GIGA, link=PCIE_4,
+            source="3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 "
+            "tensor TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-"
+            "details-the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
             "getianao/33fb5306ba896193c7ae59ec64794283",
         ),
-        _rates(
-            "RTX 4090", 165.2, 165.2, 82.6, 1008.0, PCIE_4,
-            "dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
+        Rates(
+            name="RTX 4090", fp16=165.2 * TERA, bf16=165.2 * TERA, fp32=82.6 * TERA, memory=1008 * GIGA, link=PCIE_4,
+            source="dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
         ),
-        _rates(
-            "RX 6700 XT", 26.43, 13.21, 13.21, 384.0, PCIE_4,
-            "2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-naytonohjaimen-"
-            "rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/11/14/"
-            "amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
+        Rates(
+            name="RX 6700 XT", fp16=26.43 * TERA, bf16=13.21 * TERA, fp32=13.21 * TERA, memory=384 * GIGA, link=PCIE_4,
+            source="2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-"
+            "naytonohjaimen-rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/"
+            "11/14/amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
         ),
-        _rates(
-            "RX 7900 XTX", 122.8, 122.8, 61.4, 960.0, PCIE_4,
-            "123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-collection-"
-            "deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
+        Rates(
+            name="RX 7900 XTX", fp16=122.8 * TERA, bf16=122.8 * TERA, fp32=61.4 * TERA, memory=960 * GIGA, link=PCIE_4,
+            source="123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-"
+            "collection-deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
         ),
-        _rates(
-            "Arc A770", 131.0, 131.0, 17.2, 560.0, PCIE_4,
-            "512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-specifikace-"
-            "grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 and bf16: not "
-            "confirmed",
+        Rates(
+            name="Arc A770", fp16=131.0 * TERA, bf16=131.0 * TERA, fp32=17.2 * TERA, memory=560 * GIGA, link=PCIE_4,
+            source="512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-"
+            "specifikace-grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 "
+            "and bf16: not confirmed",
         ),
-        _rates(
-            "M2", 3.6, 3.6, 3.6, 100.0, 50.0 * GIGA,
-            "10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/apple-"
-            "announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
+        Rates(
+            name="M2", fp16=3.6 * TERA, bf16=3.6 * TERA, fp32=3.6 * TERA, memory=100 * GIGA, link=50.0 * GIGA,
+            source="10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/"
+            "apple-announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
             unified=True,
         ),
-        _rates(
-            "H100", 989.4, 989.4, 66.9, 3350.0, PCIE_5,
-            "SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, and the "
-            "same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
+        Rates(
+            name="H100", fp16=989.4 * TERA, bf16=989.4 * TERA, fp32=66.9 * TERA, memory=3350 * GIGA, link=PCIE_5,
+            source="SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, "
+            "and the same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
         ),
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ import logging
 import math
 import threading
 import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -248,16 +249,18 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
     None if unknown.
     """
     name = f"rates.{str(dtype).removeprefix('torch.')}"
-    kept = None
+    kept: Any = None
     if store is not None and facts.device.type in TIMED:
         try:
             kept = store.remember(name, lambda: asdict(_measured(facts.device, dtype)))
         except Exception as error:  # a device may fail in any way
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
-    pace = value_or(lambda: Pace(**kept), None) if isinstance(kept, Mapping) else None
-    if pace is not None and value_or(
-        lambda: min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0, False
-    ):
+
+    def kept_pace() -> Pace | None:
+        pace = Pace(**kept)  # of a file that anybody may have edited
+        return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
+
+    if pace := value_or(kept_pace, None):
         return pace
     rates = published_rates(facts.name)
     if rates is None:
@@ -325,16 +328,13 @@ def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock:
 
 def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
-    return min(_seconds(call, device, clock) for _ in range(3))
 
-
-def _seconds(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     def wait() -> None:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    wait()
-    started = clock()
-    call()
-    wait()
-    return clock() - started
+    def finished() -> None:
+        call()
+        wait()
+
+    return min(timeit.repeat(finished, setup=wait, timer=clock, repeat=3, number=1))

@@ -13,17 +13,16 @@ from ...compat.errors import PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.probe_results import probe_results_of
-from ...paint import times as painting
+from ...paint import forecast as painting
 from ...paint.choices import DEMO_SIZE, is_demo
-from ...paint.estimates import paint_needs
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import FramePackSettings, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.forecast.memory import forecast
-from ...pipelines.forecast.seconds import planned_run, times_of
-from ...pipelines.forecast.times import Times
+from ...pipelines.forecast.seconds import planned_run
+from ...pipelines.forecast.times import Times, times_of
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
@@ -255,12 +254,12 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
         guided = 2  # rows beside the first
     size = DEMO_SIZE if is_demo(pipeline.source) else int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
+    run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
 
     def times(mode: str, room: int | None) -> Times:
-        run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
-        return painting.times_of(pipeline, run, (mode,), room)
+        return times_of(pipeline, run, (mode,), room)
 
-    return "views", lambda mode, _: paint_needs(pipeline, size, views, guided, mode), times
+    return "views", lambda mode, _: painting.paint_needs(pipeline, run, mode), times
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading

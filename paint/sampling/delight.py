@@ -15,14 +15,14 @@ from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.output_check import require_finite
+from ...pipelines.forecast.times import expected
 from ..choices import DELIGHT_STEPS, is_demo
-from ..estimates import DECODED, ENCODED, step_bytes, vae_bytes
+from ..forecast import DECODED, ENCODED, PaintRun, step_bytes, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import GREY, WHITE, checked_pictures, over, recentred, resized
 from ..shortage import explained
-from ..times import PaintRun, expected
 from .painting import preview_of, stage, tell_sampled
 from .solvers import schedule_for, solver_for
 

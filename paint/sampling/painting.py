@@ -16,8 +16,9 @@ from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
+from ...pipelines.forecast.times import expected
 from ..choices import DEMO_SIZE, PUBLISHED, PUBLISHED_SPACING, is_demo
-from ..estimates import DECODED, ENCODED, asked, looking_bytes, step_bytes, vae_bytes
+from ..forecast import DECODED, ENCODED, PaintRun, asked, looking_bytes, step_bytes, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes
 from ..loading import PaintPipeline
 from ..networks import vae
@@ -26,7 +27,6 @@ from ..networks.multiview import StreamInputs
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import WHITE, checked_pictures, over, resized, squared
 from ..shortage import explained
-from ..times import PaintRun, expected
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)

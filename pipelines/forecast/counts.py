@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -104,28 +104,28 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
     """The work of a decode in the form of ``method``; whole without one."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
-    form = (pipeline.plan.speed.forms if pipeline.plan.speed else {}).get(VAE, "")
+    form = pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
     total = Work()
-    modules: list[Any] = []
 
+    @cache
     def vae() -> Any:
-        if not modules:
-            modules.append(_built(pipeline, VAE, config, method.dtype))
-            for name, value in pipeline.spec.rewrites.vae_settings.items():
-                setattr(modules[0], name, value)
-            decode_as_published(modules[0])
-            if form:
-                fuse_vae(modules[0], form)
-        return modules[0]
+        module = _built(pipeline, VAE, config, method.dtype)
+        for name, value in pipeline.spec.rewrites.vae_settings.items():
+            setattr(module, name, value)
+        decode_as_published(module)
+        if form:
+            fuse_vae(module, form)
+        return module
 
     def latents(cells: Cells) -> torch.Tensor:
         return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=method.dtype)
 
     def decoded(cells: Cells) -> Work:
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
+        decoder = vae()  # made before anything is counted
         with counting_on_meta() as work:
-            decoder_call(vae(), latents(cells), time)
+            decoder_call(decoder, latents(cells), time)
         return work
 
     def cut(cells: Cells) -> Any:
@@ -207,9 +207,7 @@ def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: i
         lengths: tokens of each of its texts.
     """
 
-    def side(*names: str, default: int = 0) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), default)
-
+    side = partial(_number, config)
     width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
     head = side("d_kv", "head_dim", default=width // heads)
     inner, wide = heads * head, side("d_ff", "intermediate_size")
@@ -230,6 +228,11 @@ def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: i
     return work
 
 
+def _number(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
+    """The first of these settings that a configuration has and that is not 0."""
+    return next((int(config[name]) for name in names if config.get(name)), default)
+
+
 def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
     """Latent frames, rows and columns of each decode: a video, or sections, each later one with its neighbour.
 
@@ -246,24 +249,18 @@ def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
     """The arguments of one call of the transformer, without data."""
     spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
     frames, *plane = latent_shape(pipeline, size)
-    channels, text = (
-        int(config.get("in_channels", 16)),
+    channels = int(config.get("in_channels", 16))
+    text, wide = (
         size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
+        partial(_number, config, default=1),
     )
-    embeds = empty(
-        rows, text, int(config.get(spec.files.text_width) or config.get("caption_channels") or 1), dtype=dtype
-    )
-
-    def wide(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 1)
-
     vision = None
     if spec.recipes.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
         latents=empty(rows, channels, size.window if spec.recipes.sections else frames, *plane, dtype=dtype),
         time=empty(rows),
-        embeds=embeds,
+        embeds=empty(rows, text, wide(spec.files.text_width, "caption_channels"), dtype=dtype),
         mask=empty(rows, text),
         pooled=empty(rows, wide("pooled_projection_dim"), dtype=dtype),
         guidance=empty(rows),
@@ -307,12 +304,10 @@ def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
 
 
 def _watch(block: nn.Module, key: str, work: Work, done: dict[str, Work]) -> list[Any]:
-    before: list[Work] = []
-
     def start(*_: Any) -> None:
-        before.append(Work(work))
+        done[key] = Work(work)
 
     def end(*_: Any) -> None:
-        done[key] = Work(work - before.pop())
+        done[key] = Work(work - done[key])
 
     return [block.register_forward_pre_hook(start), block.register_forward_hook(end)]

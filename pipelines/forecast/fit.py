@@ -24,7 +24,8 @@ from ..base import Progress
 from ..pipeline import Pipeline
 from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
 from .memory import COMPUTES, forecast
-from .seconds import Run, quickest, times_of
+from .seconds import Run, quickest
+from .times import times_of
 
 MOST_KEPT_FREE = 1023.0  # GB: the widget's
 PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of its own

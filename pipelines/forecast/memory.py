@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,9 +15,9 @@ from ...compat.memory.statistics import StageNeed
 from ..pipeline import Pipeline
 from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
 from ..vae.plan import planned_decode
+from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
-Rooms = Callable[[torch.device], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +54,16 @@ def forecast(
     """
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
-    own_rooms = {stage: room_of(pipeline, stage, room, rooms) for stage in places}
-    stages = [
-        replace(need, device=str(places[need.name]), room=own_rooms[need.name])
-        if places[need.name] != pipeline.offloader.device
-        else need
-        for need in _needs(pipeline, size, mode, places, own_rooms["decoding"])
-    ]
-    if room is not None:
-        ends = [own_rooms[stage.name] for stage in stages]
-        stages = [
-            stage if end is None else replace(stage, ahead=max(0, min(stage.ahead, end - stage.total)))
-            for stage, end in zip(stages, ends, strict=True)
-        ]
+    own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
+    stages = []
+    for need in _needs(pipeline, size, mode, places, own_rooms["decoding"]):
+        own = own_rooms[need.name]
+        if places[need.name] != pipeline.offloader.device:
+            need = replace(need, device=str(places[need.name]), room=own)
+        if room is not None and own is not None:
+            need = replace(need, ahead=max(0, min(need.ahead, own - need.total)))
+        stages.append(need)
     return Forecast(mode, tuple(stages))
-
-
-def room_of(pipeline: Pipeline, stage: str, room: int | None, rooms: Rooms = free_bytes) -> int | None:
-    """Bytes that a stage may take where it computes: ``room`` on the pipeline's own device; None where unknown."""
-    device = pipeline.offloader.device_of(COMPUTES[stage])
-    return room if room is None or device == pipeline.offloader.device else rooms(device)
 
 
 def _needs(
@@ -123,11 +113,9 @@ def _needs(
     return [*stages, _decoding(pipeline, size, whole, decoding_room)]
 
 
-def forecasts(
-    pipeline: Pipeline, size: Size, room: int | None = None, rooms: Rooms = free_bytes
-) -> tuple[Forecast, ...]:
+def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
     """The forecast of every mode, the fastest first."""
-    return tuple(forecast(pipeline, size, mode, room, rooms) for mode in MODES)
+    return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
 
 
 def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:

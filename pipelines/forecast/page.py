@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...compat.device.facts import free_bytes, host_free_bytes
+from ...compat.device.facts import host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
 from ..base import SampleSettings
@@ -16,8 +16,8 @@ from ..sizes import Size
 from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
-from .seconds import advice, planned_run, quickest, times_of
-from .times import Times
+from .seconds import advice, planned_run, quickest
+from .times import Times, room_now, times_of
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
@@ -50,15 +50,13 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
     """
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
-    room = room_of(pipeline)
+    room = room_now(pipeline)
     needs = forecasts(pipeline, size, room)
     times = times_of(pipeline, planned_run(pipeline, size, settings), [each.mode for each in needs], room)
     return shown(pipeline, title, more, needs, times)
 
 
-def shown(
-    pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times | None = None
-) -> tuple[str, torch.Tensor]:
+def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times) -> tuple[str, torch.Tensor]:
     """Memory needed in each mode, in words and as bars.
 
     Args:
@@ -68,15 +66,9 @@ def shown(
         needs: the forecast of each mode, the fastest first.
         times: how long each mode takes, where that is known.
     """
-    room, times = room_of(pipeline), Times() if times is None else times
+    room = room_now(pipeline)
     text = _text(pipeline, title + more, needs, times, room)
     return text, _drawn(pipeline, title, needs, times, room)
-
-
-def room_of(pipeline: Any) -> int | None:
-    """Bytes of the device that a run may take now; None where unknown."""
-    free = free_bytes(pipeline.offloader.device)
-    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
 
 
 def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> str:

@@ -23,8 +23,8 @@ from ..settings import of_checkpoint
 from ..sizes import SPARE, VAE, default_size
 from .fit import modes_of
 from .memory import COMPUTES, forecast
-from .seconds import DECODING, SAMPLING, TEXT, WORTH, planned_run, stage_time
-from .times import known_or_why
+from .seconds import DECODING, SAMPLING, TEXT, WORTH, planned_run
+from .times import known_or_why, stage_time
 
 CARDS = "cards"  # of the decision
 LEAST_GAIN = 0.25  # seconds of a run, below which a further card is not worth being used

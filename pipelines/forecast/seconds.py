@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...compat.device.facts import DeviceFacts, facts_for, free_bytes
+from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Work
 from ...compat.memory.statistics import amount_of, duration
@@ -22,9 +22,9 @@ from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
 from ..sizes import SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
-from . import counts, times
-from .memory import COMPUTES, Forecast, Rooms, room_of
-from .times import TEXT, StageTime, TimeForecast, Times, key_of, known_or_why, times_by_mode
+from . import counts
+from .memory import COMPUTES, Forecast
+from .times import TEXT, PlannedStage, TimeForecast, key_of
 
 WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
@@ -39,6 +39,45 @@ class Run:
     settings: SampleSettings
     texts: PromptRequest | None = None
     form: DecodeRequest | None = None
+
+    def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
+        """The names of its stages, with the devices whose room they take."""
+        names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
+        return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
+
+    def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
+        """One of its stages: its parts, their work and how often they are called."""
+        precision, calls, beside = pipeline.precision, 1, 0
+        parts: tuple[str, ...]
+        work: Callable[[], Work]
+        if name == TEXT:
+            forwards = counts.text_forwards(pipeline, self.texts)
+            parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
+            dtype, work = precision.text, partial(counts.text_work, pipeline, self.texts)
+        elif name == IMAGE:
+            parts, dtype = (counts.IMAGE_ENCODER, VAE), precision.vae
+            work = partial(counts.image_work, pipeline, self.size)
+        elif name == SAMPLING:
+            parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
+            work = partial(counts.sampling_work, pipeline, self.size, self.settings)
+            calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
+            beside = sampling_bytes(pipeline, self.size)
+        else:
+            weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
+            method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
+            parts, dtype, work = (VAE,), precision.vae, partial(counts.decoding_work, pipeline, self.size, method)
+        facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[name]))
+        return PlannedStage(
+            name=name,
+            facts=facts,
+            probes=probes,
+            dtype=dtype,
+            work=work,
+            weights=sum(pipeline.weights[part].total for part in parts if part in pipeline.weights),
+            key=work_key(pipeline, name, self),
+            calls=calls,
+            beside=beside,
+        )
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
@@ -88,40 +127,6 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
     return Run(replace(size, guided=cfg > 1.0), settings)
 
 
-def time_forecast(
-    pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
-) -> TimeForecast:
-    """Forecast the time of a run under ``mode``, by default the pipeline's own.
-
-    Args:
-        room: bytes of the device that the run may take; None for all that it needs.
-        rooms: the same for the devices of parts that compute elsewhere.
-
-    Raises:
-        UnsupportedError: the rates of a device are unknown.
-    """
-    mode = mode or pipeline.offloader.mode
-    names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
-    stages = (stage_time(pipeline, name, run, mode, room_of(pipeline, name, room, rooms)) for name in names)
-    return TimeForecast(mode, tuple(stages))
-
-
-def stage_time(
-    pipeline: Pipeline, stage: str, run: Run, mode: str = "", room: int | None = None, stays: bool = False
-) -> StageTime:
-    """Forecast the time of one stage.
-
-    Args:
-        room: bytes of its device that it may take; None for all that it needs.
-        stays: whether its weights are on the device from an earlier run.
-
-    Raises:
-        UnsupportedError: the rates of its device are unknown.
-    """
-    planned = _planned(pipeline, stage, run, room)
-    return times.stage_time(pipeline, planned, mode or pipeline.offloader.mode, room, stays)
-
-
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
     """Facts of a device on which parts of a pipeline compute, and what it answered."""
     if device == pipeline.offloader.device:
@@ -129,58 +134,6 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
     facts, state = facts_for(device), pipeline.offloader.options.state
     quiet = pipeline.device.probes is None or pipeline.device.probes.quiet
     return facts, None if state is None else probe_results_of(facts, state, quiet)
-
-
-def _planned(pipeline: Pipeline, stage: str, run: Run, room: int | None) -> times.PlannedStage:
-    """One stage of ``run`` as the forecast takes it: its parts, their work and how often they are called."""
-    precision, calls, beside = pipeline.precision, 1, 0
-    parts: tuple[str, ...]
-    work: Callable[[], Work]
-    if stage == TEXT:
-        forwards = counts.text_forwards(pipeline, run.texts)
-        parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
-        dtype, work = precision.text, partial(counts.text_work, pipeline, run.texts)
-    elif stage == IMAGE:
-        parts, dtype, work = (counts.IMAGE_ENCODER, VAE), precision.vae, partial(counts.image_work, pipeline, run.size)
-    elif stage == SAMPLING:
-        parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
-        work = partial(counts.sampling_work, pipeline, run.size, run.settings)
-        calls = sum(1 for _ in counts.batches_of(pipeline, run.settings)) * counts.sections_of(pipeline, run.size)
-        beside = sampling_bytes(pipeline, run.size)
-    else:
-        weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
-        method, _ = planned_decode(pipeline, run.size, sys.maxsize if room is None else room - weights)
-        parts, dtype, work = (VAE,), precision.vae, partial(counts.decoding_work, pipeline, run.size, method)
-    facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[stage]))
-    return times.PlannedStage(
-        name=stage,
-        facts=facts,
-        probes=probes,
-        dtype=dtype,
-        work=work,
-        weights=sum(pipeline.weights[part].total for part in parts if part in pipeline.weights),
-        key=work_key(pipeline, stage, run),
-        calls=calls,
-        beside=beside,
-    )
-
-
-def expected(pipeline: Pipeline, stage: str, run: Run) -> StageTime | None:
-    """Forecast the time of a stage that begins now; None if unknown: a forecast that fails stops no run."""
-    return known_or_why(lambda: stage_time(pipeline, stage, run, room=_room(pipeline, stage)))[0]
-
-
-def _room(pipeline: Pipeline, stage: str) -> int | None:
-    """Bytes of its device that a stage may take now; None where unknown."""
-    free = free_bytes(pipeline.offloader.device_of(PARTS[stage]))
-    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
-
-
-def times_of(
-    pipeline: Pipeline, run: Run, modes: Sequence[str], room: int | None = None, rooms: Rooms = free_bytes
-) -> Times:
-    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
-    return times_by_mode(pipeline, modes, lambda mode: time_forecast(pipeline, run, mode, room, rooms))
 
 
 def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:

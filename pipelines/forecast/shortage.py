@@ -58,7 +58,6 @@ def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
 def explain_shortage(
     error: BaseException,
     pipeline: Pipeline,
-    family: FamilySpec,
     stage: str,
     size: Latents | SampleSettings | None,
     hint: str = "",
@@ -75,7 +74,7 @@ def explain_shortage(
     own = device in (None, pipeline.offloader.device)
     name = pipeline.facts.name if own else value_or(lambda: facts_for(device).name, str(device))
     short = shortage_in(error, free_bytes(device or pipeline.offloader.device))
-    fixes = lowered(pipeline, family, size, short, hint)
+    fixes = lowered(pipeline, size, short, hint)
     shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
     kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
     found = f"out of memory while {stage}{shape} on {name} ({short})"
@@ -86,9 +85,7 @@ def explain_shortage(
     return explained
 
 
-def lowered(
-    pipeline: Pipeline, family: FamilySpec, size: Latents | SampleSettings | None, short: Shortage, hint: str = ""
-) -> list[str]:
+def lowered(pipeline: Pipeline, size: Latents | SampleSettings | None, short: Shortage, hint: str = "") -> list[str]:
     """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
 
     Returns:
@@ -99,7 +96,7 @@ def lowered(
         fixes.append(
             f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps only one block on the device"
         )
-    fixes += [] if size is None else _smaller(family, size, short)
+    fixes += [] if size is None else _smaller(pipeline.spec, size, short)
     fixes = fixes or ["close other programs that use this device's memory"]
     return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, indexed
+from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import published_rates
 from ...compat.device.work import PUBLISHED, TIMED, Work, pace_of
@@ -23,6 +24,7 @@ from ...compat.memory.statistics import StageCost, duration, saved_stages
 
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
+Rooms = Callable[[torch.device], int | None]
 
 TEXT = "text"
 PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
@@ -84,16 +86,15 @@ class Times(dict[str, TimeForecast]):
         return f"time unknown: {self.why}" if self.why else ""
 
 
-def times_by_mode(pipeline: Any, modes: Iterable[str], ask: Callable[[str], TimeForecast]) -> Times:
-    """Times that ``ask`` forecasts for each mode that a pipeline of any kind can have."""
-    times, moved = Times(), pipeline.offloader.device.type != HOST.type
-    for mode in modes:
-        if moved or mode in ("none", HOSTED):
-            time, why = known_or_why(lambda mode=mode: ask(mode))  # type: ignore[misc]
-            times.why = times.why or why
-            if time is not None:
-                times[mode] = time
-    return times
+def room_now(pipeline: Any, device: torch.device | None = None) -> int | None:
+    """Bytes of a device, by default the pipeline's own, that a run may take now; None where unknown."""
+    free = free_bytes(device or pipeline.offloader.device)
+    return None if free is None else max(0, free - pipeline.offloader.options.keep_free_bytes)
+
+
+def room_of(pipeline: Any, device: torch.device, room: int | None, rooms: Rooms) -> int | None:
+    """Bytes that a stage may take on ``device``: ``room`` on the pipeline's own device; None where unknown."""
+    return room if room is None or device == pipeline.offloader.device else rooms(device)
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
@@ -116,14 +117,8 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     """
     low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
     if not rows:
-        return StageTime(
-            name=stage,
-            seconds=modelled * math.sqrt(low * high),
-            low=modelled * low,
-            high=modelled * high,
-            modelled=modelled,
-        )
-
+        middle = modelled * math.sqrt(low * high)
+        return StageTime(name=stage, seconds=middle, low=modelled * low, high=modelled * high, modelled=modelled)
     rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
@@ -166,17 +161,72 @@ class PlannedStage:
     beside: int = 0
 
 
-def stage_time(pipeline: Any, stage: PlannedStage, mode: str, room: int | None, stays: bool = False) -> StageTime:
+class PlannedRun(Protocol):
+    """A run of a pipeline of any kind, as the forecast of its time asks for it."""
+
+    def places(self, pipeline: Any, mode: str) -> Mapping[str, torch.device]:
+        """The names of its stages under an offload mode, in their order, with the devices whose room they take."""
+
+    def planned(self, pipeline: Any, name: str, room: int | None) -> PlannedStage:
+        """One of its stages, with the bytes of its device that it may take; None for all that it needs."""
+
+
+def times_of(
+    pipeline: Any, run: PlannedRun, modes: Iterable[str], room: int | None = None, rooms: Rooms = free_bytes
+) -> Times:
+    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
+    times, moved = Times(), pipeline.offloader.device.type != HOST.type
+    for mode in modes:
+        if moved or mode in ("none", HOSTED):
+            time, why = known_or_why(partial(time_forecast, pipeline, run, mode, room, rooms))
+            times.why = times.why or why
+            if time is not None:
+                times[mode] = time
+    return times
+
+
+def time_forecast(
+    pipeline: Any, run: PlannedRun, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+) -> TimeForecast:
+    """Forecast the time of a run under ``mode``, by default the pipeline's own.
+
+    Args:
+        room: bytes of the device that the run may take; None for all that it needs.
+        rooms: the same for the devices of parts that compute elsewhere.
+
+    Raises:
+        UnsupportedError: the rates of a device are unknown.
+    """
+    mode = mode or pipeline.offloader.mode
+    own_rooms = {name: room_of(pipeline, device, room, rooms) for name, device in run.places(pipeline, mode).items()}
+    return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, own) for name, own in own_rooms.items()))
+
+
+def expected(pipeline: Any, name: str, run: PlannedRun) -> dict[str, Any]:
+    """Arguments of ``stage_cost`` for a stage that begins now; none if unknown: a failed forecast stops no run."""
+
+    def asked() -> dict[str, Any]:
+        stage = run.planned(pipeline, name, None)
+        time = stage_time(pipeline, name, run, room=room_now(pipeline, stage.facts.device))
+        return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": stage.key}
+
+    return known_or_why(asked)[0] or {}
+
+
+def stage_time(
+    pipeline: Any, name: str, run: PlannedRun, mode: str = "", room: int | None = None, stays: bool = False
+) -> StageTime:
     """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs.
 
     Args:
-        mode: of the offload.
+        mode: of the offload; by default the pipeline's own.
         room: bytes of the device that the stage may take; None for all that it needs.
         stays: whether its weights are on the device from an earlier run.
 
     Raises:
         UnsupportedError: the rates of its device are unknown.
     """
+    mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
     pace = pace_of(facts, stage.probes, stage.dtype)
     if pace is None:
@@ -189,20 +239,18 @@ def stage_time(pipeline: Any, stage: PlannedStage, mode: str, room: int | None, 
     rows = [] if state is None else saved_stages(state)
     modelled = pace.seconds(stage.work())
     if link := 0.0 if stays else link_of(facts, rows):
-        modelled = _with_copies(stage, modelled, link, mode, room, facts.unified)
+        modelled = _with_copies(stage, modelled, link, mode, room)
     return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 
 
-def _with_copies(
-    stage: PlannedStage, computing: float, link: float, mode: str, room: int | None, unified: bool
-) -> float:
+def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, room: int | None) -> float:
     """Seconds of a stage with the copies of its weights over ``link`` (bytes per second) that nothing hides."""
     if mode == HOSTED:
         streamed = 0 if room is None else min(stage.weights, max(0, stage.weights + stage.beside - room))
         return max(computing, stage.calls * streamed / link) + (stage.weights - streamed) / link
     if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
         copying = stage.calls * stage.weights / link
-        return computing + copying if unified else max(computing, copying)
+        return computing + copying if stage.facts.unified else max(computing, copying)
     return computing + stage.weights / link
 
 
@@ -220,7 +268,7 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
         and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
     ]
     published = published_rates(facts.name)
-    return median(rates) if rates else 0.0 if published is None else published.to_device
+    return median(rates) if rates else 0.0 if published is None else published.link
 
 
 def key_of(**told: Any) -> str:

@@ -88,8 +88,7 @@ class JobFolder:
 
     def add_input(self, file: Path) -> str:
         """The name, relative to the folder, under which jobs find a copy of ``file``."""
-        content = file.read_bytes()
-        return self.add_content(content, file.suffix.lower())
+        return self.add_content(file.read_bytes(), file.suffix.lower())
 
     def add_content(self, content: bytes, suffix: str) -> str:
         """The name of a copy of ``content``, the bytes of a file that ends in ``suffix``."""

@@ -20,18 +20,14 @@ from .job import Content
 from .job_folder import inside
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
-# The demo models of version 0.1.0, whose weights were in bf16, by content.
-FORMER_DEMOS = dict.fromkeys(
-    (
-        "17a349e9ce546016318eb3d29c7ce9a1",
-        "61594e49d3fa6f0c98bf89342a9d6d2d",
-        "956f5c6bb644a92bb9a673f278968a46",
-        "648893e3cc274a2949595e8c540b4d38",
-        "6106608de0ad712a5f8110791336b3bf",
-        "53fdd7823afbffa95aa37ed82194ce1a",
-    ),
-    "0.1.0",
-)
+FORMER_DEMOS = {  # content of demo models that shipped before, to their version: here the weights were in bf16
+    "17a349e9ce546016318eb3d29c7ce9a1": "0.1.0",
+    "61594e49d3fa6f0c98bf89342a9d6d2d": "0.1.0",
+    "956f5c6bb644a92bb9a673f278968a46": "0.1.0",
+    "648893e3cc274a2949595e8c540b4d38": "0.1.0",
+    "6106608de0ad712a5f8110791336b3bf": "0.1.0",
+    "53fdd7823afbffa95aa37ed82194ce1a": "0.1.0",
+}
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
 MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
 FILE = "pictures.json"

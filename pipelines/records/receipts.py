@@ -70,7 +70,7 @@ def with_receipt(
         record["job"] = job.record()
     except (PackError, OSError, TypeError) as error:
         missing.append(f"a request that can be written down ({type(error).__name__})")
-    record |= redact(_report_of(pipeline), own_names())
+    record |= _report_of(pipeline)
     if missing:
         record["missing"] = missing
     return replace(latents, extra={**latents.extra, RECEIPT: record})
@@ -153,10 +153,9 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
     """The differences in versions, device and decisions between the machine of a receipt and this one."""
-    here = redact(_report_of(pipeline), own_names())
     return [
         f"{name} {shown(then)}, here {now!r}"
-        for name, then, now in differing(record, here)
+        for name, then, now in differing(record, _report_of(pipeline))
         if then is not None and now is not None
     ]
 
@@ -197,13 +196,6 @@ def pack_version() -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("anygpu")
     return ""
-
-
-def device_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The device of a pipeline, as far as it decides what is computed."""
-    facts = pipeline.facts
-    known = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}
-    return {**known, "memory_gb": round(facts.total_bytes / GIBIBYTE, 1)}
 
 
 def _job(
@@ -259,9 +251,11 @@ def _named(path: Path, state: Path | None) -> Content:
 
 
 def _report_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The versions, device and decisions of a receipt, not redacted yet."""
-    decisions = [[line.subject, line.verdict] for line in pipeline.plan.decisions]
-    return {"made_with": versions(), "device": device_of(pipeline), "decisions": decisions}
+    """The versions, device and decisions of a receipt, without what names a person or a machine."""
+    facts, decisions = pipeline.facts, [[line.subject, line.verdict] for line in pipeline.plan.decisions]
+    device = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}
+    device |= {"memory_gb": round(facts.total_bytes / GIBIBYTE, 1)}
+    return redact({"made_with": versions(), "device": device, "decisions": decisions}, own_names())
 
 
 def _by_name(values: Any) -> dict[str, Any]:

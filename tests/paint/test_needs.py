@@ -10,8 +10,8 @@ import torch
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.parts import PartBytes
 from anygpu.compat.memory.statistics import saved_stages
-from anygpu.paint.estimates import MARGIN, asked, paint_bytes, paint_needs
-from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.forecast import MARGIN, asked, paint_needs, planned_run
+from anygpu.paint.loading import PaintRequest, load_paint, paint_bytes
 from anygpu.paint.networks.published import shape_for
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
@@ -58,6 +58,10 @@ def counter() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+def needs_of(pipeline, size=0, views=0, mode="", guided=None):
+    return paint_needs(pipeline, planned_run(pipeline, size, views, guided=guided), mode)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "pixels", "views", "rows", "dtypes", "limit"), CASES)
 def test_every_stage_at_full_size_is_forecast_and_fits_with_its_weights(
@@ -66,7 +70,7 @@ def test_every_stage_at_full_size_is_forecast_and_fits_with_its_weights(
     """One part at a time, as offload ``model`` has it: on 8 GB v2-0 fits, and 3 GB of it are enough."""
     counted = counter.submit(stages, kind, pixels, views, dtypes, rows).result()
     weights = {part: PartBytes(counted[stage][1], 0, 0) for part, stage in PARTS.items() if stage in counted}
-    needs = paint_needs(pipeline(kind, dtypes, weights), pixels, views, rows == 2)
+    needs = needs_of(pipeline(kind, dtypes, weights), pixels, views, guided=rows - 1)
     assert {COUNTED[need.name] for need in needs} == set(counted)
     for need in needs:
         peak, held = counted[COUNTED[need.name]]
@@ -86,7 +90,7 @@ def test_a_unet_moves_by_block_or_by_layer_and_other_parts_by_layer():
 
 def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
-    plans = {mode: paint_needs(pipeline, 64, 2, mode=mode) for mode in MODES}
+    plans = {mode: needs_of(pipeline, 64, 2, mode=mode) for mode in MODES}
     names = ["encoding", "reference", "painting", "decoding"]
     assert all([need.name for need in plan] == names for plan in plans.values())
     painting = [plan[2].total for plan in plans.values()]
@@ -99,16 +103,16 @@ def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
         sizes["vae"] + sizes["reference"],
         sizes["reference"] + sizes["unet"],
     ]
-    assert paint_needs(pipeline, 64, 2, guided=True) == paint_needs(pipeline, 64, 2), "v2-0 is guided unless told"
-    assert paint_needs(pipeline, 64, 2, guided=False)[2].activations < paint_needs(pipeline, 64, 2)[2].activations
+    assert needs_of(pipeline, 64, 2, guided=1) == needs_of(pipeline, 64, 2), "v2-0 is guided unless told"
+    assert needs_of(pipeline, 64, 2, guided=0)[2].activations < needs_of(pipeline, 64, 2)[2].activations
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device="cpu"))
-    assert [need.name for need in paint_needs(delight)] == ["encoding", "delighting", "decoding"]
+    assert [need.name for need in needs_of(delight)] == ["encoding", "delighting", "decoding"]
 
 
 def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))
     paint_views(pipeline, INPUTS, PaintSettings(size=64, steps=1))
-    needs = paint_needs(pipeline, 64, 2)
+    needs = needs_of(pipeline, 64, 2)
     costs = pipeline.offloader.memory_stats.stages
     assert [cost.stage for cost in costs] == [need.name for need in needs]
     for cost, need in zip(costs, needs, strict=True):
@@ -116,6 +120,4 @@ def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, d
     assert [cost.stage for cost in saved_stages(tmp_path)] == [need.name for need in needs]
     delight = load_paint(PaintRequest(delight_folder, precision="fp32", device=acc, offload="model"))
     delight_image(delight, INPUTS.references, DelightSettings(size=64, steps=1, text=torch.ones(1, 7, 64)))
-    assert [cost.stage for cost in delight.offloader.memory_stats.stages] == [
-        need.name for need in paint_needs(delight)
-    ]
+    assert [cost.stage for cost in delight.offloader.memory_stats.stages] == [need.name for need in needs_of(delight)]

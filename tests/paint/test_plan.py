@@ -2,19 +2,19 @@
 
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.offloader import MODES
-from anygpu.paint import times
-from anygpu.paint.estimates import paint_needs
+from anygpu.paint.forecast import paint_needs, planned_run
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.forecast.memory import Forecast
 from anygpu.pipelines.forecast.page import shown
+from anygpu.pipelines.forecast.times import times_of
 
 
 def test_each_mode_has_its_stages_and_bars(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
-    found = tuple(Forecast(mode, paint_needs(pipeline, 64, 2, None, mode)) for mode in MODES)
-    run = times.planned_run(pipeline, 64, 2, 3)
+    run = planned_run(pipeline, 64, 2, 3)
+    found = tuple(Forecast(mode, paint_needs(pipeline, run, mode)) for mode in MODES)
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
-    text, bars = shown(pipeline, "Hunyuan3D paint", ", 2 views", found, times.times_of(pipeline, run, MODES))
+    text, bars = shown(pipeline, "Hunyuan3D paint", ", 2 views", found, times_of(pipeline, run, MODES))
     lines = text.splitlines()
     (told,) = (line for line in lines if line.startswith("none: about "))
     assert all(f"{stage.name} " in told for stage in found[0].stages), "a CPU has one mode"

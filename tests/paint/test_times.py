@@ -10,12 +10,13 @@ from anygpu.compat.device.work import Pace, counting
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import FILE, saved_stages, stage_cost
 from anygpu.compat.transforms.compile import CompileSettings
-from anygpu.paint import times
+from anygpu.paint.forecast import PaintRun, planned_run, stage_work
 from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
 from anygpu.paint.networks.compile import Blocks
 from anygpu.paint.networks.encoders import TOKENS
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
+from anygpu.pipelines.forecast import times
 
 from paint.test_offloader import INPUTS
 
@@ -27,7 +28,7 @@ STATES = torch.zeros(1, 257, 1536)  # of DINOv2-giant
 
 
 def counted(pipeline, run, stages) -> int:
-    return sum(times.stage_work(pipeline, stage, run).flops for stage in stages)
+    return sum(stage_work(pipeline, stage, run).flops for stage in stages)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_painting_is_counted_within_two_percent(paint_folder, pbr_folder, kind, 
     pipeline = load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
     with counting() as ran:
         paint_views(pipeline, replace(INPUTS, dino=STATES), PaintSettings(64, steps=2, guidance=guidance))
-    run = times.planned_run(pipeline, 64, len(INPUTS.normals), 2, int(guidance != 1))
+    run = planned_run(pipeline, 64, len(INPUTS.normals), 2, int(guidance != 1))
     assert counted(pipeline, run, PAINTING) == pytest.approx(ran.flops, rel=0.02)
 
 
@@ -47,37 +48,35 @@ def test_delighting_is_counted_within_two_percent(delight_folder):
     settings = DelightSettings(64, steps=2, image_guidance=1.5, text=torch.ones(1, TOKENS, 64))
     with counting() as ran:
         delight_image(pipeline, INPUTS.references, settings)
-    run = times.planned_run(pipeline, 64, steps=2, guided=1)
-    assert sum(times.stage_work(pipeline, stage, run).flops for stage in DELIGHTING) == pytest.approx(
-        ran.flops, rel=0.02
-    )
+    run = planned_run(pipeline, 64, steps=2, guided=1)
+    assert sum(stage_work(pipeline, stage, run).flops for stage in DELIGHTING) == pytest.approx(ran.flops, rel=0.02)
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
-    run = times.planned_run(pipeline, 64, len(INPUTS.normals), 2)
-    before = times.paint_times(pipeline, run)
+    run = planned_run(pipeline, 64, len(INPUTS.normals), 2)
+    before = times.time_forecast(pipeline, run)
     paint_views(pipeline, INPUTS, PaintSettings(64, steps=2))
     rows = saved_stages(tmp_path)
     assert [(row.stage, row.modelled_seconds) for row in rows] == [(each.name, each.modelled) for each in before.stages]
-    after = times.paint_times(pipeline, run).stages[2]
+    after = times.time_forecast(pipeline, run).stages[2]
     assert after.name == "painting" and after.seconds == pytest.approx(rows[2].own_seconds)
     assert after.modelled == before.stages[2].modelled
 
 
 def test_what_a_model_was_taught_is_forecast_where_nothing_is_asked(paint_folder, pbr_folder, delight_folder):
     def planned(folder):
-        return times.planned_run(load_paint(PaintRequest(folder, precision="fp32", device="cpu")))
+        return planned_run(load_paint(PaintRequest(folder, precision="fp32", device="cpu")))
 
-    assert planned(paint_folder) == times.PaintRun(steps=30, rows=2, size=512, views=6)
-    assert planned(pbr_folder) == times.PaintRun(steps=15, rows=2, size=512, views=6)
-    assert planned(delight_folder) == times.PaintRun(steps=50, rows=1, size=512, views=1)
+    assert planned(paint_folder) == PaintRun(steps=30, rows=2, size=512, views=6)
+    assert planned(pbr_folder) == PaintRun(steps=15, rows=2, size=512, views=6)
+    assert planned(delight_folder) == PaintRun(steps=50, rows=1, size=512, views=1)
 
 
 def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
-    run = times.planned_run(pipeline, 64, 2, 2)
+    run = planned_run(pipeline, 64, 2, 2)
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: None)
     found = times.times_of(pipeline, run, MODES)
     assert found == {} and found.unknown == "time unknown: CPU was not timed yet, and no data sheet of it is known"
@@ -114,7 +113,7 @@ NOT_IN_KEY = {  # fields that change no time, and those that a row has or that a
 def test_a_choice_changes_no_plain_forecast_and_plain_runs_none_of_its(paint_folder, tmp_path, monkeypatch, name):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     plain = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
-    changed, run = CHOICES[name](plain), times.planned_run(plain, 64, 2, 2)
+    changed, run = CHOICES[name](plain), planned_run(plain, 64, 2, 2)
 
     def kept(pipeline, ratio):
         with stage_cost(pipeline, "decoding", None, **times.expected(pipeline, "decoding", run)):
@@ -149,4 +148,4 @@ def test_every_precision_has_a_time(request, monkeypatch, kind):
     rows = (*precisions.PRECISION.values(), *precisions.PAINT.rows.values(), *precisions._EXPLICIT.values())
     for row in {str(row): row for row in rows}.values():
         changed = replace(pipeline, precision=row)
-        assert times.paint_times(changed, times.planned_run(changed, 64, 2, 2)).seconds > 0, row
+        assert times.time_forecast(changed, planned_run(changed, 64, 2, 2)).seconds > 0, row

@@ -388,10 +388,10 @@ def test_the_command_puts_loras_on_in_turn(made: Any, tiny_folder: Path, tmp_pat
     words = ["render", "--model", str(model), "--prompt", "a cat", "--state", str(tmp_path)]
     words += [word for name, value in size.items() for word in (f"--{name}", str(value))]
     chosen = ["--lora", f"{made.paths[0]}:0.7", "--lora", f"{made.paths[1]}::double"]
-    frames, *_ = cli.rendered(cli._parser(True).parse_args([*words, *chosen]), Silent())
+    frames = cli.rendered(cli._parser(True).parse_args([*words, *chosen]), Silent()).frames
     pipe = put(made, put(made, made.fresh(), 0, 0.7), 1, blocks="double")
     prompt = stages.encode_prompt(pipe, PromptRequest("a cat"), Silent())
     latents = stages.sample(pipe, prompt, None, SETTINGS, Silent())
     assert torch.equal(frames, stages.decode(pipe, latents, Silent()))
-    plain, *_ = cli.rendered(cli._parser(True).parse_args(words), Silent())
+    plain = cli.rendered(cli._parser(True).parse_args(words), Silent()).frames
     assert not torch.equal(frames, plain)

@@ -8,7 +8,7 @@ import torch
 from anygpu import cli
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, time_left
-from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.forecast import counts, times
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.memory import Forecast
 from anygpu.pipelines.forecast.page import memory_plan
@@ -45,9 +45,9 @@ def needing(mode: str, gigabytes: float) -> Forecast:
     ],
 )
 def test_auto_takes_the_quickest_that_fits_or_their_order(seconds, chosen):
-    times = {mode: taking(mode, each) for mode, each in seconds.items()}
-    assert forecast.quickest(("none", "model", "group"), times) == chosen
-    assert forecast.quickest((), times) == ""
+    known = {mode: taking(mode, each) for mode, each in seconds.items()}
+    assert forecast.quickest(("none", "model", "group"), known) == chosen
+    assert forecast.quickest((), known) == ""
 
 
 def test_advice_says_what_more_memory_saves():
@@ -62,9 +62,9 @@ def test_advice_says_what_more_memory_saves():
 
 
 def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkeypatch):
-    monkeypatch.setattr(forecast, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
+    monkeypatch.setattr(times, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
     pipeline = SimpleNamespace(offloader=SimpleNamespace(device=torch.device("cpu")))
-    assert list(forecast.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
+    assert list(times.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
 
 
 def test_time_left_from_the_second_step_on():

@@ -17,6 +17,7 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines.base import SampleSettings, Silent
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast import times
 from anygpu.pipelines.forecast.seconds import DECODING, SAMPLING, Run
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Checkpoint, Device, Pipeline, PipelinePlan, RunOptions
@@ -102,7 +103,7 @@ def kept(pipeline: Pipeline, run: Run, times: float, stage: Any = SAMPLE) -> Non
 
 
 def told(pipeline: Pipeline, run: Run, stage: str = SAMPLING) -> float:
-    return forecast.stage_time(pipeline, stage, run).seconds
+    return times.stage_time(pipeline, stage, run).seconds
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -124,7 +125,7 @@ def test_what_only_sampling_skips_changes_no_other_stage(plain):
     cached, run = CHOICES["step cache"](plain), forecast.planned_run(plain, ASKED)
     kept(cached, run, 1.3, DECODE)
     assert told(plain, run, DECODING) == pytest.approx(told(cached, run, DECODING))
-    assert told(plain, run, DECODING) == pytest.approx(1.3 * forecast.stage_time(plain, DECODING, run).modelled)
+    assert told(plain, run, DECODING) == pytest.approx(1.3 * times.stage_time(plain, DECODING, run).modelled)
 
 
 def test_a_guidance_that_is_not_counted_and_a_form_that_is_asked_for_are_of_their_own(plain):

@@ -12,6 +12,7 @@ from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Wor
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast import seconds as forecast
+from anygpu.pipelines.forecast.times import time_forecast
 from anygpu.pipelines.sizes import Size
 from simulated.test_families import CASES, loaded_for
 
@@ -46,7 +47,7 @@ def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     run = forecast.planned_run(pipeline, Size(64, 64, CASES[name].frames))
     for title, row in rows_of(pipeline).items():
-        time = forecast.time_forecast(replace(pipeline, device=replace(pipeline.device, precision=row)), run)
+        time = time_forecast(replace(pipeline, device=replace(pipeline.device, precision=row)), run)
         assert time is not None and time.seconds > 0, title
 
 

@@ -109,16 +109,16 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
     settings = SampleSettings(64, 64, 9, steps=2, seed=3, cfg=1.0)
     run = forecast.planned_run(pipeline, stages.size_of(settings, prompt), settings)
-    before = forecast.expected(pipeline, "sampling", run)
+    before = times.expected(pipeline, "sampling", run)
     stages.sample(pipeline, prompt, None, settings, Silent())
     cost = saved_stages(tmp_path)[-1]
-    assert cost.modelled_seconds == pytest.approx(before.modelled) and cost.forecast_seconds == pytest.approx(
-        before.seconds
-    )
+    assert cost.modelled_seconds == pytest.approx(before["modelled_seconds"])
+    assert cost.forecast_seconds == pytest.approx(before["forecast_seconds"])
     assert [row.first for row in saved_stages(tmp_path)] == [True, False], "the text imported the libraries"
     assert 0 < cost.reading_seconds < cost.seconds and cost.precision == str(pipeline.precision)
-    after = forecast.expected(pipeline, "sampling", run)
-    assert after.seconds == pytest.approx(cost.own_seconds) and after.modelled == before.modelled
+    after = times.expected(pipeline, "sampling", run)
+    assert after["forecast_seconds"] == pytest.approx(cost.own_seconds)
+    assert after["modelled_seconds"] == before["modelled_seconds"] and after["work"] == cost.work
     assert cost.against_forecast == f"sampling took {cost.own_seconds:.1f} s, {cost.forecast_seconds:.1f} s forecast"
 
 
@@ -128,6 +128,6 @@ def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
     pipeline = load(LoadRequest(build("hunyuan_video", tiny_folder), device="cpu"))
     run = forecast.planned_run(pipeline, Size(64, 64, 5))
     none, model, group, sequential = (
-        forecast.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
+        times.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
     )
     assert none <= model < group <= sequential

@@ -21,15 +21,15 @@ ACC = "acc out of memory. Tried to allocate 96.00 MiB. acc:0 has 64.00 MiB of wh
 HOST = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"
 
 
-def pipeline(device: str = "cuda", mode: str = "none") -> SimpleNamespace:
+def pipeline(device: str = "cuda", mode: str = "none", family: str = "ltx") -> SimpleNamespace:
     where = torch.device("cpu" if device == "cpu" else "meta")
     asked = {"mode": mode, "memory_stats": MemoryStats(), "options": OffloadOptions()}
     offloader = SimpleNamespace(device=where, device_of=lambda part: where, **asked)
     facts = SimpleNamespace(name="RTX")
     parts = SimpleNamespace(reading_seconds=0.0)
     return SimpleNamespace(
-        spec=FAMILIES["ltx"],
-        family="ltx",
+        spec=FAMILIES[family],
+        family=family,
         variant="dev",
         offloader=offloader,
         facts=facts,
@@ -61,7 +61,7 @@ def test_what_is_proposed_is_smaller_and_on_the_grid(family):
     own = family.sizes.defaults
     size = SampleSettings(own.width, own.height, own.frames)
     short = Shortage(4 * 2**30, 2**30)
-    words = " ".join(lowered(pipeline(), family, size, short))
+    words = " ".join(lowered(pipeline(family=family.id), size, short))
     assert "ffload to group" in words
     width, height = (int(edge) for edge in words.rsplit(" to ", 1)[1].split("x"))
     assert width % family.sizes.multiple == 0 and height % family.sizes.multiple == 0
@@ -77,7 +77,7 @@ def test_what_is_proposed_is_smaller_and_on_the_grid(family):
     ("device", "mode", "said"), [("cpu", "none", False), ("cuda", "group", False), ("cuda", "model", True)]
 )
 def test_offload_is_proposed_only_where_it_helps(device, mode, said):
-    words = " ".join(lowered(pipeline(device, mode), FAMILIES["ltx"], SampleSettings(704, 480, 97), Shortage(100, 10)))
+    words = " ".join(lowered(pipeline(device, mode), SampleSettings(704, 480, 97), Shortage(100, 10)))
     assert ("ffload to group" in words) is said
 
 
@@ -86,7 +86,7 @@ SIZE = SampleSettings(704, 480, 97)
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
 def test_the_error_keeps_torch_s_class_and_words(kind):
-    told = explain_shortage(kind(CUDA), pipeline(), FAMILIES["ltx"], "sampling", SIZE)
+    told = explain_shortage(kind(CUDA), pipeline(), "sampling", SIZE)
     assert isinstance(told, torch.OutOfMemoryError)
     first, second = str(told).splitlines()
     assert first.startswith("out of memory while sampling 704x480, 97 frames on RTX (4.3 GB")

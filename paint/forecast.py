@@ -1,0 +1,269 @@
+"""Forecasts of painting and delighting: the memory that each stage needs on the device, and its work, which takes time.
+
+Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
+full-size networks (`tests/paint/counting.py`); `tests/paint/test_needs.py` holds them within 15 %. They count tensors:
+what a vendor's library takes for itself comes on top. The work of a stage is counted on tensors without data: of one
+picture for the VAE, of one step for the UNet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
+from ..compat.memory.standalone import ahead_bytes
+from ..compat.memory.statistics import StageNeed
+from ..pipelines.forecast.times import PlannedStage, key_of
+from .choices import DELIGHT_STEPS, PUBLISHED
+from .loading import PaintPipeline
+from .networks import vae
+from .networks.encoders import CROPPED, TOKENS, encoder_without_weights
+from .networks.layers import FED_TOKENS, Dtypes
+from .networks.multiview import LATENT_CHANNELS, StreamInputs
+from .networks.pbr import MATERIALS
+from .networks.published import DELIGHT_CHANNELS, networks_for, stored_dtype
+from .networks.unet import set_attention
+
+MARGIN = 1.15  # what a forecast may be off by
+ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
+TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
+STEPPING = {False: "painting", True: "delighting"}
+STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
+PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "reference"}  # others: the UNet or the VAE
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Number of first-level feature maps alive at once: in the residual stream's dtype, and as operands."""
+
+    residual: float
+    operands: float
+
+
+ATTENDING = Copies(12.3, 1.3)  # while the views look at one another
+FEEDING = {"paint": Copies(7.0, 3.1), "paint_pbr": Copies(9.1, 3.1), "delight": Copies(7.0, 3.1)}
+FED = Copies(0, 19.6)  # of the tokens that the feed-forward takes at once
+LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
+ATTENDED, KEPT = Copies(0, 16.7), Copies(0, 8.4)  # of the reference's own map while it is attended to, and all the time
+
+
+@dataclass(frozen=True, slots=True)
+class PaintRun:
+    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with.
+
+    Args:
+        size: of a view or the picture, pixels.
+        views: cameras.
+        steps: of the sampler.
+        rows: of guidance in a step, beside one another.
+        references: pictures of the object.
+    """
+
+    steps: int
+    rows: int
+    size: int = TAUGHT_SIZE
+    views: int = TAUGHT_VIEWS
+    references: int = 1
+
+    def places(self, pipeline: PaintPipeline, mode: str) -> dict[str, torch.device]:
+        """The names of its stages under an offload mode, with the device."""
+        return dict.fromkeys((need.name for need in paint_needs(pipeline, self, mode)), pipeline.offloader.device)
+
+    def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
+        """One of its stages, whatever the ``room``."""
+        part, precision = PARTS.get(name, "unet" if name in STEPPING.values() else "vae"), pipeline.precision
+        dtypes = {"text_encoder": precision.text, "image_encoder": precision.text, "vae": precision.vae}
+        computes = precision.compute if part == "unet" else None
+        return PlannedStage(
+            name=name,
+            facts=pipeline.facts,
+            probes=pipeline.probes,
+            dtype=computes or dtypes.get(part, precision.transformer),
+            work=partial(stage_work, pipeline, name, self),
+            weights=pipeline.weights[part].total,
+            key=work_key(pipeline),
+            calls=self.steps if part == "unet" else 1,
+        )
+
+
+def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
+    """Replace zeros by the values that the model was trained with, and None by its publisher's.
+
+    Args:
+        guided: rows of a step beside the first.
+    """
+    delight = pipeline.family == "delight"
+    own = None if delight else PUBLISHED[pipeline.variant]
+    if guided is None:
+        guided = int(own is not None and own.guidance != 1)
+    usual = DELIGHT_STEPS if own is None else own.steps
+    return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
+
+
+def materials_of(pipeline: Any) -> int:
+    """Pictures that the UNet makes of each view."""
+    return MATERIALS if pipeline.family == "paint_pbr" else 1
+
+
+def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed, ...]:
+    """Memory that each stage of a paint or delight pipeline needs, in the order they run.
+
+    Args:
+        mode: of our own offloader; by default the pipeline's own.
+    """
+    mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
+    pictures = run.rows * run.views * materials_of(pipeline)
+    side, dtype = run.size // vae.REDUCTION, pipeline.precision.vae
+    active = [  # one picture, or 77 tokens, take less than a layer
+        ("text", "text_encoder", 0),
+        ("encoding", "vae", vae_bytes(ENCODED, run.size, dtype)),
+        ("image", "image_encoder", 0),
+        ("reference", "reference", looking_bytes(pipeline, run.references, (side, side))),
+        (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else run.references)),
+        ("decoding", "vae", vae_bytes(DECODED, run.size, dtype)),
+    ]
+    needs, stays = [], dict[str, int]()
+    for name, part, activations in active:
+        if part not in pipeline.weights:
+            continue
+        kept = sum(size for other, size in stays.items() if other != part)
+        size = pipeline.weights[part]
+        own, ahead = size.resident(mode, part), ahead_bytes(pipeline.offloader, size, part, mode)
+        needs.append(StageNeed(name, kept, own, activations, ahead=ahead))
+        if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
+            stays[part] = pipeline.weights[part].total
+    return tuple(needs)
+
+
+def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
+    """Activations at the peak of one forward of the UNet.
+
+    Args:
+        pictures: rows times materials times views.
+        size: of the latents.
+        references: pictures kept; 0 for delight.
+    """
+    area, maps = size[0] * size[1], partial(map_bytes, pipeline, size)
+    fed = min(pictures * area, max(FED_TOKENS, area)) / area
+    attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
+    feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
+    return max(attending, feeding + maps(references, KEPT))
+
+
+def looking_bytes(pipeline: Any, references: int, size: tuple[int, int]) -> int:
+    """Activations at the peak of the reference stream, what it keeps among them."""
+    return map_bytes(pipeline, size, references, LOOKING)
+
+
+def map_bytes(pipeline: Any, size: tuple[int, int], pictures: float, copies: Copies) -> int:
+    """Bytes of ``copies`` of the first level's feature maps of ``pictures`` latents of ``size``."""
+    precision = pipeline.precision
+    operands = (precision.compute or precision.transformer).itemsize
+    residual = (precision.residual or precision.compute or precision.transformer).itemsize
+    features = pictures * size[0] * size[1] * pipeline.shape.widths[0]
+    return int(features * (copies.residual * residual + copies.operands * operands))
+
+
+def vae_bytes(features: int, side: int, dtype: torch.dtype) -> int:
+    """Activations at the peak of one square picture: ``features`` is :data:`ENCODED` or :data:`DECODED`."""
+    return side**2 * features * dtype.itemsize
+
+
+def asked(activations: int) -> int:
+    """Bytes to keep free for a forward, from the forecast of its activations."""
+    return int(activations * MARGIN)
+
+
+def work_key(pipeline: PaintPipeline) -> str:
+    """The key of all that changes the work of a stage or its rate, as that of a video pipeline."""
+    return key_of(
+        precision=str(pipeline.precision),
+        demo=pipeline.stands_in_for,
+        torch=pipeline.facts.torch_version,
+        attention=pipeline.attention,
+        compiled={part: blocks.settings for part, blocks in pipeline.compiled.items()},
+    )
+
+
+def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
+    """The work of one stage."""
+    if stage in PARTS and stage != "reference":
+        config = pipeline.configs[PARTS[stage]]
+        return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
+    if stage == "encoding":
+        pictures = 1 if pipeline.family == "delight" else run.references + 2 * run.views
+        return _vae_work(pipeline, run.size, "encode").times(pictures)
+    if stage == "decoding":
+        return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
+    key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
+    reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
+    return reference if stage == "reference" else step.times(run.steps)
+
+
+def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
+    """The work of one picture to latents, or back."""
+    config, dtype = pipeline.configs["vae"], pipeline.precision.vae
+    side = size // vae.REDUCTION
+
+    def count() -> Work:
+        with META:
+            module = vae.autoencoder(config).to(dtype)
+        vae.set_vae_attention(module, functional.scaled_dot_product_attention)
+        with counting_on_meta() as work:
+            if direction == "encode":
+                posterior = module.encode(empty(1, 3, size, size, dtype=dtype)).latent_dist
+                posterior.mean, posterior.std  # noqa: B018 - made when they are asked for
+            else:
+                module.decode(empty(1, LATENT_CHANNELS, side, side, dtype=dtype))
+        return work
+
+    return counted_once(("paint", direction, text_of(config), size, str(dtype)), count)
+
+
+def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
+    """The work of looking at the reference, and of one step."""
+    family, side = pipeline.family, run.size // vae.REDUCTION
+    dtypes = Dtypes(pipeline.precision.compute, pipeline.precision.residual)
+    with META:
+        made = networks_for(family, pipeline.configs["unet"], dtypes)
+    for network in made.values():
+        for name, weight in network.named_parameters():
+            weight.data = weight.data.to(stored_dtype(name, dtypes))
+        set_attention(network, functional.scaled_dot_product_attention)
+    looked, step = Work(), empty(1)
+    if family == "delight":
+        text = empty(run.rows, TOKENS, pipeline.shape.text_width)
+        given: tuple[Any, ...] = (empty(run.rows, DELIGHT_CHANNELS, side, side), step, text)
+    else:
+        with counting_on_meta() as looked:
+            kept = made["reference"](empty(1, run.references, LATENT_CHANNELS, side, side))
+        materials = materials_of(pipeline)
+        shared = StreamInputs(run.views, kept, (0.0, 1.0)[-run.rows :], materials=materials)
+        sample, maps = (run.views, LATENT_CHANNELS, side, side), empty(1, run.views, 2 * LATENT_CHANNELS, side, side)
+        if family == "paint_pbr":
+            given = (empty(run.rows, materials, *sample), step, maps, empty(run.rows, STATES, STATE_WIDTH), shared)
+        else:
+            cameras = torch.zeros(run.views, dtype=torch.long, device=META)
+            given = (empty(run.rows, *sample), step, maps, cameras, shared)
+    with counting_on_meta() as work:
+        made["unet"](*given)
+    return looked, work
+
+
+def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
+    dtype = pipeline.precision.text
+    with META:
+        module: nn.Module = encoder_without_weights(part, pipeline.configs[part]).to(dtype)
+    if part == "image_encoder":
+        given = empty(1, 3, CROPPED, CROPPED, dtype=dtype)
+    else:
+        given = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    with counting_on_meta() as work:
+        module(given)
+    return work
