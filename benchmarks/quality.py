@@ -56,6 +56,7 @@ K_TYPES = {"Q6_K": "Q8_0", "Q5_K": "Q5_1", "Q4_K": "Q5_0", "Q3_K": "IQ4_NL"}  # 
 K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back where a row is not a multiple of it
 STRIP = 2  # clips in a strip
 STEPS = 20  # of a clip of a tiny model
+PACKED = ("fp16", "fp8", "int8", "int8_convrot", "w4a8")  # choices of ``weights``; the first unpacks
 EQUAL = 99.0  # dB, of clips without a difference
 
 
@@ -331,6 +332,27 @@ def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
             yield row | {"steps": STEPS, "psnr_db": round(psnr(quick, plain), 2), "ssim": round(ssim(quick, plain), 4)}
 
 
+def packed_rows(prompts: int, models: tuple[str, ...]) -> Iterator[Row]:
+    """A row per model that ships and way to store its transformer, unpacked first."""
+    asked = chosen_scenes(prompts)
+    for choice, folder in demo_models().items():
+        for weights in PACKED if any(text in choice for text in models) else ():
+            score = scores(clips(folder, Switch(weights, load={"weights": weights}), asked), asked)
+            right = {name: round(score[key], 3) for name, key in (("right", "all"), ("shape", "shape"))}
+            yield {"model": choice.removeprefix("demo: "), "weights": weights, "prompts": prompts, **right}
+
+
+def write_packed(_rows: list[Row]) -> None:
+    """Write the table of what the shipped models draw from packed weights."""
+    known = {(row["model"], row["weights"]): row for row in known_rows("packed_draws")}
+    lines = [
+        [model, *(f"{float(known[model, weights]['right']) * 100:.0f}" for weights in PACKED)]
+        for model in dict.fromkeys(model for model, _ in known)
+    ]
+    head = ("right of 100", "unpacked, fp16", *PACKED[1:])
+    write_table("quality.md", "packed", head, lines)
+
+
 def clip(pipeline: Any, frames: int, side: int = 128) -> Tensor:
     """Frames (F, H, W, 3) of a tiny model."""
     settings = SampleSettings(side, side, frames, STEPS, 7, cfg=1.0)
@@ -354,5 +376,6 @@ def strip(shown: list[Tensor]) -> Tensor:
 OPTIONS = {"prompts": 40, "only": ("",), "models": ("",), "ggml": ""}
 CASES = [
     Case("quality", rows, OPTIONS, "quality", page=write_page),
+    Case("packed_draws", packed_rows, {"prompts": 100, "models": ("",)}, "packed_draws", page=write_packed),
     Case("stored_products", stored_rows, {"families": tuple(FRAMES)}, "lossy"),
 ]

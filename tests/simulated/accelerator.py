@@ -143,6 +143,9 @@ def fresh() -> Iterator[torch.device]:
 
 
 def _renew() -> None:
+    for name in ("unpacking", "gguf_blocks"):  # which keep a device's tables: a few kilobytes each
+        if (module := sys.modules.get(f"anygpu.compat.checkpoints.{name}")) is not None:
+            module._table.cache_clear()
     if any(memory(index).allocated_bytes for index in range(device_count())):
         gc.collect()
     _hooks.clear()
