@@ -310,14 +310,11 @@ class _Search:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        undo = Undo()
-        try:
+        with Undo() as undo:
             for name, module in self.networks.named_modules():
                 hook = module.register_forward_hook(self._after(name), with_kwargs=True)
                 undo.append(hook.remove)
             yield
-        finally:
-            undo.restore()
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -175,8 +175,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 @contextmanager
 def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[None]:
     """``networks`` with ``repairs`` for the block; a layer that they do not have is left out, and logged."""
-    undo = Undo()
-    try:
+    with Undo() as undo:
         for repair in repairs:
             try:
                 module = networks.get_submodule(repair.layer)
@@ -185,8 +184,6 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
                 continue
             undo.set(module, "forward", _WAYS[repair.way](module, module.forward))
         yield
-    finally:
-        undo.restore()
 
 
 def _in_fp32(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,7 +87,13 @@ class KnownToHost:
 
 
 class Undo(list[Callable[[], Any]]):
-    """Undo stack of changes to modules, the newest last."""
+    """Undo stack of changes to modules, the newest last; in a ``with`` they hold for the block."""
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of ``owner`` itself, not of its class, until :meth:`restore`."""
