@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .device.execution import to_host
+from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import (
@@ -48,7 +49,7 @@ UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sa
 ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
-DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+DTYPES = {**NAMES, torch.float64: "fp64"}
 INPUTS = {  # what models call what they are given
     **dict.fromkeys(("x", "hidden_states"), "the latents"),
     **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),

@@ -18,9 +18,8 @@ import torch
 
 from .facts import DeviceFacts, value_or
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
+from .probes import DTYPES
 from .quirk_rows import QUIRKS, Quirk
-
-DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
         "cast": {f"{dtype}_to_fp32": known.verdict(f"cast.{dtype}_to_fp32").usable for dtype in ("bf16", "fp16")},
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
-        each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPE_NAMES}
+        each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
     return able
 

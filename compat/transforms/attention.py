@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
+from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import PackError, UnsupportedError, require_choice
@@ -54,7 +55,6 @@ DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
 UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
-PROBED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as probes name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +231,10 @@ def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtyp
     """
     avoided = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
-        name = f"attention.{PROBED.get(dtype)}"
+        name = f"attention.{NAMES.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
         if answer is not None and answer.status in (WRONG, UNUSABLE):
-            avoided[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+            avoided[dtype] = f"torch's attention is {answer.status} in {NAMES[dtype]} here ({answer.detail})"
     return avoided
 
 
