@@ -58,15 +58,12 @@ class Verdict:
     why: str = ""
 
 
-def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tuple[Quirk, ...]:
+def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
     """The rows that apply to the device of ``facts``.
 
-    Args:
-        versions: replaces ``facts.versions``, name to version. A row that asks for an unknown version applies: what
-            is unknown may be broken, and the probes correct it.
+    A row that asks for an unknown version applies: what is unknown may be broken, and the probes correct it.
     """
-    known = facts.versions if versions is None else versions
-    return tuple(row for row in QUIRKS if _stands(row, facts, known))
+    return tuple(row for row in QUIRKS if _stands(row, facts))
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
@@ -206,7 +203,8 @@ def within(version: str, first_bad: str, first_good: str) -> bool:
     return (not first_bad or number >= _number(first_bad)) and (not first_good or number < _number(first_good))
 
 
-def _stands(row: Quirk, facts: DeviceFacts, versions: Mapping[str, str]) -> bool:
+def _stands(row: Quirk, facts: DeviceFacts) -> bool:
+    versions = facts.versions
     return (
         any(fnmatch(facts.backend, backend) for backend in row.backends)
         and any(fnmatch(facts.arch, arch) for arch in row.arches)

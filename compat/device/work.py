@@ -26,6 +26,7 @@ from ..errors import first_line
 from .facts import CLOCKED, DeviceFacts, value_or
 from .probe_store import ProbeStore
 from .rates import LAUNCH_SECONDS, published_rates, work_of
+from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
 PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
@@ -325,16 +326,4 @@ def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock:
 
 def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
-    return min(_seconds(call, device, clock) for _ in range(3))
-
-
-def _seconds(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    wait()
-    started = clock()
-    call()
-    wait()
-    return clock() - started
+    return min(seconds_of(call, device, clock) for _ in range(3))

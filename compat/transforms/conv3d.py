@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..device.execution import HOST, carried, hooked_device, placed, to_host
 from ..errors import UnsupportedError
 from ..memory.hooks import misplaced, weights_on
-from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
+from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, tolerance
 from .conv3d_methods import Conv3dMethod, Geometry, convolve, padded
 
 logger = logging.getLogger(__name__)
@@ -65,25 +65,22 @@ class SwapUnit:
     """The convolutions that the inputs of ``owner`` go into, one by one."""
 
 
-def swap_conv3d(root: nn.Module, choose: Conv3dMethod | Mapping[str, Any] | Chooser) -> Swapped:
+def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
     """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
 
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
 
     Args:
         root: a VAE, a transformer, or one layer.
-        choose: one implementation for all layers it covers; facts about the device, as :func:`choose_by` takes
-            them; or a function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
+        choose: from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
 
     Raises:
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
     """
-    choose = choose_by(choose) if isinstance(choose, Mapping) else choose
-    chooser = always(choose) if isinstance(choose, Conv3dMethod) else choose
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
-        chosen = {name: chooser(layer_of(name, layer)) for name, layer in unit.layers.items()}
+        chosen = {name: choose(layer_of(name, layer)) for name, layer in unit.layers.items()}
         todo = {name: choice for name, choice in chosen.items() if choice is not None}
         done.left |= dict.fromkeys(chosen.keys() - todo.keys(), "not chosen")
         if not todo:
