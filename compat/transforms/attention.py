@@ -24,17 +24,6 @@ from ..errors import PackError, UnsupportedError, require_choice
 from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
 
-CHOICES = (
-    "auto",
-    "native",
-    "native_cudnn",
-    "native_efficient",
-    "native_flash",
-    "native_math",
-    "sage",
-    "flash",
-    "xformers",
-)
 MEANINGS: dict[str, str] = {
     "auto": "torch's fused kernel if this device has one, otherwise exact in chunks of queries",
     "native": "torch's fused kernels, whichever torch prefers",
@@ -46,6 +35,7 @@ MEANINGS: dict[str, str] = {
     "flash": "the package flash-attn",
     "xformers": "the package xformers",
 }
+CHOICES = tuple(MEANINGS)
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
 LEAST_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
