@@ -130,8 +130,8 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "torch": torch.__version__,
         "system": value_or(lambda: platform.system(), ""),
         "kernel": value_or(lambda: platform.release(), ""),
-        "triton": next(filter(None, map(_version_of, TRITONS)), ""),
-        KITCHEN: _version_of(KITCHEN),
+        "triton": next(filter(None, map(version_of, TRITONS)), ""),
+        KITCHEN: version_of(KITCHEN),
     }
     driver = stated.pop("driver", "") or (
         _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
@@ -410,7 +410,7 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
         "arch_class": "xla",
         "name": f"{behind or 'device'} behind XLA",
         "total_bytes": total,
-        "versions": {"xla": _version_of("torch_xla")},
+        "versions": {"xla": version_of("torch_xla")},
     }
 
 
@@ -458,7 +458,8 @@ def _nvml_driver() -> str:
         library.nvmlShutdown()
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package; empty where it is not."""
     return value_or(lambda: importlib.metadata.version(package), "")
 
 
