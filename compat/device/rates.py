@@ -42,7 +42,7 @@ class Rates:
         fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
             structured sparsity.
         memory: bytes per second of the device's own memory.
-        to_device, to_host: bytes per second of the link, which carries both directions at once.
+        link: bytes per second of the link to the host, which carries both directions at once.
         source: what confirms which figure, and what nothing did.
         launch: seconds before a kernel or a copy begins.
         unified: whether host and device share one memory, so that a copy reads and writes it.
@@ -53,8 +53,7 @@ class Rates:
     bf16: float
     fp32: float
     memory: float
-    to_device: float
-    to_host: float
+    link: float
     source: str
     launch: float = LAUNCH_SECONDS
     unified: bool = False
@@ -63,23 +62,22 @@ class Rates:
         """FLOPs per second of products of ``dtype``."""
         return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
 
-    def copy_seconds(self, byte_count: float, to_device: bool = True) -> float:
+    def copy_seconds(self, byte_count: float) -> float:
         """A copy of ``byte_count`` bytes over the link."""
-        return byte_count / (self.to_device if to_device else self.to_host) + self.launch
+        return byte_count / self.link + self.launch
 
 
 def _rates(
     name: str, fp16: float, bf16: float, fp32: float, memory: float, link: float, source: str, **more: Any
 ) -> Rates:
-    """A row in TFLOPS and GB/s, with a link that is as fast both ways."""
+    """A row in TFLOPS and GB/s; the link in bytes."""
     return Rates(
         name=name,
         fp16=fp16 * TERA,
         bf16=bf16 * TERA,
         fp32=fp32 * TERA,
         memory=memory * GIGA,
-        to_device=link,
-        to_host=link,
+        link=link,
         source=source,
         **more,
     )

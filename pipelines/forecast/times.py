@@ -220,7 +220,7 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
         and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
     ]
     published = published_rates(facts.name)
-    return median(rates) if rates else 0.0 if published is None else published.to_device
+    return median(rates) if rates else 0.0 if published is None else published.link
 
 
 def key_of(**told: Any) -> str:

@@ -89,7 +89,7 @@ class Clock(TorchDispatchMode):
         if name in ("copy_", "_to_copy") and self._crosses(name, args, kwargs):
             return self._copy(function, args, kwargs)
         if name == "_local_scalar_dense" and tensors[0].device == self.device:
-            self._spend(tensors[0].itemsize / self.rates.to_host, True)
+            self._spend(tensors[0].itemsize / self.rates.link, True)
         if not any(tensor.device == self.device for tensor in tensors):
             if name == "copy_":
                 self._require_left(args[0])
@@ -129,7 +129,7 @@ class Clock(TorchDispatchMode):
             result = args[0]
         else:
             result = torch.empty_like(source, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
-        seconds = self._spend(self.rates.copy_seconds(result.nbytes, arrives), not behind)
+        seconds = self._spend(self.rates.copy_seconds(result.nbytes), not behind)
         self.copying += seconds if arrives else 0.0
         if behind:
             end = _stream_end(self.device)

@@ -20,7 +20,7 @@ from simulated.clock import Times, clocked
 BLOCKS, WIDTH, TOKENS, FORWARDS = 24, 64, 96, 4
 TIED = 1.05  # times the slower of link and device, and no more
 # Copying a block takes as long as computing it, so that whatever is not overlapped shows.
-EVEN = replace(RATES["RTX 4090"], fp32=0.9e12, to_device=20e9, memory=1e15, launch=1e-9)
+EVEN = replace(RATES["RTX 4090"], fp32=0.9e12, link=20e9, memory=1e15, launch=1e-9)
 
 
 class Blocks(nn.Module):

@@ -30,7 +30,7 @@ def machine(acc: Any, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> Cal
     """A pipeline on two devices that are called, and as fast as, the cards of a table."""
     ltx = rates.RATES["RTX 2060"]
     for name, speed in ((SLOW, 1e9), (FAST, 1e10)):
-        row = replace(ltx, name=name, fp16=speed, bf16=speed, fp32=speed, memory=speed, to_device=LINK, launch=0.0)
+        row = replace(ltx, name=name, fp16=speed, bf16=speed, fp32=speed, memory=speed, link=LINK, launch=0.0)
         monkeypatch.setitem(rates.RATES, name, row)
 
     def loaded(names: tuple[str, str], rooms: tuple[int | None, int | None], **more: Any) -> Pipeline:

@@ -29,8 +29,8 @@ def test_a_row_is_for_exactly_its_model(name, row):
 def test_every_row_names_its_source_and_no_rate_is_missing():
     for rates in RATES.values():
         assert len(rates.source) > 40
-        assert min(rates.fp16, rates.bf16, rates.fp32, rates.memory, rates.to_device, rates.to_host) > 1e9
-        assert rates.fp16 >= rates.fp32 >= 1e12 and rates.memory > rates.to_device
+        assert min(rates.fp16, rates.bf16, rates.fp32, rates.memory, rates.link) > 1e9
+        assert rates.fp16 >= rates.fp32 >= 1e12 and rates.memory > rates.link
 
 
 def test_rates_are_in_flops_and_bytes_per_second():
