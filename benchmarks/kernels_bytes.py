@@ -257,7 +257,7 @@ def counted(case: Block, fused: bool, safe: bool = False) -> Bytes:
     given = case.arguments(fused)
     if safe:
         block.to_empty(device="cpu")  # it looks at the weights of some leaves, whatever they are
-        apply_fp16_safe(model, case.name, {"fp32_output": True})
+        apply_fp16_safe(model, case.name, fp32_output=True)
         block.to("meta")
         given = {name: _widened(value) for name, value in given.items()}
     if fused:

@@ -65,9 +65,9 @@ def eager_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 FULL = {"ltx": (2, 6144, 2048), "hunyuan": (1, 32640, 3072), "mochi": (2, 22260, 3072), "head": 128,
-        "wide": (2, 6144, 8192), "halves": (2, 22260, 16384), "clip": (1, 256, 17, 240, 416)}  # fmt: skip
+        "halves": (2, 22260, 16384), "clip": (1, 256, 17, 240, 416)}  # fmt: skip
 FEW = {"ltx": (1, 128, 2048), "hunyuan": (1, 128, 3072), "mochi": (1, 128, 3072), "head": 128,
-       "wide": (1, 128, 8192), "halves": (1, 128, 16384), "clip": (1, 128, 2, 16, 16)}  # fmt: skip
+       "halves": (1, 128, 16384), "clip": (1, 128, 2, 16, 16)}  # fmt: skip
 
 
 def made(
@@ -171,12 +171,16 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
         kitchen(case, lambda k_: lambda: k_.rms_rope(q, k, matrix, weight, weight, 1e-6))
         return case
 
-    def feed(name: str, shape: tuple[int, ...], passes: float, eager: Callable[..., Tensor]) -> Operation:
-        x = some(*shape)
-        case = made(name, passes, activation, name, (x,), lambda: eager(x if passes == 2 else x.chunk(2, -1)))
-        if name == "swiglu":
-            value, gate = (half.contiguous() for half in x.chunk(2, -1))
-            liger(case, "swiglu", "swiglu_forward", lambda f: lambda: f(gate, value)[-1])
+    def feed() -> Operation:
+        x = some(*sizes["halves"])
+
+        def eager() -> Tensor:
+            value, gate = x.chunk(2, -1)
+            return value * functional.silu(gate)
+
+        case = made("swiglu", 1.5, activation, "swiglu", (x,), eager)
+        value, gate = (half.contiguous() for half in x.chunk(2, -1))
+        liger(case, "swiglu", "swiglu_forward", lambda f: lambda: f(gate, value)[-1])
         return case
 
     def clip(per_frame: bool, last: bool) -> Operation:
@@ -197,13 +201,9 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
         case.skipped["comfy-kitchen"] = "its group_norm_silu_pad3d reflects or zeroes, and these VAEs replicate"
         return case
 
-    tanh_gelu = partial(functional.gelu, approximate="tanh")
     return [
         rms, layer, gated, both, tanh, across, per_head,
-        lambda: feed("gelu_tanh", sizes["wide"], 2, tanh_gelu),
-        lambda: feed("geglu", sizes["wide"], 1.5, lambda halves: halves[0] * functional.gelu(halves[1])),
-        lambda: feed("swiglu", sizes["halves"], 1.5, lambda halves: halves[0] * functional.silu(halves[1])),
-        lambda: clip(False, False), lambda: clip(True, False), lambda: clip(True, True),
+        feed, lambda: clip(False, False), lambda: clip(True, False), lambda: clip(True, True),
     ]  # fmt: skip
 
 

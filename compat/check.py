@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .checkpoints.headers import declared
-from .checkpoints.weights import read_tensors, write_tensors
+from .checkpoints.weights import described, read_tensors, write_tensors
 from .device.facts import DeviceFacts, device_fault
 from .device.precision import DTYPES, ModelPrecision
 from .device.probe_store import OK, ProbeStore
@@ -89,7 +88,7 @@ def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
         for name, dtype in DTYPES.items():
             detail = ""
             try:
-                read = read_tensors(declared([path]), dtype, lambda count: None)["weight"]
+                read = read_tensors(described([path]), dtype, lambda count: None)["weight"]
                 back = bits_of(read.to(facts.device)).view(dtype)  # the copy to the host is a check of its own
                 if not torch.equal(back, weights.to(dtype)):
                     detail = f"{int((back != weights.to(dtype)).sum())} of {weights.numel()} weights change"

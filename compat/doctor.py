@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from .device.execution import to_host
+from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
 from .repairs import (
@@ -45,10 +46,11 @@ SHOWN = 3  # places on the way that are named
 NEAR = 0.05  # relative L2 of a repaired result from that of the whole network in fp32: some roundings to 8 bits
 FEW = 0.1  # of a weight's values that zeros may stand for; without more of them it is another layer
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
+AS_WRITTEN = "force_eager"  # torch's stance in which the layers of compiled modules can be seen
 ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
-DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
+DTYPES = {**NAMES, torch.float64: "fp64"}
 INPUTS = {  # what models call what they are given
     **dict.fromkeys(("x", "hidden_states"), "the latents"),
     **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),
@@ -203,7 +205,7 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
 def _examined(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
     """The same, with what ``run`` returned."""
     search, output = _Search(networks, fault), None
-    with search.hooked(), uncompiled():
+    with search.hooked(), torch.compiler.set_stance(AS_WRITTEN):
         try:
             output = run()
         except _Found:
@@ -261,7 +263,7 @@ def diagnose(
 
 
 def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]) -> Any:
-    with repaired(networks, (repair,)), uncompiled():
+    with repaired(networks, (repair,)), torch.compiler.set_stance(AS_WRITTEN):
         try:
             return run()
         except UNFIT:  # a kernel that does not take fp32: not the repair for this layer
@@ -292,13 +294,6 @@ def repairs_for(finding: Finding) -> Iterator[Repair]:
             yield Repair(root, FP32)
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Compiled modules run as they are written, so that their layers can be seen."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 class _Search:
     """Hooks on every module of networks, which end the run at the first that returns what it should not."""
 
@@ -310,14 +305,11 @@ class _Search:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        undo = Undo()
-        try:
+        with Undo() as undo:
             for name, module in self.networks.named_modules():
                 hook = module.register_forward_hook(self._after(name), with_kwargs=True)
                 undo.append(hook.remove)
             yield
-        finally:
-            undo.restore()
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -423,13 +415,10 @@ class Doctor:
         choice: one of :data:`CHOICES` or :data:`EXPLAIN`; ``offer`` stops with what helps, ``keep`` goes on with it,
             also next time.
         tell: takes one line that the user should read.
-        instead: what prevents an overflow, in words that follow *or*.
     """
 
-    def __init__(
-        self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None], instead: str = ON_LOAD
-    ) -> None:
-        self.model, self.store, self.choice, self.tell, self.instead = model, store, choice, tell, instead
+    def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
+        self.model, self.store, self.choice, self.tell = model, store, choice, tell
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
 
@@ -473,11 +462,11 @@ class Doctor:
             return again
         plain = "The picture fails" if finding is None else finding.plain
         offered = BUTTON if repair is not None and self.choice == OFFER else {}
-        fix = advice(diagnosis, self.instead)
-        raise NotFinite(f"{plain}; {where}: {diagnosis}", expected="right values", fix=fix, button=offered)
+        found_there = f"{plain}; {where}: {diagnosis}"
+        raise NotFinite(found_there, expected="right values", fix=advice(diagnosis), button=offered)
 
 
-def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
+def advice(diagnosis: Diagnosis) -> str:
     """The advice of a diagnosis, in a sentence."""
     finding, repair = diagnosis.finding, diagnosis.repair
     keep = f"Set repair to {KEEP} on AnyGPU Doctor and run again"
@@ -485,9 +474,9 @@ def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
         damaged = f"Download the model's file again: {finding.layer}.{finding.weight} is damaged."
         return f"{damaged} Or {keep[0].lower()}{keep[1:]}." if repair else damaged
     if repair is not None:
-        return f"{keep}, or {instead}." if finding is not None and finding.dtype == "fp16" else f"{keep}."
+        return f"{keep}, or {ON_LOAD}." if finding is not None and finding.dtype == "fp16" else f"{keep}."
     if finding is not None and finding.inputs:
         return "Look at the node before: the text encoder, the picture or the latents that it is given."
     if finding is not None and not diagnosis.tried and finding.dtype in ("fp16", "bf16"):
-        return f"Add AnyGPU Doctor with repair {KEEP}, or {instead}."
-    return f"Load the model again, use a file in another precision, or {instead}."
+        return f"Add AnyGPU Doctor with repair {KEEP}, or {ON_LOAD}."
+    return f"Load the model again, use a file in another precision, or {ON_LOAD}."

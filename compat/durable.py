@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
@@ -49,6 +50,12 @@ def saved_json(path: Path) -> Any:
         return json_file(path)
     except (OSError, ValueError):
         return None
+
+
+def write_json(path: Path, value: Any, indent: int | None = None, synced: bool = True) -> None:
+    """Replace a JSON file as :func:`replacing` does; raises OSError where it cannot be written."""
+    with replacing(path, synced=synced) as temporary:
+        temporary.write_text(json.dumps(value, indent=indent), encoding="utf-8")
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:

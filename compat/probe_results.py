@@ -10,7 +10,7 @@ import torch
 from .device.facts import DeviceFacts
 from .device.packed_paths import packed_probes
 from .device.probe_store import ProbeStore
-from .device.probes import NAMES
+from .device.probes import DTYPES
 
 TRITON = "triton"
 GELU = "gelu_in_product"
@@ -26,7 +26,7 @@ def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool
     more = (
         packed_probes(facts)
         | {TRITON: _triton}
-        | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in NAMES.items()}
+        | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in DTYPES.items()}
     )
     return ProbeStore(facts, folder, more=more, quiet=quiet)
 

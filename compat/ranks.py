@@ -118,15 +118,15 @@ class Ranks:
             distributed.gather_object(value, values, group=self.group, group_dst=LEADER)
         return values
 
-    def shared(self, value: Any, source: int = LEADER) -> Any:
-        """The ``value`` of the rank ``source``, on every rank: plain values and CPU tensors, also in dataclasses."""
+    def shared(self, value: Any) -> Any:
+        """The ``value`` of the leader, on every rank: plain values and CPU tensors, also in dataclasses."""
         if self.size == 1:
             return value
         from torch import distributed
 
         box = [value]
         with self._exchanging():
-            distributed.broadcast_object_list(box, group=self.group, group_src=source, device=self.device)
+            distributed.broadcast_object_list(box, group=self.group, group_src=LEADER, device=self.device)
         return box[0]
 
 

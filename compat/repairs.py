@@ -6,7 +6,6 @@ the module is rewritten: its forward runs under a mode that changes what its ope
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .durable import replacing, saved_json
+from .durable import saved_json, write_json
 from .memory.parts import Undo
 from .transforms.attention_chunks import chunked
 from .transforms.fp16_layers import row_scales
@@ -175,8 +174,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 @contextmanager
 def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[None]:
     """``networks`` with ``repairs`` for the block; a layer that they do not have is left out, and logged."""
-    undo = Undo()
-    try:
+    with Undo() as undo:
         for repair in repairs:
             try:
                 module = networks.get_submodule(repair.layer)
@@ -185,8 +183,6 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
                 continue
             undo.set(module, "forward", _WAYS[repair.way](module, module.forward))
         yield
-    finally:
-        undo.restore()
 
 
 def _in_fp32(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +276,6 @@ class RepairStore:
         if self.path is None:
             return
         try:
-            with replacing(self.path) as file:
-                file.write_text(json.dumps(known, indent=1), encoding="utf-8")
+            write_json(self.path, known, indent=1)
         except OSError as error:
             log.warning("repairs could not be saved: %s", error)

@@ -11,9 +11,9 @@ from .decision import AUTO, Decision
 from .device.facts import GIBIBYTE, DeviceFacts
 from .device.packed_paths import kitchen_decisions
 from .device.packed_rows import INTEGERS
-from .device.precision import NAMES, ModelPrecision, Precision, precision_for
+from .device.precision import DTYPES, NAMES, ModelPrecision, Precision, precision_for
 from .device.probe_store import OK, PACKED, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
-from .device.quirks import DTYPE_NAMES, DevicePolicy, abilities, fixed, policy_for
+from .device.quirks import DevicePolicy, abilities, fixed, policy_for
 from .device.wheels import AMD, PYTORCH, has_kernels, install, wheel_index
 from .errors import PackError
 from .probe_results import GELU
@@ -24,7 +24,7 @@ from .transforms.conv3d_methods import Geometry
 HEAD_WIDTH = 128
 OPTIONAL = (
     *("output.fp16_to_fp32", "float64", "float8", "triton", "bits.bf16_to_fp32", "sums.bf16", "sums.fp16"),
-    *(f"{GELU}.{name}" for name in DTYPE_NAMES),
+    *(f"{GELU}.{name}" for name in DTYPES),
     *(PACKED + layer_format for layer_format in INTEGERS),
 )
 """What a device may lack without anybody missing it: there is another way for each."""

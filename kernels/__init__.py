@@ -13,7 +13,7 @@ and rounds once. ``form`` chooses: ``auto`` launches on a GPU that Triton serves
 ``residual``       ``gated_residual(x, branch, gate, form)``;
                    ``residual_norm(x, branch, gate, norm, modulation, out_dtype, form)`` -> (residual, normed)
 ``rope``           ``qk_norm_rope(pair, tables, eps, text, out_dtype, form)`` -> (q, k)
-``activation``     ``gelu_tanh(x, out_dtype, form)``, ``geglu(...)``, ``swiglu(...)``
+``activation``     ``swiglu(x, out_dtype, form)``
 ``product``        ``linear_gelu(x, weight, bias, form)``
 ``group_norm``     ``group_norm_silu_pad(x, norm, pad, silu, layout, form)``;
                    ``rms_silu_pad(x, norm, modulation, pad, silu, layout, form)``

@@ -113,8 +113,6 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable
         "qk_norm_rope": both(
             rope.qk_norm_rope, rope.qk_norm_rope_reference, pair, Tables(turn.cos(), turn.sin()), 1e-6, other
         ),
-        "gelu_tanh": both(activation.gelu_tanh, activation.gelu_tanh_reference, x),
-        "geglu": both(activation.geglu, activation.geglu_reference, x),
         "swiglu": both(activation.swiglu, activation.swiglu_reference, x),
         "group_norm_silu_pad": both(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,

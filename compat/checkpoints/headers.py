@@ -6,7 +6,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,18 +113,13 @@ class TensorEntry:
         return replace(self, shape=(count, *self.shape[1:]), start=start, end=start + count * size, part=part)
 
 
-def header_of(path: Path) -> dict[str, TensorEntry]:
-    """The tensors that one safetensors file declares, checked against the file's length.
+def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """The tensors that one safetensors file declares, checked against the file's length, and its metadata.
 
     Raises:
         CheckpointError: the file is missing, too short, truncated, or its header is not safetensors: not JSON, a name
             twice, offsets that overlap, leave a hole or pass the end.
     """
-    return entries_and_notes(path)[0]
-
-
-def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors that one safetensors file declares, and its metadata; checked and raising as :func:`header_of`."""
     with opened(path) as file:
         return header_in(file, path)
 
@@ -136,18 +131,15 @@ def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: there is no such file, or it cannot be read.
     """
-    try:
-        plain_status(path)
-        with path.open("rb", buffering) as file:
-            yield file  # type: ignore[misc]
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"no file {str(path)!r}", expected="a safetensors or GGUF file", fix="Download this file again."
-        ) from error
-    except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
-        raise
-    except OSError as error:  # a folder, a loop of links, no permission
-        raise unreadable(path, error) from error
+    with reading(path):  # a folder, a loop of links, no permission
+        try:
+            plain_status(path)
+            with path.open("rb", buffering) as file:
+                yield file  # type: ignore[misc]
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"no file {str(path)!r}", expected="a safetensors or GGUF file", fix="Download this file again."
+            ) from error
 
 
 def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -167,22 +159,6 @@ def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[
     entries = _entries(path, header, 8 + length, (status.st_size, status.st_mtime_ns))
     notes = header.get("__metadata__")
     return entries, {str(k): str(v) for k, v in notes.items()} if isinstance(notes, dict) else {}
-
-
-def declared(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors that ``files`` declare, by name.
-
-    Raises:
-        CheckpointError: a file is damaged, or two of them have a tensor of the same name.
-    """
-    entries: dict[str, TensorEntry] = {}
-    for file in files:
-        mine = header_of(file)
-        twice = sorted(entries.keys() & mine.keys())
-        if twice:
-            raise damaged(file, f"tensor {twice[0]!r}, which {entries[twice[0]].file.name} has too")
-        entries.update(mine)
-    return entries
 
 
 def damaged(
@@ -217,7 +193,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except PackError:
+    except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
         raise
     except OSError as error:
         raise unreadable(Path(error.filename or path), error) from error

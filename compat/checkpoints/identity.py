@@ -20,7 +20,7 @@ import torch
 
 from ..device.execution import to_host
 from ..device.facts import value_or
-from ..durable import replacing, saved_json
+from ..durable import saved_json, write_json
 from .headers import unreadable
 
 WHOLE_BYTES = 64 * 1024**2  # up to which a file is hashed whole: LoRAs, encoders' tokenizers, configurations
@@ -70,9 +70,7 @@ class FileIndex:
         if self.path is None or not self.changed:
             return
         try:
-            with replacing(self.path) as temporary:
-                kept = dict(list(self.texts.items())[-MOST_FILES:])
-                temporary.write_text(json.dumps(kept), encoding="utf-8")
+            write_json(self.path, dict(list(self.texts.items())[-MOST_FILES:]))
             self.changed = False
         except OSError as error:
             log.debug("%s is not written: %s", self.path, error)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..device.execution import HOST, placed, to_host
+from ..device.execution import to_host
 from ..errors import CheckpointError, InputError, first_line, require_choice
 from .headers import STORED, entries_and_notes, json_object
 from .weights import tensor_file, write_tensors
@@ -60,10 +60,8 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
         ) from error
 
 
-def read_record(
-    path: Path, subject: str, device: torch.device = HOST
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a file, on ``device``, and its metadata.
+def read_record(path: Path, subject: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file, in host memory, and its metadata.
 
     Args:
         subject: what the file is, for the error, such as ``latents``.
@@ -75,7 +73,7 @@ def read_record(
         if not file.entries:
             found = f"no tensors in {str(path)!r}"
             raise CheckpointError(found, expected=f"a file of {subject}", fix="Choose another.")
-        return placed(file.read(file.entries, lambda _bytes: None), device), dict(file.metadata)
+        return file.read(file.entries, lambda _bytes: None), dict(file.metadata)
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -26,7 +26,6 @@ from ..packages import imported
 from .headers import STORED, TensorEntry
 from .unpacking import FP32_COPIES, PACKINGS, SCALED, VALUES, W4A8, largest_group, rotated, rows_of, unpacked
 
-CHOICES = ("auto", "as in file", "bf16", "fp16", "fp8", "int8", "int8_convrot", "w4a8")
 MEANINGS: dict[str, str] = {
     "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file",
     "as in file": "in the file's own dtype, cast at each use; exact",
@@ -37,6 +36,7 @@ MEANINGS: dict[str, str] = {
     "int8_convrot": "int8 of weights rotated first, so that stored_products stands a few large activations",
     "w4a8": "4 bits per weight and small scales, rotated too: a quarter of bf16, about 7 % off; loads slowly",
 }
+CHOICES = tuple(MEANINGS)
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 ROTATED = ("int8_convrot", "w4a8")

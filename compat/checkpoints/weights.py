@@ -132,7 +132,7 @@ def read_tensors(
     """The tensors of ``entries`` in ordinary host memory.
 
     Args:
-        entries: what to read, from :func:`declared`.
+        entries: what to read, from :func:`described`.
         dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
         advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
         mapped: whether large tensors that need no cast may be views of the file. They must not be written to, which on

@@ -125,20 +125,13 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         return device
     chosen = default_device() if device is None else _parsed(device)
     makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
-    unknown: dict[str, Any] = {
-        "backend": chosen.type,
-        "arch": "",
-        "arch_class": "other",
-        "name": str(chosen),
-        "total_bytes": 0,
-    }
-    stated = _plain(value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), unknown), chosen)
+    stated = _plain(value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), {}), chosen)
     versions = {
         "torch": torch.__version__,
         "system": value_or(lambda: platform.system(), ""),
         "kernel": value_or(lambda: platform.release(), ""),
-        "triton": next(filter(None, map(_version_of, TRITONS)), ""),
-        KITCHEN: _version_of(KITCHEN),
+        "triton": next(filter(None, map(version_of, TRITONS)), ""),
+        KITCHEN: version_of(KITCHEN),
     }
     driver = stated.pop("driver", "") or (
         _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
@@ -324,9 +317,11 @@ def _parsed(device: torch.device | str) -> torch.device:
 
 
 def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """``stated`` in the types and ranges that readers expect; any other answer of a driver counts as unknown."""
+    """``stated`` in the types and ranges that readers expect; what a driver says otherwise, or not, is unknown."""
     arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
     return {
+        "backend": device.type,
+        "arch_class": "other",
         **stated,
         "arch": arch if isinstance(arch, str) else "",
         "name": name if isinstance(name, str) and name else str(device),
@@ -338,7 +333,6 @@ def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
     return {
         "backend": "cpu",
-        "arch": "",
         "arch_class": "cpu",
         "name": "CPU",
         "total_bytes": _host_bytes(),
@@ -390,7 +384,6 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
     emulated = () if getattr(properties, "has_fp64", True) else ("fp64",)
     return {
         "backend": "xpu",
-        "arch": "",
         "arch_class": "xpu",
         "name": str(properties.name),
         "emulated": emulated,
@@ -417,7 +410,7 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
         "arch_class": "xla",
         "name": f"{behind or 'device'} behind XLA",
         "total_bytes": total,
-        "versions": {"xla": _version_of("torch_xla")},
+        "versions": {"xla": version_of("torch_xla")},
     }
 
 
@@ -428,7 +421,7 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
     if hasattr(module, "get_device_properties"):
         properties = module.get_device_properties(device)
         total, name = int(getattr(properties, "total_memory", 0)), str(getattr(properties, "name", name))
-    return {"backend": device.type, "arch": "", "arch_class": "other", "name": name, "total_bytes": total}
+    return {"name": name, "total_bytes": total}
 
 
 def _host_bytes() -> int:
@@ -465,7 +458,8 @@ def _nvml_driver() -> str:
         library.nvmlShutdown()
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package; empty where it is not."""
     return value_or(lambda: importlib.metadata.version(package), "")
 
 

@@ -11,11 +11,12 @@ from ..decision import AUTO, CHOSEN, Decision
 from ..errors import UnsupportedError
 from .facts import DeviceFacts
 from .probe_store import Probes
+from .probes import BF16 as BF16
+from .probes import DTYPES as DTYPES
+from .probes import FP16 as FP16
+from .probes import FP32 as FP32
 from .quirks import Abilities, Verdict, abilities_of
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-DTYPES: dict[str, torch.dtype] = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # of transformer, text encoders, VAE
 ALL_BF16: Dtypes = (BF16, BF16, BF16)

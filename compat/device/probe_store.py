@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..durable import replacing
+from ..durable import write_json
 from ..errors import first_line, json_file
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, flags, gone, value_or
@@ -217,8 +217,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         if self._asking:
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
         try:
-            with replacing(self.path, synced=synced) as temporary:
-                temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+            write_json(self.path, content, indent=1, synced=synced)
         except OSError as error:
             self.note = (
                 f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "

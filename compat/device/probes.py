@@ -19,7 +19,7 @@ from .execution import to_host
 
 SUITE = 2  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-NAMES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 Probe = Callable[[torch.device], str]
 
 CHANNELS = ((4, 4), (32, 32), (64, 128))  # MPS is right for some channel counts only (pytorch#197114)
@@ -190,15 +190,15 @@ def home(there: Tensor) -> Tensor:
 def standard() -> dict[str, Probe]:
     """Every probe of this file by name: what it asks, then the dtype or dtypes."""
     suite: dict[str, Probe] = {}
-    for first, source in NAMES.items():
-        for second, target in NAMES.items():
+    for first, source in DTYPES.items():
+        for second, target in DTYPES.items():
             if first != second:
                 suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
     suite["move.fp32_to_bf16"] = partial(move, FP32, BF16)
     suite["move.bf16_to_fp32"] = partial(move, BF16, FP32)
-    suite |= {f"copy.{name}": partial(copy_to_host, dtype) for name, dtype in NAMES.items()}
+    suite |= {f"copy.{name}": partial(copy_to_host, dtype) for name, dtype in DTYPES.items()}
     suite["bits.bf16_to_fp32"] = shifted_bits
-    for name, dtype in NAMES.items():
+    for name, dtype in DTYPES.items():
         suite[f"matmul.{name}"] = partial(matmul, dtype)
         suite[f"conv2d.{name}"] = partial(conv2d, dtype)
         suite[f"conv3d.{name}"] = partial(conv3d, dtype, torch.contiguous_format)
@@ -207,7 +207,7 @@ def standard() -> dict[str, Probe]:
         suite[f"masked_attention.{name}"] = partial(attention, dtype, masked=True)
         suite[f"groupnorm.{name}"] = partial(groupnorm, dtype)
         suite[f"pad3d.{name}"] = partial(time_pad, dtype)
-    suite |= {f"sums.{name}": partial(fp32_sums, NAMES[name]) for name in ("bf16", "fp16")}
+    suite |= {f"sums.{name}": partial(fp32_sums, DTYPES[name]) for name in ("bf16", "fp16")}
     return suite | {"output.fp16_to_fp32": fp32_output_probe, "float64": double, "float8": eight_bits}
 
 

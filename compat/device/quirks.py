@@ -18,9 +18,8 @@ import torch
 
 from .facts import DeviceFacts, value_or
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
+from .probes import DTYPES
 from .quirk_rows import QUIRKS, Quirk
-
-DTYPE_NAMES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,12 @@ class Verdict:
     why: str = ""
 
 
-def active(facts: DeviceFacts, versions: Mapping[str, str] | None = None) -> tuple[Quirk, ...]:
+def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
     """The rows that apply to the device of ``facts``.
 
-    Args:
-        versions: replaces ``facts.versions``, name to version. A row that asks for an unknown version applies: what
-            is unknown may be broken, and the probes correct it.
+    A row that asks for an unknown version applies: what is unknown may be broken, and the probes correct it.
     """
-    known = facts.versions if versions is None else versions
-    return tuple(row for row in QUIRKS if _stands(row, facts, known))
+    return tuple(row for row in QUIRKS if _stands(row, facts))
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
@@ -185,7 +181,7 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
         "cast": {f"{dtype}_to_fp32": known.verdict(f"cast.{dtype}_to_fp32").usable for dtype in ("bf16", "fp16")},
     }
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
-        each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPE_NAMES}
+        each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
     return able
 
@@ -207,7 +203,8 @@ def within(version: str, first_bad: str, first_good: str) -> bool:
     return (not first_bad or number >= _number(first_bad)) and (not first_good or number < _number(first_good))
 
 
-def _stands(row: Quirk, facts: DeviceFacts, versions: Mapping[str, str]) -> bool:
+def _stands(row: Quirk, facts: DeviceFacts) -> bool:
+    versions = facts.versions
     return (
         any(fnmatch(facts.backend, backend) for backend in row.backends)
         and any(fnmatch(facts.arch, arch) for arch in row.arches)

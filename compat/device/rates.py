@@ -42,7 +42,7 @@ class Rates:
         fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
             structured sparsity.
         memory: bytes per second of the device's own memory.
-        link: bytes per second to the host, and as many back at the same time.
+        link: bytes per second of the link to the host, which carries both directions at once.
         source: what confirms which figure, and what nothing did.
         launch: seconds before a kernel or a copy begins.
         unified: whether host and device share one memory, so that a copy reads and writes it.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from .facts import CLOCKED, DeviceFacts
+from .facts import CLOCKED, DeviceFacts, value_or
 from .probe_store import ProbeStore
 
 HOPELESS = 4.0  # times the best so far: measured once, not again
@@ -23,29 +24,20 @@ def stored_times(
     """
     if store is None or facts.device.type not in CLOCKED:
         return {}
-    try:
-        return store.remember(key, lambda: dict(measure())) or {}
-    except Exception:  # a clock may fail in any way
-        return {}
+    return value_or(lambda: store.remember(key, lambda: dict(measure())), None) or {}
 
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
     """The median of some runs of each way that runs; the first run of each loads and tunes and is not counted."""
     times: dict[str, float] = {}
 
-    def once(way: Callable[[], Any]) -> float:
-        _wait_for(device)
-        started = time.perf_counter()
-        way()
-        _wait_for(device)
-        return 1e3 * (time.perf_counter() - started)
-
     for name, way in ways.items():
+        once = partial(seconds_of, way, device)
         try:
-            once(way)
-            spent = [once(way)]
+            once()
+            spent = [1e3 * once()]
             if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
-                spent += [once(way) for _ in range(repeats - 1)]
+                spent += [1e3 * once() for _ in range(repeats - 1)]
         except RuntimeError:  # out of memory is one
             continue
         times[name] = round(sorted(spent)[len(spent) // 2], 4)
@@ -58,6 +50,14 @@ def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
     return best if times[best] <= worth * times[default] else default
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def seconds_of(way: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds that ``way`` takes on ``device``, which is waited for before and after it."""
+
+    def now() -> float:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return clock()
+
+    started = now()
+    way()
+    return now() - started

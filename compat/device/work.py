@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 import time
-import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from ..errors import first_line
 from .facts import CLOCKED, DeviceFacts, value_or
 from .probe_store import ProbeStore
 from .rates import LAUNCH_SECONDS, published_rates, work_of
+from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
 PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
@@ -328,13 +328,4 @@ def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock:
 
 def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
     """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
-
-    def wait() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
-    def finished() -> None:
-        call()
-        wait()
-
-    return min(timeit.repeat(finished, setup=wait, timer=clock, repeat=3, number=1))
+    return min(seconds_of(call, device, clock) for _ in range(3))

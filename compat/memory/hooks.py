@@ -25,7 +25,7 @@ from .offloader import pin, views_of
 from .parts import ProgressStage, Silent
 from .prefetch import CopyStream, GroupLayout, is_dense
 from .statistics import MemoryStats, amount
-from .transfer import Transfer, put_back, send_together, set_data, tensors_of, transfer_for
+from .transfer import copy_to_device, put_back, send_together, set_data, tensors_of, transfer_for
 
 GROUP = "_anygpu_group"  # on each module whose own tensors come and go: their group
 HOOKS = "_anygpu_group_hooks"  # on a part that has hooks on
@@ -119,7 +119,7 @@ class GroupHooks:
         self._last: WeightGroup | None = None
         self._missed = False  # whether the last group was not among those that came ahead
         self._views = views_of(module)
-        self._transfers: dict[torch.dtype, Transfer] = {}
+        self._exact: set[torch.dtype] = set()
         self._came, self._reported = 0, time.monotonic()
         if pinned:
             pin(tensors_of(module))
@@ -199,7 +199,7 @@ class GroupHooks:
     def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
         """The memory of ``group`` on the device, and when it is there."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
-            self._transfer(dtype)  # which refuses a device that damages copies
+            self._require_exact(dtype)
         arriving = copies.bytes_on_device(layout, self.progress.check)
         self.memory_stats.add(group.total_bytes, 0.0)
         self._tell(group.total_bytes)
@@ -211,15 +211,17 @@ class GroupHooks:
         self._ahead.clear()
         return was
 
-    def _transfer(self, dtype: torch.dtype) -> Transfer:
-        if dtype not in self._transfers:
-            self._transfers[dtype] = transfer_for(self.device, dtype)
-        return self._transfers[dtype]
+    def _require_exact(self, dtype: torch.dtype) -> None:
+        """Refuse a device that damages copies of ``dtype``; it is asked once."""
+        if dtype not in self._exact:
+            transfer_for(self.device, dtype)
+            self._exact.add(dtype)
 
     def send(self, host_weight: torch.Tensor) -> torch.Tensor:
         """A copy of a host weight on the device; a cancel is obeyed before it, and before each slice of a large one."""
+        self._require_exact(host_weight.dtype)
         staged = self._views.staged and self._views.holds(host_weight)
-        there = self._transfer(host_weight.dtype).to_device(host_weight, self.progress.check, staged)
+        there = copy_to_device(host_weight, self.device, self.progress.check, staged)
         self._tell(host_weight.nbytes)
         return there
 

@@ -87,7 +87,13 @@ class KnownToHost:
 
 
 class Undo(list[Callable[[], Any]]):
-    """Undo stack of changes to modules, the newest last."""
+    """Undo stack of changes to modules, the newest last; in a ``with`` they hold for the block."""
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of ``owner`` itself, not of its class, until :meth:`restore`."""
@@ -289,13 +295,12 @@ class PartBytes:
         return max(0, together - self.resident(mode, part, activations))
 
 
-def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffers: int = 0) -> PartBytes:
+def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:
     """The bytes of a part.
 
     Args:
         entries: tensor name to bytes.
         block: its first group is the block of a tensor that is inside one.
-        buffers: bytes that are in no file.
     """
     layers: dict[str, int] = {}
     blocks: dict[str, int] = {}
@@ -310,7 +315,7 @@ def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK, buffe
             blocks[inside[1]] = blocks.get(inside[1], 0) + size
     largest = max(layers.values(), default=0)
     return PartBytes(
-        total=sum(entries.values()) + buffers,
+        total=sum(entries.values()),
         block=max(blocks.values(), default=largest),
         layer=largest,
         inner=max((size for layer, size in layers.items() if layer not in outside), default=0),

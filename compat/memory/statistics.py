@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 
 from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
-from ..durable import replacing
+from ..durable import write_json
 from ..errors import json_file
 
 FILE = "memory.json"
@@ -184,11 +183,8 @@ class MemoryStats:
         if self.state is None:
             return
         rows = [*saved_stages(self.state), cost][-KEPT:]
-        try:
-            with replacing(self.state / FILE) as temporary:
-                temporary.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
-        except OSError:
-            return  # a full disk or a read-only folder costs the report, not the run
+        with suppress(OSError):  # a full disk or a read-only folder costs the report, not the run
+            write_json(self.state / FILE, [asdict(row) for row in rows], indent=1)
 
 
 def _mark(device: torch.device) -> torch.Event:

@@ -59,18 +59,11 @@ class Transfer:
     dtype: torch.dtype
     memory_stats: MemoryStats | None = None
 
-    def to_device(
-        self, tensor: torch.Tensor, check: Callable[[], None] | None = None, staged: bool = False
-    ) -> torch.Tensor:
-        """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves.
-
-        Args:
-            check: as :func:`copy_to_device` takes it.
-            staged: as :func:`copy_to_device` takes it.
-        """
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device; a floating one is cast to ``dtype`` before it leaves."""
         here = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
         with self._counted(here.nbytes):
-            return copy_to_device(here, self.device, check, staged)
+            return copy_to_device(here, self.device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device on the host, in its own dtype, bit for bit."""

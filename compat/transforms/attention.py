@@ -17,23 +17,13 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.facts import DeviceFacts
+from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import PackError, UnsupportedError, require_choice
 from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
 
-CHOICES = (
-    "auto",
-    "native",
-    "native_cudnn",
-    "native_efficient",
-    "native_flash",
-    "native_math",
-    "sage",
-    "flash",
-    "xformers",
-)
 MEANINGS: dict[str, str] = {
     "auto": "torch's fused kernel if this device has one, otherwise exact in chunks of queries",
     "native": "torch's fused kernels, whichever torch prefers",
@@ -45,6 +35,7 @@ MEANINGS: dict[str, str] = {
     "flash": "the package flash-attn",
     "xformers": "the package xformers",
 }
+CHOICES = tuple(MEANINGS)
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
 LEAST_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
@@ -54,7 +45,6 @@ DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
 UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
-PROBED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # as probes name them
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +221,10 @@ def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtyp
     """
     avoided = {}
     for dtype in dict.fromkeys(dtypes if probes else ()):
-        name = f"attention.{PROBED.get(dtype)}"
+        name = f"attention.{NAMES.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
         if answer is not None and answer.status in (WRONG, UNUSABLE):
-            avoided[dtype] = f"torch's attention is {answer.status} in {PROBED[dtype]} here ({answer.detail})"
+            avoided[dtype] = f"torch's attention is {answer.status} in {NAMES[dtype]} here ({answer.detail})"
     return avoided
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from ..device.execution import placed, to_host
-from ..device.facts import DeviceFacts
+from ..device.facts import DeviceFacts, version_of
+from ..device.quirks import within
 from ..errors import MissingPackageError, PackError, UnsupportedError, first_line
 from ..packages import imported
 from .attention_chunks import WORKED_ON, chunked
@@ -159,7 +159,7 @@ def reason_against(choice: str, facts: DeviceFacts) -> str:
     need, places = _row_for(choice, facts)
     if need is None:
         return f"needs {places}" if places else ""
-    return f"needs the package {need.package}" if need.package and not installed(need.package) else ""
+    return f"needs the package {need.package}" if need.package and not version_of(need.package) else ""
 
 
 def _row_for(choice: str, facts: DeviceFacts) -> tuple[KernelNeed | None, str]:
@@ -167,14 +167,6 @@ def _row_for(choice: str, facts: DeviceFacts) -> tuple[KernelNeed | None, str]:
     rows = [need for need in NEEDS if need.choice == choice]
     places = " or ".join(dict.fromkeys(need.place() for need in rows))
     return next((need for need in rows if _runs_on(need, facts)), None), places
-
-
-def installed(package: str) -> str:
-    """The version of a package; empty where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
@@ -188,25 +180,21 @@ def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
 def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
     if not need.package:
         return
-    if not installed(need.package):
+    if not version_of(need.package):
         raise MissingPackageError(
             f"attention {need.choice!r} without the package {need.package!r}",
             expected=f"{need.package}, which runs it",
             fix="Install it into the Python that runs ComfyUI or anygpu, following its instructions for "
             f"{facts.name}, or choose auto.",
         )
-    triton = next(filter(None, map(installed, ("triton", "triton-windows"))), "")
-    if need.triton_below and (not triton or _numbers(triton) >= _numbers(need.triton_below)):
+    triton = next(filter(None, map(version_of, ("triton", "triton-windows"))), "")
+    if need.triton_below and not (triton and within(triton, "", need.triton_below)):
         raise MissingPackageError(
             f"attention {need.choice!r} on {facts.name} ({facts.arch}) with Triton {triton or 'missing'}",
             expected=f"Triton below {need.triton_below}, the last that runs on {facts.arch}",
             fix="Install that Triton, or choose auto.",
         )
     imported(need.module)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:

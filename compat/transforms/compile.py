@@ -236,13 +236,10 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
-    undo = Undo()
-    try:
+    with Undo() as undo:
         for block in (block for block in module.modules() if getattr(block, COMPILED, False)):
             undo.set(block, COMPILED, False)
         yield
-    finally:
-        undo.restore()
 
 
 def failure_line(error: BaseException) -> str:

@@ -18,10 +18,10 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from ..device.execution import HOST, carried, hooked_device, placed, to_host
+from ..device.execution import HOST, hooked_device, placed, to_host
 from ..errors import UnsupportedError
 from ..memory.hooks import misplaced, weights_on
-from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, always, choose_by, tolerance
+from .conv3d_choice import Chooser, Conv3dChoice, Conv3dLayer, tolerance
 from .conv3d_methods import Conv3dMethod, Geometry, convolve, padded
 
 logger = logging.getLogger(__name__)
@@ -65,25 +65,22 @@ class SwapUnit:
     """The convolutions that the inputs of ``owner`` go into, one by one."""
 
 
-def swap_conv3d(root: nn.Module, choose: Conv3dMethod | Mapping[str, Any] | Chooser) -> Swapped:
+def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
     """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
 
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
 
     Args:
         root: a VAE, a transformer, or one layer.
-        choose: one implementation for all layers it covers; facts about the device, as :func:`choose_by` takes
-            them; or a function from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
+        choose: from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
 
     Raises:
         UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
     """
-    choose = choose_by(choose) if isinstance(choose, Mapping) else choose
-    chooser = always(choose) if isinstance(choose, Conv3dMethod) else choose
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
-        chosen = {name: chooser(layer_of(name, layer)) for name, layer in unit.layers.items()}
+        chosen = {name: choose(layer_of(name, layer)) for name, layer in unit.layers.items()}
         todo = {name: choice for name, choice in chosen.items() if choice is not None}
         done.left |= dict.fromkeys(chosen.keys() - todo.keys(), "not chosen")
         if not todo:
@@ -290,16 +287,15 @@ class SwappedConv3d(SwappedModule):
         return out if input.dim() == 5 else out.squeeze(0)
 
 
-class SwappedHunyuanCausal(SwappedModule):
-    """The causal convolution of HunyuanVideo and 1.5: edges in all directions, in front of time only."""
+class SwappedCausal(SwappedModule):
+    """The causal convolutions of HunyuanVideo, 1.5 and LTX-Video, which pad before the convolution inside does."""
 
     conv: nn.Module
-    time_causal_padding: tuple[int, ...]
-    pad_mode: str
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Compute the original's result."""
-        return self.conv(padded(hidden_states, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv)))
+        mode = getattr(self, "pad_mode", "replicate")
+        return self.conv(padded(hidden_states, causal_edges(self), mode, _reads_frames_first(self.conv)))
 
 
 class SwappedCogVideoXCausal(SwappedModule):
@@ -314,21 +310,6 @@ class SwappedCogVideoXCausal(SwappedModule):
         if self.pad_mode == "replicate":
             return padded(inputs, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv))
         return super().fake_context_parallel_forward(inputs, conv_cache)  # type: ignore[misc]
-
-
-class SwappedLTXCausal(SwappedModule):
-    """The convolution of LTX-Video: edges of time repeated in front, or on both sides; zeros by the layer."""
-
-    conv: nn.Module
-    kernel_size: tuple[int, int, int]
-    is_causal: bool
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Compute the original's result."""
-        taps = self.kernel_size[0]
-        before, after = (taps - 1, 0) if self.is_causal else ((taps - 1) // 2,) * 2
-        edges = (0, 0, 0, 0, before, after)
-        return self.conv(padded(hidden_states, edges, "replicate", _reads_frames_first(self.conv)))
 
 
 class SwappedHistoryPatchEmbed(SwappedModule):
@@ -358,9 +339,9 @@ SWAPS: dict[str, type[SwappedModule]] = {
     "torch.nn.modules.conv.Conv3d": SwappedConv3d,
     f"{AUTOENCODERS}cogvideox.CogVideoXSafeConv3d": SwappedConv3d,
     f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d": SwappedCogVideoXCausal,
-    f"{AUTOENCODERS}hunyuan_video.HunyuanVideoCausalConv3d": SwappedHunyuanCausal,
-    f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d": SwappedHunyuanCausal,
-    f"{AUTOENCODERS}ltx.LTXVideoCausalConv3d": SwappedLTXCausal,
+    f"{AUTOENCODERS}hunyuan_video.HunyuanVideoCausalConv3d": SwappedCausal,
+    f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d": SwappedCausal,
+    f"{AUTOENCODERS}ltx.LTXVideoCausalConv3d": SwappedCausal,
     "diffusers.models.transformers.transformer_hunyuan_video_framepack.HunyuanVideoHistoryPatchEmbed": (
         SwappedHistoryPatchEmbed
     ),
@@ -393,6 +374,18 @@ def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
     return tuple(layer._reversed_padding_repeated_twice), mode
 
 
+def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
+    """The edges, as in ``F.pad``, that a causal ``conv`` adds before it calls the convolution inside it.
+
+    LTX-Video repeats frames in front, or on both sides; rows and columns are left to the layer.
+    """
+    if hasattr(conv, "time_causal_padding"):
+        return tuple(conv.time_causal_padding)  # type: ignore[return-value]
+    taps = conv.kernel_size[0]
+    before, after = (taps - 1, 0) if conv.is_causal else ((taps - 1) // 2,) * 2
+    return 0, 0, 0, 0, before, after
+
+
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
     """``x`` on the device where ``layer`` executes.
 
@@ -409,7 +402,7 @@ def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
     if not layer.__dict__.get("conv3d_reported"):
         logger.warning("%s It is moved there now.", misplaced(layer, x))
         layer.__dict__["conv3d_reported"] = True
-    return carried(x, lambda bits: bits.to(device))
+    return placed(x, device)
 
 
 def _reads_frames_first(layer: nn.Module) -> bool:

@@ -157,11 +157,6 @@ def stored_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | No
     return timings
 
 
-def always(form: Conv3dMethod) -> Chooser:
-    """A chooser that gives ``form`` to every layer it covers and leaves the others alone."""
-    return lambda layer: Conv3dChoice(form, "chosen") if covers(form, layer.kernel, layer.geometry) else None
-
-
 def runs(form: Conv3dMethod, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bool:
     """True where ``layer`` can be computed in ``form`` on the device of ``facts``."""
     if not covers(form, layer.kernel, layer.geometry):

@@ -64,20 +64,20 @@ class AppliedFp16:
         self.undo.restore()
 
 
-def apply_fp16_safe(transformer: nn.Module, family: str, facts: Mapping[str, Any] | None = None) -> AppliedFp16:
+def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = False) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
 
     Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
     counted. To be applied on the host, before an offloader holds the transformer.
 
     Args:
-        facts: what was probed; ``fp32_output`` says whether a GEMM of fp16 operands can come out in fp32.
+        fp32_output: whether a GEMM of fp16 operands can come out in fp32.
 
     Raises:
         UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
     """
     _require_bare(transformer)
-    applied = AppliedFp16(family, bool((facts or {}).get("fp32_output", False)))
+    applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()
     for block in transformer_blocks(transformer):
         layers = LAYERS_OF.get(full_name(block).removeprefix(UPSTREAM))

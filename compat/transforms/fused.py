@@ -27,13 +27,13 @@ from .fp16_layers import Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
 
 OFF = "off"
-CHOICES = (AUTO, OFF, TRITON, REFERENCE)
 MEANINGS: dict[str, str] = {
     AUTO: "fused kernels if this device can launch them, otherwise off",
     OFF: "diffusers' own operations",
     TRITON: "fused kernels, or an error that says why they cannot run",
     REFERENCE: "the fused operations in plain torch, for comparison; not faster",
 }
+CHOICES = tuple(MEANINGS)
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
 RMS_NORMS = (

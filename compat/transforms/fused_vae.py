@@ -28,11 +28,11 @@ from ...kernels.terms import (
     GroupNorm,
     Modulation,
     Norm,
-    Pad,
 )
 from ..memory.hooks import own_tensors, weights_on
 from ..memory.parts import full_name
 from .blocks import norm_of
+from .conv3d import causal_edges
 from .conv3d_methods import Conv3dMethod
 from .fused import FusionPoints, is_rms_norm, other_forward
 from .fused_attention import FORM
@@ -175,7 +175,7 @@ def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor
 def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulation = NO_MODULATION) -> Tensor:
     """``conv`` of ``x`` after its norm, modulation and SiLU."""
     within = "forward" not in vars(conv)
-    pad = _border(conv) if within else NO_PAD
+    pad = causal_edges(conv) if within else NO_PAD
     layout = _layout(conv.conv, x)
     with _norm_terms(norm, x) as terms:
         if isinstance(terms, GroupNorm):
@@ -190,15 +190,6 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
 def _convolved_twice(module: Any, x: Tensor) -> Tensor:
     form = getattr(module, FORM)
     return _convolved(module.conv2, _convolved(module.conv1, x, module.norm1, form), module.norm2, form)
-
-
-def _border(conv: Any) -> Pad:
-    """The frames that the causal ``conv`` replicates around its input before it calls the convolution inside."""
-    if full_name(conv) != LTX_CONV:
-        return tuple(conv.time_causal_padding)  # type: ignore[return-value]
-    taps = conv.kernel_size[0]
-    before, after = (taps - 1, 0) if conv.is_causal else ((taps - 1) // 2,) * 2
-    return 0, 0, 0, 0, before, after
 
 
 def _layout(conv: Any, x: Tensor) -> str:

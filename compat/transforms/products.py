@@ -18,6 +18,7 @@ from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
 from ..checkpoints.unpacking import W4A8, rotated
 from ..device.facts import DeviceFacts
 from ..errors import MissingPackageError, UnsupportedError
+from ..memory.parts import Undo
 from ..packages import imported
 
 # Where torch multiplies a format: back end, the least architecture, and whose product it is.
@@ -58,14 +59,10 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
     kinds = (SCALED, "", *([W4A8] if kitchen() else ()))
     layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and layer.codec in kinds]
     layers = [layer for layer in layers if layer.stored.dtype in formats and "pre_scale" not in layer.sides]
+    undo = Undo()
     for layer in layers:
-        layer.__dict__["multiply"] = product
-
-    def undo() -> None:
-        for layer in layers:
-            layer.__dict__.pop("multiply", None)
-
-    return len(layers), undo
+        undo.set(layer, "multiply", product)
+    return len(layers), undo.restore
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:

@@ -156,12 +156,10 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
         steps: of one sampling.
     """
     active = _Active(transformer, settings, steps)
-    try:
+    with active.undo:
         with torch.inference_mode(False), torch.no_grad():
             active.attach()
         yield active.count
-    finally:
-        active.undo.restore()
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...compat.checkpoints.identity import content_of
 from ...compat.device.execution import to_host
-from ...compat.durable import replacing
+from ...compat.durable import write_json
 from ...compat.errors import CheckpointError, first_line, json_file
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
 from .layers import FITS, is_convolution
@@ -196,10 +196,7 @@ class Calibration:
         if self.path is None:
             return
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as temporary:
-                sizes = {name: astuple(each) for name, each in self.sizes.items()}
-                temporary.write_text(json.dumps({"sizes": sizes}), encoding="utf-8")
+            write_json(self.path, {"sizes": {name: astuple(each) for name, each in self.sizes.items()}})
         except OSError as error:
             log.warning("AnyGPU: %s cannot be written (%s): measured again next time", self.path, first_line(error))
 

@@ -186,7 +186,7 @@ class FittedNetwork:
         with ExitStack() as stack:
             stack.callback(undo.restore)
             stack.callback(lambda: [*map(self.tell, list(FAILED.values())[failed:])])
-            stack.enter_context(self.packed.attached(network))
+            stack.enter_context(self.packed.attach(network))
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
                 version = None if hooked else model.current_weight_patches_uuid

@@ -14,7 +14,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,15 +151,6 @@ class PackedFit:
             if path == DEQUANTISE and hasattr(layer, UNPACKED):
                 undo.set(layer, UNPACKED, True)
         return undo
-
-    @contextmanager
-    def attached(self, network: nn.Module) -> Iterator[None]:
-        """Attached inside the block, whatever ends it."""
-        undo = self.attach(network)
-        try:
-            yield
-        finally:
-            undo.restore()
 
 
 def _give_back(layer: nn.Module) -> None:

@@ -67,8 +67,8 @@ class StepWatch:
         Args:
             closely: with spot checks.
         """
-        self.spots, self.stack, undo = [], [], Undo()
-        try:
+        self.spots, self.stack = [], []
+        with Undo() as undo:
             for name in self.blocks:
                 block = self.networks.get_submodule(name)
                 undo.append(block.register_forward_hook(functools.partial(self._block, name)).remove)
@@ -79,8 +79,6 @@ class StepWatch:
                     undo.append(module.register_forward_pre_hook(lambda *_, name=name: self.stack.append(name)).remove)
                     undo.append(module.register_forward_hook(lambda *_: self.stack.pop() and None).remove)
             yield self._noted_attention if closely else AttentionOnRequest
-        finally:
-            undo.restore()
 
     def fault(self, output: Any) -> str:
         """The fault of the call that returned ``output``; empty for none. Reads all statistics at once."""

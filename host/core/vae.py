@@ -174,7 +174,7 @@ class FittedVAE:
             vae.__dict__.update(dict.fromkeys(TILED, _out_of_memory))  # other models go before tiles come
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
-            stack.enter_context(self.packed.attached(self.first_stage_model))  # type: ignore[attr-defined]
+            stack.enter_context(self.packed.attach(self.first_stage_model))  # type: ignore[attr-defined]
             stack.enter_context(_patches_on(self._patches(method)))
             if method.on_host:
                 stack.callback(vae.patcher.detach)  # which takes back the dtype that it computed in
@@ -397,13 +397,10 @@ def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
 
 @contextmanager
 def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    undo = Undo()
-    try:
+    with Undo() as undo:
         for patch in list(patches):
             undo.set(*patch)
         yield
-    finally:
-        undo.restore()
 
 
 def _hopeless(what: str, fault: str) -> UnsupportedError:

@@ -1,7 +1,5 @@
 """Every launch under the name of its operation."""
 
-from .activation import geglu as geglu
-from .activation import gelu_tanh as gelu_tanh
 from .activation import swiglu as swiglu
 from .group_norm import group_norm_silu_pad as group_norm_silu_pad
 from .group_norm import rms_silu_pad as rms_silu_pad

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.device.facts import GIBIBYTE
-from ...compat.durable import replacing
+from ...compat.durable import replacing, write_json
 from ...compat.errors import CheckpointError, InputError, MissingPackageError, json_file, require_choice
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
@@ -484,8 +483,7 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
         "fetched": [*fetched_before, [download.revision, list(download.only)]],
         "files": {**files_before, **{name: _stamp(folder / name) for name in files}},
     }
-    with replacing(place) as temporary:
-        temporary.write_text(json.dumps(note), encoding="utf-8")
+    write_json(place, note)
 
 
 def _stamp(path: Path) -> list[int]:

@@ -87,7 +87,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
         module = _built(pipeline, TRANSFORMER, shown, dtype)
         if precision.safe:
             with counting_on_meta():  # which answers what the rewrite asks of weights without data
-                apply_fp16_safe(module, pipeline.family, {"fp32_output": wide})
+                apply_fp16_safe(module, pipeline.family, wide)
         if form:
             fused.fuse(module, form, epilogue)
         tokens = call.embeds.shape[1] + (0 if call.vision is None else call.vision.shape[1])

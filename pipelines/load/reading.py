@@ -409,7 +409,7 @@ class SafeFp16:
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
         if not denoises(part) or not self.active:
             return None
-        applied = apply_fp16_safe(module, self.family, {"fp32_output": fp32_output_works(self.device)})
+        applied = apply_fp16_safe(module, self.family, fp32_output_works(self.device))
         (log.warning if applied.left else log.info)("%s", applied)
         return applied.restore
 

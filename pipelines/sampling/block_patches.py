@@ -63,8 +63,7 @@ def attentions_of(block: Any) -> dict[str, Any]:
 @contextmanager
 def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Iterator[None]:
     """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call."""
-    undo = Undo()
-    try:
+    with Undo() as undo:
         if block_patches.attend is not None:
             for owner in transformer.modules():
                 _attend_by(undo, owner, block_patches.attend)
@@ -85,8 +84,6 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> I
             if patch is not None:
                 undo.set(block, "forward", _patched(block.forward, patch, block_patches.returns_alone))
         yield
-    finally:
-        undo.restore()
 
 
 def _values(_attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -127,8 +127,7 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     Raises:
         ValueError: a decoder without causal layers, which cannot be cut in time.
     """
-    undo = Undo()
-    try:
+    with Undo() as undo:
         for layer in vae.decoder.modules():
             made = LAYERS.get(full_name(layer))
             if made is not None:
@@ -137,8 +136,6 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
             raise ValueError(f"a {type(vae).__name__} decoded in chunks of time: its decoder looks ahead")
         with uncompiled(vae.decoder):
             yield
-    finally:
-        undo.restore()
 
 
 def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:

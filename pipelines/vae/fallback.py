@@ -414,14 +414,11 @@ def tiled(vae: Any, tile: int) -> Iterator[None]:
     # A stride that is not a whole number of latents would tear the tiles apart.
     stride = max(ratio, int(tile * STRIDE) // ratio * ratio)
     sizes = {"stride": stride, "latent": tile // ratio, "sample": tile}
-    undo = Undo()
-    try:
+    with Undo() as undo:
         undo.set(vae, "use_tiling", tile > 0)
         for name in (name for name in TILING if tile and hasattr(vae, name)):
             undo.set(vae, name, next(sizes[kind] for kind in sizes if kind in name))
         yield
-    finally:
-        undo.restore()
 
 
 def make_contiguous(module: nn.Module) -> int:

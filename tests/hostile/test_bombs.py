@@ -16,7 +16,7 @@ import torch
 import trimesh
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import header_of
+from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.compat.checkpoints.identity import picture_content
 from anygpu.compat.checkpoints.weights import read_json
 from anygpu.compat.errors import CheckpointError, reading_budget
@@ -50,7 +50,7 @@ class Cancel(Exception):
 
 
 HEADER_READERS: dict[str, Callable[[Path], object]] = {
-    ".safetensors": lambda path: len(header_of(path)),
+    ".safetensors": lambda path: len(entries_and_notes(path)[0]),
     ".gguf": lambda path: len(gguf_header(path)[0]),
     ".json": lambda path: len(read_json(path, "settings")),
     ".bin": lambda path: len(weights_in(path, "UNet").shapes),

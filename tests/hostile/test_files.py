@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import header_of
+from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.compat.checkpoints.latents import read_record, write_record
 from anygpu.compat.checkpoints.quantised import with_scales
 from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
@@ -48,7 +48,7 @@ def test_a_damaged_file_is_called_damaged(tmp_path: Path, content: bytes) -> Non
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        header_of(path)
+        entries_and_notes(path)
     assert "model.safetensors" in caught.value.found and caught.value.expected
     assert "permissions" not in caught.value.fix and "cannot be read" not in caught.value.found
     assert not isinstance(caught.value.__cause__, PackError), "its own error, wrapped again"
@@ -65,7 +65,7 @@ def test_a_damaged_gguf_is_called_damaged(tmp_path: Path, content: bytes) -> Non
 
 def test_a_file_that_changed_since_its_header_says_so(tmp_path: Path) -> None:
     path = write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(4)}, {})
-    entries = header_of(path)
+    entries = entries_and_notes(path)[0]
     write_tensors(path, {"a": torch.zeros(5)}, {})
     with pytest.raises(CheckpointError) as caught:
         read_tensors(entries, torch.float32, lambda _count: None)
@@ -115,7 +115,9 @@ def test_every_reader_of_a_folder_is_told_not_to_run_its_code() -> None:
     assert len(calls) > 2 and told == ["trust_remote_code=False"] * len(calls), [source for source, _ in calls]
 
 
-@pytest.mark.parametrize("reader", [header_of, gguf_header, lambda path: read_json(path, "a file"), read_frames])
+@pytest.mark.parametrize(
+    "reader", [entries_and_notes, gguf_header, lambda path: read_json(path, "a file"), read_frames]
+)
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, reader: Any) -> None:
     if not hasattr(os, "mkfifo"):
         pytest.skip("needs named pipes")
@@ -145,7 +147,7 @@ def test_a_scale_of_a_weight_without_values_is_refused(tmp_path: Path, shape: An
     tensors = {"a.weight": torch.zeros(shape, dtype=torch.float8_e4m3fn), "a.scale_weight": torch.ones(scale)}
     path = write_tensors(tmp_path / "a.safetensors", tensors, {})
     with pytest.raises(CheckpointError, match=r"fits no weight 'a\.weight'"):
-        with_scales(header_of(path), {}, path)
+        with_scales(entries_and_notes(path)[0], {}, path)
 
 
 RECORD = {"kind": "latent", "family": "ltx", "task": "text", "frames": 9, "height": 32, "width": 32, "fps": 8.0}
@@ -249,7 +251,7 @@ def _reads_json(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
 
 
-@pytest.mark.parametrize("read", [lambda path: header_of(path), lambda path: read_json(path, "settings")])
+@pytest.mark.parametrize("read", [lambda path: entries_and_notes(path), lambda path: read_json(path, "settings")])
 def test_json_that_is_too_deep_is_refused_in_one_line(tmp_path: Path, read: Any) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(len(DEEP).to_bytes(8, "little") + DEEP.encode())

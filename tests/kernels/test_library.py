@@ -21,8 +21,6 @@ OPERATIONS: dict[str, Any] = {
     "gated_residual": residual._GATED_RESIDUAL,
     "residual_norm": residual._RESIDUAL_NORM,
     "qk_norm_rope": rope._QK_NORM_ROPE,
-    "gelu_tanh": activation._GELU_TANH,
-    "geglu": activation._GEGLU,
     "swiglu": activation._SWIGLU,
     "linear_gelu": product._LINEAR_GELU,
     "group_norm_silu_pad": group_norm._GROUP_NORM_SILU_PAD,
@@ -62,8 +60,6 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
         "gated_residual": (x, x, gate, True, 1e-6, 0),
         "residual_norm": (x, x, gate, False, None, 0, weight, None, scale, shift, 0, False, 1e-6, narrow),
         "qk_norm_rope": (x, x, weight, None, table, table, text, text, weight, None, 1e-6, narrow),
-        "gelu_tanh": (x, narrow),
-        "geglu": (x, narrow),
         "swiglu": (x, narrow),
         "linear_gelu": (x, some(6, 8).to(x.dtype), some(6).to(x.dtype)),
         "group_norm_silu_pad": (clip, channel, channel, 2, 1e-6, False, [1, 1, 0, 0, 2, 0], True, layout),
@@ -118,7 +114,7 @@ def test_without_triton_the_references_run(monkeypatch: pytest.MonkeyPatch) -> N
     with twin() as module:
         bare, x = module("library"), some(2, 8)
         assert not bare.HAS_TRITON and not bare.launches(x)
-        assert torch.equal(module("activation").gelu_tanh(x), activation.gelu_tanh(x))
+        assert torch.equal(module("activation").swiglu(x), activation.swiglu(x))
         assert bare.reason_against(torch.device("cuda"), x.dtype) == "Triton is not installed"
         with pytest.raises(bare.KernelError, match="Triton is not installed"):
             bare.launches(x, TRITON)
@@ -129,9 +125,9 @@ def test_an_explicit_choice_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(KernelError, match="not on 'cpu'"):
         norm.normalized(x, Norm(RMS, 1e-6), form=TRITON)
     with pytest.raises(KernelError, match="float64 is not one of"):
-        activation.gelu_tanh(x.double(), form=TRITON)
+        activation.swiglu(x.double(), form=TRITON)
     with pytest.raises(KernelError, match="no form 'fast'"):
-        activation.gelu_tanh(x, form="fast")
+        activation.swiglu(x, form="fast")
     assert not library.launches(x, AUTO) and not library.launches(x, REFERENCE)
 
 
@@ -166,7 +162,7 @@ def block(x: Tensor, branch: Tensor, rows: Tensor, q: Tensor, cos: Tensor, sin: 
     new, again = residual.residual_norm(x, branch, Gate(gate), Norm(LAYER, 1e-6), Modulation(scale, shift))
     new = residual.gated_residual(new, normed, Gate(gate, True, 1e-6))
     rotated = rope.qk_norm_rope(Pair(q, q), Tables(cos, sin), 1e-6, Pair(q, q))
-    fed = activation.swiglu(activation.gelu_tanh(again)) + activation.geglu(again)
+    fed = activation.swiglu(again)
     fed = product.linear_gelu(fed, fed.select(0, 0), fed.select(0, 0).select(1, 0))
     padded = group_norm.group_norm_silu_pad(clip, GroupNorm(2, 1e-6), (1, 1, 1, 1, 2, 0), layout="channels_last")
     return new, rotated, fed, padded, group_norm.rms_silu_pad(clip, Norm(RMS, 1e-6), pad=(0, 0, 0, 0, 1, 1))

@@ -20,6 +20,7 @@ from anygpu.compat.transforms.conv3d_methods import Conv3dMethod, Geometry
 from anygpu.compat.transforms.order import conv3d_step
 from anygpu.pipelines.pipeline import Parts
 from compat.transforms.test_conv3d import randomised
+from convolutions import always
 from torch import nn
 
 from simulated import accelerator, profiles
@@ -92,7 +93,7 @@ def test_legacy_conv3d_in_framepack(mode: str, acc: torch.device) -> None:
         unswapped = resident(mode, copy.deepcopy(embeds), acc)
         with pytest.raises(RuntimeError, match="slow_conv3d_forward"), unswapped.hold("vae") as held:
             run(held)
-        swap_conv3d(embeds, LEGACY)
+        swap_conv3d(embeds, choose_by(LEGACY))
         offloader = resident(mode, embeds, acc)
         for _ in range(2):
             with offloader.hold("vae") as held:
@@ -105,7 +106,7 @@ def test_legacy_conv3d_in_a_vae(acc: torch.device) -> None:
     model = nn.Sequential(nn.Conv3d(8, 8, 3), nn.GroupNorm(2, 8), nn.Conv3d(8, 4, 3)).requires_grad_(False)
     x, expected = sample(1, 8, 6, 7, 7), model(sample(1, 8, 6, 7, 7))
     model.bfloat16()
-    swapped = swap_conv3d(model, LEGACY)
+    swapped = swap_conv3d(model, choose_by(LEGACY))
     assert {choice.form for choice in swapped.choices.values()} == {Conv3dMethod.FP32}
     model.to(acc)
     with accelerator.hook(CONVOLUTIONS, before=no_bf16) as hook:
@@ -121,7 +122,7 @@ def test_no_conv3d_for_the_mochi_decoder(mode: str, acc: torch.device) -> None:
         unswapped = resident(mode, copy.deepcopy(vae), acc)
         with pytest.raises(NotImplementedError, match="volume"), unswapped.hold("vae") as held:
             held.decode(latents.to(acc))
-        swap_conv3d(vae, {"conv3d": False})
+        swap_conv3d(vae, choose_by({"conv3d": False}))
         offloader = resident(mode, vae, acc)
         for _ in range(2):
             with offloader.hold("vae") as held, own_tensors(held):
@@ -136,7 +137,7 @@ def test_no_conv3d_for_the_mochi_decoder(mode: str, acc: torch.device) -> None:
 def test_no_conv3d_for_other_decoders(name: str, size: tuple, mode: str, acc: torch.device) -> None:
     vae, latents = randomised(name), sample(*size)
     expected = vae.decode(latents, return_dict=False)[0]
-    swapped = swap_conv3d(vae, {"conv3d": False})
+    swapped = swap_conv3d(vae, choose_by({"conv3d": False}))
     with without_volumes(), torch.inference_mode():
         offloader = resident(mode, vae, acc)
         with offloader.hold("vae") as held, own_tensors(held):
@@ -216,7 +217,7 @@ def test_wrong_convolutions_are_gone_around(facts: dict, matches: Callable[[list
     on_device = copy.deepcopy(model).to(acc)
     with accelerator.hook(CONVOLUTIONS, after=spoiled(matches)):
         assert on_device(x.to(acc, torch.float16)).isnan().any()
-        swap_conv3d(model, facts)
+        swap_conv3d(model, choose_by(facts))
         assert close(model.to(acc)(x.to(acc, torch.float16)), expected, torch.float16)
 
 
@@ -236,7 +237,7 @@ def test_weights_arrive_contiguous(acc: torch.device) -> None:
         with pytest.raises(RuntimeError, match="segmentation"):
             on_device(x.to(acc))
         for form in (Conv3dMethod.NATIVE, Conv3dMethod.FRAMES):
-            swapped = swap_conv3d(model, form)
+            swapped = swap_conv3d(model, always(form))
             assert close(model.to(acc)(x.to(acc)), expected)
             swapped.restore()
             model.cpu()
@@ -246,10 +247,10 @@ def test_a_swap_on_the_device_is_compared_there(acc: torch.device) -> None:
     """The original runs on the CPU, so a device that cannot run it can still be checked."""
     model = nn.Conv3d(4, 4, 3).requires_grad_(False).to(acc)
     with accelerator.hook(CONVOLUTIONS, before=no_volumes):
-        assert list(swap_conv3d(model, Conv3dMethod.FRAMES).choices) == [""]
+        assert list(swap_conv3d(model, always(Conv3dMethod.FRAMES)).choices) == [""]
     model = nn.Conv3d(4, 4, 3).requires_grad_(False).to(acc)
     with accelerator.hook(CONVOLUTIONS, after=spoiled(lambda arguments: True)):
-        assert "differs by nan" in swap_conv3d(model, Conv3dMethod.FRAMES).left[""]
+        assert "differs by nan" in swap_conv3d(model, always(Conv3dMethod.FRAMES)).left[""]
     assert type(model) is nn.Conv3d
 
 
@@ -272,7 +273,7 @@ def test_probes_lead_to_a_form_that_works(machine: str, dtype: torch.dtype, form
     vae.to(dtype)
     with profiles.on(machine) as profile, torch.inference_mode():
         facts = abilities(profile.facts, ProbeStore(profile.facts))
-        swapped = swap_conv3d(vae, facts)
+        swapped = swap_conv3d(vae, choose_by(facts))
         assert {choice.form for choice in swapped.choices.values()} >= {form}
         found = vae.to(profile.device).decode(latents.to(profile.device, dtype), return_dict=False)[0]
     error = (found.cpu().double() - expected.double()).abs().max() / expected.double().abs().max()
@@ -298,7 +299,7 @@ def test_an_input_on_the_host_is_moved_and_reported(acc: torch.device, caplog: p
     """What reads as a missing bf16 kernel is an input that stayed behind."""
     model, x = nn.Conv3d(4, 4, 3).requires_grad_(False), sample(1, 4, 4, 6, 6)
     expected = model(x)
-    swap_conv3d(model, Conv3dMethod.FRAMES)
+    swap_conv3d(model, always(Conv3dMethod.FRAMES))
     model.to(acc)
     for _ in range(2):
         assert close(model(x), expected)
@@ -308,7 +309,7 @@ def test_an_input_on_the_host_is_moved_and_reported(acc: torch.device, caplog: p
 @pytest.mark.parametrize("away", ["cpu", "meta"])
 def test_an_input_never_goes_to_a_master_copy(away: str, acc: torch.device) -> None:
     model = nn.Conv3d(4, 4, 3).requires_grad_(False)
-    swap_conv3d(model, Conv3dMethod.FRAMES)
+    swap_conv3d(model, always(Conv3dMethod.FRAMES))
     model.to(away)
     with pytest.raises(UnsupportedError, match=f"is on acc:0 and its weight on {away}.*offloader"):
         model(sample(1, 4, 4, 6, 6).to(acc))
@@ -360,7 +361,7 @@ def test_a_host_may_lend_the_weights_itself(acc: torch.device) -> None:
     """
     model, x = nn.Conv3d(4, 4, 3).requires_grad_(False), sample(1, 4, 4, 6, 6)
     expected = model(x)
-    swap_conv3d(model, {"conv3d": False})
+    swap_conv3d(model, choose_by({"conv3d": False}))
     provided: list[torch.device] = []
 
     @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.checkpoints import weights as checkpoints
-from anygpu.compat.checkpoints.headers import TensorEntry, header_of
+from anygpu.compat.checkpoints.headers import TensorEntry, entries_and_notes
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.device import facts as device
 from anygpu.compat.device.facts import facts_for
@@ -206,10 +206,11 @@ def test_a_view_that_nobody_may_write_to_holds_what_the_file_has(tmp_path, monke
     values = torch.arange(64, dtype=torch.float32)
     path = checkpoints.write_tensors(tmp_path / "a.safetensors", {"w": values}, {})
     for dtype in (None, torch.float16):
-        tensor = read_tensors(header_of(path), dtype, lambda _bytes: None, mapped=True)["w"]
+        tensor = read_tensors(entries_and_notes(path)[0], dtype, lambda _bytes: None, mapped=True)["w"]
         assert torch.equal(tensor.float(), values)
     assert not recwarn.list, "torch warns of memory that it cannot write to"
-    place = read_tensors(header_of(path), None, lambda _bytes: None, mapped=True)["w"].untyped_storage().pages[0]
+    read = read_tensors(entries_and_notes(path)[0], None, lambda _bytes: None, mapped=True)["w"]
+    place = read.untyped_storage().pages[0]
     with pytest.raises(TypeError, match="readonly"):
         place[0] = 1
     checkpoints.release_pages(tensor)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.compat.checkpoints.headers import declared
+from anygpu.compat.checkpoints.weights import described
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
@@ -124,7 +124,7 @@ def test_founding_failure_5_our_loader_brings_every_weight_there(tiny_folder, tm
 
     model = tmp_path / "mochi"
     shutil.copytree(tiny.build("mochi", tiny_folder), model, symlinks=False)
-    (file,) = {entry.file for entry in declared(sorted((model / "vae").glob("*.safetensors"))).values()}
+    (file,) = {entry.file for entry in described(sorted((model / "vae").glob("*.safetensors"))).values()}
     stored = {name: tensor.to(BF16) for name, tensor in load_file(file).items()}
     save_file(stored, file)
     with profiles.on("gfx1151") as machine:

@@ -342,14 +342,10 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
         yield
         return
     layers: Any = transformer.transformer_blocks
-    undo = Undo()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            for index in blocks:
-                undo.patch(layers[index].attn1, _values)
-            yield
-    finally:
-        undo.restore()
+    with Undo() as undo, torch.compiler.set_stance("force_eager"):
+        for index in blocks:
+            undo.patch(layers[index].attn1, _values)
+        yield
 
 
 def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -83,9 +83,6 @@ def test_every_bit_survives_every_device_both_ways(machine: str, dtype: torch.dt
         assert there.device == profile.device and there.dtype is dtype
         path = write_record(tmp_path / f"{size}.safetensors", {"x": there.clone()}, {})
         assert torch.equal(read_record(path, "latents")[0]["x"].view(bits), here.view(bits))
-        again, _ = read_record(path, "latents", profile.device)
-        assert again["x"].device == profile.device
-        assert torch.equal(to_host(again["x"]).view(bits), here.view(bits))
 
 
 def test_a_device_that_spoils_only_large_float_copies_is_no_match(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_reads_every_tensor_bit_for_bit(file, monkeypatch):
     path, tensors = file
     monkeypatch.setattr(checkpoints, "SLICE_BYTES", 64)  # many slices
     read = []
-    found = checkpoints.read_tensors(headers.declared([path]), None, read.append)
+    found = checkpoints.read_tensors(described([path]), None, read.append)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
@@ -41,7 +41,7 @@ def test_reads_every_tensor_bit_for_bit(file, monkeypatch):
 
 
 def test_casts_floating_tensors_only(file):
-    found = checkpoints.read_tensors(headers.declared([file[0]]), torch.float64, ignore)
+    found = checkpoints.read_tensors(described([file[0]]), torch.float64, ignore)
     assert found["weight"].dtype is torch.float64
     assert found["index"].dtype is torch.int64
 
@@ -56,7 +56,7 @@ def test_a_cancel_acts_between_slices(file, monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.read_tensors(headers.declared([file[0]]), None, cancel)
+        checkpoints.read_tensors(described([file[0]]), None, cancel)
     assert len(calls) == 3
 
 
@@ -65,7 +65,7 @@ def test_a_truncated_file_is_named(file, keep):
     path, _ = file
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*cut short"):
-        headers.header_of(path)
+        headers.entries_and_notes(path)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_truncated_file_is_named(file, keep):
 def test_a_false_header_is_named(tmp_path, content):
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-        headers.header_of(tmp_path / "m.safetensors")
+        headers.entries_and_notes(tmp_path / "m.safetensors")
 
 
 def test_a_missing_shard_is_named(tmp_path):
@@ -180,7 +180,7 @@ def entry(*offsets: int, shape: tuple[int, ...] = (1,), dtype: str = "F32") -> d
 def test_a_header_that_cannot_be_is_refused(tmp_path, header, data, word):
     path = bad(tmp_path, header, bytes(data))
     with pytest.raises(UnsupportedError if "stored" in word else CheckpointError, match=word):
-        headers.header_of(path)
+        headers.entries_and_notes(path)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, header, data, word):
 def test_another_file_under_this_name_is_told(tmp_path, content, word):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=word):
-        headers.header_of(tmp_path / "model.safetensors")
+        headers.entries_and_notes(tmp_path / "model.safetensors")
 
 
 def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):
@@ -206,7 +206,7 @@ def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):
     (tmp_path / "folder.safetensors").mkdir()
     for name in ("loop", "folder", "absent"):
         with pytest.raises(CheckpointError) as caught:
-            headers.header_of(tmp_path / f"{name}.safetensors")
+            headers.entries_and_notes(tmp_path / f"{name}.safetensors")
         assert "\n" not in str(caught.value)
 
 
@@ -214,7 +214,7 @@ def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):
 @pytest.mark.parametrize("change", ["longer", "replaced", "gone"])
 def test_a_file_that_changes_between_header_and_weights_is_refused(file, change, mapped):
     path, _ = file
-    entries = headers.declared([path])
+    entries = described([path])
     if change == "longer":
         path.write_bytes(path.read_bytes() + b"0")
     elif change == "replaced":
@@ -230,7 +230,7 @@ def test_two_shards_with_one_name_are_refused(tmp_path):
     for name in ("one", "two"):
         save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor 'a', which one\.safetensors has too"):
-        headers.declared([tmp_path / "one.safetensors", tmp_path / "two.safetensors"])
+        described([tmp_path / "one.safetensors", tmp_path / "two.safetensors"])
 
 
 def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeyp
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     before = path.read_bytes()
-    entries, read = headers.declared([path]), []
+    entries, read = described([path]), []
     found = checkpoints.read_tensors(entries, None, read.append, mapped=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
@@ -256,7 +256,7 @@ def test_large_tensors_are_views_that_do_not_write_to_the_file(tmp_path, monkeyp
 def test_every_bf16_pattern_becomes_fp32_exactly(tmp_path):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     save_file({"weight": patterns.view(torch.bfloat16)}, tmp_path / "model.safetensors")
-    entries = headers.declared([tmp_path / "model.safetensors"])
+    entries = described([tmp_path / "model.safetensors"])
     found = checkpoints.read_tensors(entries, torch.float32, ignore)["weight"]
     expected = (patterns.to(torch.int32) << 16).view(torch.float32)
     same = (found == expected) | (found.isnan() & expected.isnan())

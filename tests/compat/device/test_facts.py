@@ -94,7 +94,8 @@ def test_tenstorrent_behind_xla(monkeypatch, parsed):
 
 
 def test_any_other_plug_in(parsed):
-    plug_in = device._plug_in_facts(SimpleNamespace(type="npu", index=0))
+    npu = SimpleNamespace(type="npu", index=0)
+    plug_in = device._plain(device._plug_in_facts(npu), npu)
     assert (plug_in["backend"], plug_in["arch_class"], plug_in["name"]) == ("npu", "other", "npu device")
 
 

@@ -107,7 +107,7 @@ def _when(source, target, change):
     "pair", ["bf16_to_fp32", "fp32_to_bf16", "bf16_to_fp16", "fp16_to_bf16", "fp16_to_fp32", "fp32_to_fp16"]
 )
 def test_each_conversion_that_gives_zeros_is_found_and_no_other(pair):
-    source, target = (probes.NAMES[name] for name in pair.split("_to_"))
+    source, target = (probes.DTYPES[name] for name in pair.split("_to_"))
     found = asked("aten::copy_", f"cast.{pair}", after=_when(source, target, lambda into: into.zero_()))
     assert found.status == WRONG
     assert "of them zero" in found.detail

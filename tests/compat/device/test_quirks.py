@@ -324,12 +324,6 @@ def test_what_is_costly_is_not_mended_by_a_right_answer():
     assert "emulate" in found.why
 
 
-def test_versions_that_are_handed_in_replace_the_machine_s():
-    facts = nvidia(torch="2.9.0")
-    assert "conv3d_without_cudnn" in {row.name for row in quirks.active(facts)}
-    assert "conv3d_without_cudnn" not in {row.name for row in quirks.active(facts, {"torch": "2.11"})}
-
-
 @pytest.mark.parametrize(
     ("version", "span", "inside"),
     [

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from anygpu.compat.checkpoints.headers import declared
-from anygpu.compat.checkpoints.weights import read_tensors, release_pages
+from anygpu.compat.checkpoints.weights import described, read_tensors, release_pages
 from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
@@ -175,7 +174,7 @@ def test_a_module_of_small_tensors_goes_in_one_transfer(count: int):
 
 def test_a_view_that_is_let_go_reads_the_same_bytes_and_holds_no_memory(tmp_path: Path):
     save_file({"large": torch.arange(2**23, dtype=torch.int32)}, tmp_path / "a.safetensors")
-    tensor = read_tensors(declared([tmp_path / "a.safetensors"]), None, lambda _: None, mapped=True)["large"]
+    tensor = read_tensors(described([tmp_path / "a.safetensors"]), None, lambda _: None, mapped=True)["large"]
     parameter = torch.nn.Parameter(tensor.view(2048, 4096), requires_grad=False)
     del tensor
 

@@ -219,7 +219,7 @@ def package(monkeypatch: pytest.MonkeyPatch, choice: str, attend: Any, versions:
     }[choice]
     monkeypatch.setitem(sys.modules, module.partition(".")[0], SimpleNamespace())
     monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{function: attend}))
-    monkeypatch.setattr(kernels, "installed", lambda name: versions.get(name, ""))
+    monkeypatch.setattr(kernels, "version_of", lambda name: versions.get(name, ""))
 
 
 REFUSED = {  # choice, facts, dtype, head width, installed -> what the line says

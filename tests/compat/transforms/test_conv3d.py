@@ -29,6 +29,7 @@ from anygpu.compat.transforms.conv3d_choice import (
     stored_timings,
 )
 from anygpu.compat.transforms.conv3d_methods import FORMS, Conv3dMethod, Geometry, convolve, covers, padded
+from convolutions import always
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -427,7 +428,7 @@ def test_swap_keeps_every_object_and_goes_back() -> None:
     model, x = small(padding=1), torch.randn(2, 4, 5, 6, 7)
     before = [(name, module, type(module), dict(module.__dict__)) for name, module in model.named_modules()]
     keys, expected = list(model.state_dict()), model(x)
-    swapped = swap_conv3d(model, FORBIDDEN)
+    swapped = swap_conv3d(model, choose_by(FORBIDDEN))
     assert [module for _, module in model.named_modules()] == [module for _, module, _, _ in before]
     assert list(model.state_dict()) == keys and all(isinstance(model[index], nn.Conv3d) for index in (0, 2))
     assert {name: choice.form for name, choice in swapped.choices.items()} == {
@@ -455,7 +456,7 @@ def test_paddings_of_the_layer_itself(mode: str, padding: Any) -> None:
         x = torch.randn(4, 5, 6, 7)  # without a batch
         expected = model(x)
         for form in (Conv3dMethod.FRAMES, Conv3dMethod.MATMUL, Conv3dMethod.CHANNELS_LAST):
-            swapped = swap_conv3d(model, form)
+            swapped = swap_conv3d(model, always(form))
             assert len(swapped.choices) == 1
             assert torch.allclose(model(x), expected, atol=1e-5)
             swapped.restore()
@@ -468,17 +469,17 @@ def test_only_exact_classes() -> None:
 
     model = nn.Sequential(PadsElsewhere(4, 4, 3), nn.Conv3d(4, 4, 3), nn.Conv3d(4, 4, 3))
     model[2].forward = lambda x: x
-    swapped = swap_conv3d(model, Conv3dMethod.FRAMES)
+    swapped = swap_conv3d(model, always(Conv3dMethod.FRAMES))
     assert list(swapped.choices) == ["1"]
     assert "PadsElsewhere" in swapped.left["0"] and "replaced" in swapped.left["2"]
     assert type(model[0]) is PadsElsewhere
     assert str(swapped).endswith("2 left as they are")
-    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), Conv3dMethod.FRAMES).choices == {}
+    assert swap_conv3d(nn.Sequential(nn.Linear(2, 2)), always(Conv3dMethod.FRAMES)).choices == {}
 
 
 def test_form_by_form_and_layers_it_does_not_cover() -> None:
     model = small()
-    swapped = swap_conv3d(model, Conv3dMethod.POINTWISE)
+    swapped = swap_conv3d(model, always(Conv3dMethod.POINTWISE))
     assert list(swapped.choices) == ["2"] and swapped.left == {"0": "not chosen"}
     swapped.restore()
     swapped = swap_conv3d(
@@ -490,7 +491,7 @@ def test_form_by_form_and_layers_it_does_not_cover() -> None:
 def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = small()
     monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, lambda x, *rest: FORMS[Conv3dMethod.NATIVE](x, *rest) + 0.01)
-    swapped = swap_conv3d(model, FORBIDDEN)
+    swapped = swap_conv3d(model, choose_by(FORBIDDEN))
     assert list(swapped.choices) == ["2"] and type(model[0]) is nn.Conv3d
     assert "differs by" in swapped.left["0"] and "differs by" in caplog.text
 
@@ -499,22 +500,22 @@ def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
 
     swapped.restore()
     monkeypatch.setitem(FORMS, Conv3dMethod.FRAMES, fails)
-    assert swap_conv3d(model, FORBIDDEN).left == {"0": "its replacement failed: no engine"}
+    assert swap_conv3d(model, choose_by(FORBIDDEN)).left == {"0": "its replacement failed: no engine"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_comparison_allows_the_rounding_of_each_dtype(dtype: torch.dtype) -> None:
     for form in Conv3dMethod:
         model = nn.Conv3d(96, 32, 1 if form in (Conv3dMethod.POINTWISE, Conv3dMethod.PATCHES) else 3).to(dtype)
-        assert not swap_conv3d(model, form).left, form
+        assert not swap_conv3d(model, always(form)).left, form
 
 
 def test_refuses_what_comes_too_late_or_too_early() -> None:
     accelerate = pytest.importorskip("accelerate")
     model = small()
-    swapped = swap_conv3d(model, Conv3dMethod.FRAMES)
+    swapped = swap_conv3d(model, always(Conv3dMethod.FRAMES))
     with pytest.raises(UnsupportedError, match="Sequential 0 is swapped already"):
-        swap_conv3d(model, Conv3dMethod.MATMUL)
+        swap_conv3d(model, always(Conv3dMethod.MATMUL))
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(UnsupportedError, match="hooks of an offloader"):
         swapped.restore()
@@ -522,7 +523,7 @@ def test_refuses_what_comes_too_late_or_too_early() -> None:
     swapped.restore()
     assert type(model[0]) is nn.Conv3d and model[0].forward.__func__ is nn.Conv3d.forward
     with pytest.raises(UnsupportedError, match="on meta"):
-        swap_conv3d(small().to("meta"), Conv3dMethod.FRAMES)
+        swap_conv3d(small().to("meta"), always(Conv3dMethod.FRAMES))
 
 
 def test_swap_after_hooks_have_gone() -> None:
@@ -533,7 +534,7 @@ def test_swap_after_hooks_have_gone() -> None:
     accelerate.cpu_offload(model, execution_device="cpu")
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     assert "forward" in model[0].__dict__
-    swap_conv3d(model, FORBIDDEN)
+    swap_conv3d(model, choose_by(FORBIDDEN))
     with NoVolumes():
         assert torch.allclose(model(x), expected, atol=1e-5)
 
@@ -554,7 +555,7 @@ def adapted(model: nn.Module) -> nn.Module:
 def test_weights_stored_in_fp8_and_adapters_go_on(around: Any, layers: int, dtype: torch.dtype | None) -> None:
     model, x = around(small()), torch.randn(1, 4, 4, 5, 5)
     expected = model(x)
-    swapped = swap_conv3d(model, FORBIDDEN)
+    swapped = swap_conv3d(model, choose_by(FORBIDDEN))
     assert len(swapped.choices) == layers
     with NoVolumes():
         assert torch.allclose(model(x), expected, atol=1e-5)
@@ -565,7 +566,7 @@ def test_weights_stored_in_fp8_and_adapters_go_on(around: Any, layers: int, dtyp
 
 def test_a_copy_of_a_swapped_part_is_swapped_too() -> None:
     model, x = small(), torch.randn(1, 4, 4, 5, 5)
-    swap_conv3d(model, FORBIDDEN)
+    swap_conv3d(model, choose_by(FORBIDDEN))
     twin = copy.deepcopy(model)
     with NoVolumes():
         assert torch.equal(twin(x), model(x))
@@ -605,7 +606,7 @@ def test_vae_without_conv3d(name: str, quiet: None) -> None:
         with pytest.raises(NotImplementedError, match="volumes"), NoVolumes():
             once()
     for choose in (FORBIDDEN, {"conv3d": False, "conv2d": False}):
-        swapped = swap_conv3d(vae, choose)
+        swapped = swap_conv3d(vae, choose_by(choose))
         assert not swapped.left
         with NoVolumes():
             found = vae.encode(pixels).latent_dist.mode(), vae.decode(latents, return_dict=False)[0]
@@ -620,7 +621,7 @@ def test_conv_cache_of_mochi_stays_right(quiet: None) -> None:
     cogvideox = pytest.importorskip("diffusers.models.autoencoders.autoencoder_kl_cogvideox")
     conv, x = cogvideox.CogVideoXCausalConv3d(4, 4, 3, pad_mode="constant"), torch.randn(1, 4, 6, 5, 5)
     whole, _ = conv(x)
-    swap_conv3d(conv, FORBIDDEN)
+    swap_conv3d(conv, choose_by(FORBIDDEN))
     cache, pieces = None, []
     for piece in x.split(2, dim=2):
         with NoVolumes():
@@ -636,7 +637,7 @@ def test_both_ends_of_time_in_ltx(causal: bool, quiet: None) -> None:
     for kernel, stride in ((3, 1), (3, 2), (1, 1)):
         conv, x = ltx.LTXVideoCausalConv3d(4, 4, kernel, stride, is_causal=causal), torch.randn(1, 4, 5, 6, 6)
         expected = conv(x)
-        swap_conv3d(conv, Conv3dMethod.FRAMES)
+        swap_conv3d(conv, always(Conv3dMethod.FRAMES))
         with NoVolumes():
             assert torch.allclose(conv(x), expected, atol=1e-5)
 
@@ -654,7 +655,7 @@ def test_framepack_patch_embeds(quiet: None) -> None:
     expected = [embeds["x"](x), *embeds["clean"](*history)]
     with pytest.raises(NotImplementedError, match="aten::pad"), NoVolumes():
         embeds["clean"](None, None, history[2])
-    swapped = swap_conv3d(embeds, FORBIDDEN)
+    swapped = swap_conv3d(embeds, choose_by(FORBIDDEN))
     assert {name: choice.form for name, choice in swapped.choices.items()} == dict.fromkeys(
         ("x.proj", "clean.proj", "clean.proj_2x", "clean.proj_4x"), Conv3dMethod.PATCHES
     )
@@ -677,7 +678,7 @@ def test_framepack_as_first_published() -> None:
 
     embed, x = HunyuanVideoPatchEmbedForCleanLatents(8).requires_grad_(False), torch.randn(1, 16, 4, 8, 8)
     expected = [conv(x) for conv in embed.children()]
-    assert len(swap_conv3d(embed, FORBIDDEN).choices) == 3
+    assert len(swap_conv3d(embed, choose_by(FORBIDDEN)).choices) == 3
     with NoVolumes():
         assert all(torch.allclose(conv(x), e, atol=1e-5) for conv, e in zip(embed.children(), expected, strict=True))
 
@@ -718,7 +719,7 @@ def test_no_conv3d_compiled(quiet: None, model: Callable[[], nn.Module], size: t
         with pytest.raises(Exception, match="failed to legalize operation"):
             torch.compile(module, backend=no_volumes_backend(seen), fullgraph=True)(x)
         torch._dynamo.reset()
-        swap_conv3d(module, FORBIDDEN)
+        swap_conv3d(module, choose_by(FORBIDDEN))
         seen.clear()
         compiled = torch.compile(module, backend=no_volumes_backend(seen), fullgraph=True)(x)
     finally:

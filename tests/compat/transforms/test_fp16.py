@@ -155,7 +155,7 @@ def ran(block: nn.Module, inputs: dict[str, Any], dtype: torch.dtype) -> list[to
 
 def safe(block: nn.Module, fp32_output: bool = False) -> nn.Module:
     model = Model(copy.deepcopy(block).float())
-    report = apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
+    report = apply_fp16_safe(model, "any", fp32_output)
     assert report.rewritten["blocks"] == 1 and not report.left
     return model.transformer_blocks[0]
 

@@ -403,7 +403,7 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     drawn = [inputs, *(redrawn(inputs, seed) for seed in range(DRAWS - 1))]
     truth = [ran(block, each, torch.float64) for each in drawn]
     model = Model(copy.deepcopy(block).float())
-    fp16.apply_fp16_safe(model, "any", {"fp32_output": fp32_output})
+    fp16.apply_fp16_safe(model, "any", fp32_output)
     taken_off = replace_attention(model, SDPA)
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()

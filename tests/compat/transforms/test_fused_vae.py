@@ -9,13 +9,13 @@ import pytest
 import torch
 from anygpu.compat.transforms import fused_vae
 from anygpu.compat.transforms.conv3d import swap_conv3d
-from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_attention import FORM
 from anygpu.compat.transforms.fused_vae import FUSION_POINT, FUSIONS, fuse_vae
 from anygpu.kernels import group_norm
 from anygpu.pipelines.registry import FAMILIES
 from compat.transforms.test_fused import on_cuda
+from convolutions import always
 from tiny import parts
 from tiny.weights import randomise
 from torch import nn

@@ -415,6 +415,6 @@ def experts() -> dict[str, Any]:
         bank.expert_linear(x, 1)
         alone = calls.total()
         calls.clear()
-        with fit.attached(network), bank.bank_resident(x):
+        with fit.attach(network), bank.bank_resident(x):
             found = bank.expert_linear(x, 1)
     return {"alone": alone, "products": calls.total(), "error": error(found, expected), "left": left_behind(network)}

@@ -7,9 +7,9 @@ import pytest
 import torch
 import triton  # noqa: F401 - interpreted only where it was imported before the first launch
 from anygpu.compat.transforms.conv3d import swap_conv3d
-from anygpu.compat.transforms.conv3d_choice import always
 from anygpu.compat.transforms.conv3d_methods import Conv3dMethod
 from anygpu.compat.transforms.fused_vae import FUSIONS, fuse_vae
+from convolutions import always
 from tiny.weights import randomise
 from torch import nn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 import torch
-from anygpu.compat.checkpoints.headers import header_of
+from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.files.evidence import (
     Evidence,
@@ -109,7 +109,7 @@ def test_the_one_file_whose_first_upload_was_turned_comes_with_a_caution(
     """Since 14 May 2025 Lightricks' fp8 is plain, and its Q8 kernels turn the weights themselves."""
     tensors: dict[str, tuple[int, ...]] = {"transformer_blocks.0.attn1.to_q.weight": (4, 4)}
     file = published.sparse(tmp_path / "models" / f"{name}.safetensors", tensors, dtype)
-    entries = header_of(file)
+    entries = entries_and_notes(file)[0]
     if scaled:
         entries = {key: replace(entry, codec="scaled") for key, entry in entries.items()}
     part = PartFiles("transformer", "diffusers", "X", file, {}, entries, torch.float32)
