@@ -415,10 +415,13 @@ class Doctor:
         choice: one of :data:`CHOICES` or :data:`EXPLAIN`; ``offer`` stops with what helps, ``keep`` goes on with it,
             also next time.
         tell: takes one line that the user should read.
+
+    ``instead`` is what prevents an overflow, in words that follow *or*; core's models have nodes of ours for it.
     """
 
     def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
         self.model, self.store, self.choice, self.tell = model, store, choice, tell
+        self.instead = ON_LOAD
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
 
@@ -463,10 +466,10 @@ class Doctor:
         plain = "The picture fails" if finding is None else finding.plain
         offered = BUTTON if repair is not None and self.choice == OFFER else {}
         found_there = f"{plain}; {where}: {diagnosis}"
-        raise NotFinite(found_there, expected="right values", fix=advice(diagnosis), button=offered)
+        raise NotFinite(found_there, expected="right values", fix=advice(diagnosis, self.instead), button=offered)
 
 
-def advice(diagnosis: Diagnosis) -> str:
+def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
     """The advice of a diagnosis, in a sentence."""
     finding, repair = diagnosis.finding, diagnosis.repair
     keep = f"Set repair to {KEEP} on AnyGPU Doctor and run again"
@@ -474,9 +477,9 @@ def advice(diagnosis: Diagnosis) -> str:
         damaged = f"Download the model's file again: {finding.layer}.{finding.weight} is damaged."
         return f"{damaged} Or {keep[0].lower()}{keep[1:]}." if repair else damaged
     if repair is not None:
-        return f"{keep}, or {ON_LOAD}." if finding is not None and finding.dtype == "fp16" else f"{keep}."
+        return f"{keep}, or {instead}." if finding is not None and finding.dtype == "fp16" else f"{keep}."
     if finding is not None and finding.inputs:
         return "Look at the node before: the text encoder, the picture or the latents that it is given."
     if finding is not None and not diagnosis.tried and finding.dtype in ("fp16", "bf16"):
-        return f"Add AnyGPU Doctor with repair {KEEP}, or {ON_LOAD}."
-    return f"Load the model again, use a file in another precision, or {ON_LOAD}."
+        return f"Add AnyGPU Doctor with repair {KEEP}, or {instead}."
+    return f"Load the model again, use a file in another precision, or {instead}."

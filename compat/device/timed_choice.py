@@ -50,13 +50,13 @@ def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
     return best if times[best] <= worth * times[default] else default
 
 
-def seconds_of(way: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+def seconds_of(way: Callable[[], Any], device: torch.device, clock: Callable[[], float] | None = None) -> float:
     """Seconds that ``way`` takes on ``device``, which is waited for before and after it."""
 
     def now() -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        return clock()
+        return (clock or time.perf_counter)()
 
     started = now()
     way()

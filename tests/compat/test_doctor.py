@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,8 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     assert diagnosis.repair == Repair("net.blocks.1.down", REPLACED) and torch.isfinite(output).all()
     assert torch.isinf(network.blocks[1].down.weight[0, 0]), "the repair changed the model's own weight"
     assert "Download" in doctor.advice(diagnosis)
+    elsewhere = replace(diagnosis, repair=None, finding=replace(diagnosis.finding, weight=""))
+    assert doctor.advice(elsewhere, "put a node before").endswith("or put a node before."), "of core's models"
 
 
 def test_what_is_wrong_before_the_network_is_said_to_be() -> None:

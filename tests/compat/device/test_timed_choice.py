@@ -52,6 +52,12 @@ def test_the_fastest_is_taken_once_kept_and_said(card, clock, tmp_path):
     assert ProbeStore(card, tmp_path).recall(KEPT)["native"] == 4.0, "what users have kept is read by this name"
 
 
+def test_the_clock_is_the_one_that_runs(monkeypatch):
+    ticks = iter(range(0, 100, 2))
+    monkeypatch.setattr(timed_choice.time, "perf_counter", lambda: float(next(ticks)))
+    assert timed_choice.milliseconds({"way": lambda: None}, torch.device("cpu"), 3) == {"way": 2000.0}
+
+
 def test_a_gain_too_small_to_trust_changes_nothing(card, clock, tmp_path):
     clock(native=4.0, native_cudnn=3.9, native_efficient=5.0)
     found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH)
