@@ -1,10 +1,10 @@
-"""Runs each operation once on a device against its fp64 reference, for reports and Triton's probe."""
+"""Runs each operation on a device against its fp64 reference, at two sizes, for reports and Triton's probe."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,33 @@ from . import activation, group_norm, norm, residual, rope
 from .library import AUTO, DTYPES, failures_raise, launches
 from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
+Run = tuple[Callable[..., Any], Callable[[], Any]]  # the call on a device, and its reference
+
 # In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
 # half for residual_norm, whose norm reads a sum that was rounded before.
 ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The shapes of one run of every operation: a batch of two, and a clip (B, C, T, H, W).
+
+    Args:
+        width: of the residual stream.
+        head: width of one of three heads.
+        groups: of the clip's channels.
+    """
+
+    tokens: int
+    width: int
+    head: int
+    clip: tuple[int, ...]
+    groups: int
+
+
+# Less than a tile of any kernel; then several of a tile's own width, of which the last is cut off, and a sample ends
+# inside another. Small ones alone let 15 of 16 damaged instructions through.
+SIZES = (Sizes(5, 48, 16, (1, 12, 2, 3, 5), 4), Sizes(70, 256, 64, (2, 64, 3, 9, 33), 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +74,21 @@ class SelfTest:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}: {verdict} ({how}, {result})"
 
 
-def self_tests(device: torch.device, form: str = AUTO, only: str = "") -> Iterator[SelfTest]:
+def self_tests(
+    device: torch.device, form: str = AUTO, only: str = "", dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[SelfTest]:
     """One :class:`SelfTest` for each operation and dtype; ``only`` names one operation."""
-    for dtype in DTYPES:
-        for name, (call, reference) in _calls(device, dtype).items():
+    for dtype in dtypes:
+        runs = [_calls(device, dtype, sizes) for sizes in SIZES]
+        for name in runs[0]:
             if not only or name == only:
-                yield _self_test(name, dtype, call, reference, device, form)
+                yield _self_test(name, dtype, [run[name] for run in runs], device, form)
 
 
 def _self_test(
     name: str,
     dtype: torch.dtype,
-    call: Callable[..., Any],
-    reference: Callable[[], Any],
+    runs: Sequence[Run],
     device: torch.device,
     form: str,
 ) -> SelfTest:
@@ -71,12 +97,12 @@ def _self_test(
     try:
         with failures_raise():
             launched = launches(torch.empty(0, dtype=dtype, device=device), form)
-            results = [_carried(tensor, torch.device("cpu")) for tensor in _all(call(form=form))]
+            results = [_carried(tensor, torch.device("cpu")) for call, _ in runs for tensor in _all(call(form=form))]
     except Exception as error:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
         fault = f"{type(error).__name__}: {error}".splitlines()[0]
         return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, fault=fault)
     spent = 1e3 * (time.perf_counter() - started)
-    pairs = zip(results, _all(reference()), strict=True)
+    pairs = zip(results, (tensor for _, reference in runs for tensor in _all(reference())), strict=True)
     worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
     error = math.inf if math.isnan(worst) else worst
     return SelfTest(name, dtype, launched=launched, error=error, bound=bound, milliseconds=round(spent, 3))
@@ -86,22 +112,23 @@ def _all(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
+def _calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, Run]:
     """By operation, the call on the device and the reference in fp64 on the host, of the same values."""
+    tokens, width, head, channels = sizes.tokens, sizes.width, sizes.head, sizes.clip[1]
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    def both(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> tuple[Any, Any]:
+    def both(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> Run:
         there, exact = _moved(terms, lambda t: _carried(t, device)), _moved(terms, lambda t: t.double())
         return lambda form: function(*there, form=form), lambda: reference(*exact)
 
-    x, branch, rows = some(2, 5, 48), some(2, 5, 48), some(2, 1, 6, 48).unbind(2)
-    q, k, text, weight = some(2, 6, 3, 16), some(2, 6, 3, 16), some(2, 2, 3, 16), some(16)
-    turn = torch.randn(5, 1, 8, generator=generator)
+    x, branch, rows = some(2, tokens, width), some(2, tokens, width), some(2, 1, 6, width).unbind(2)
+    q, k, text, weight = some(2, tokens + 1, 3, head), some(2, tokens + 1, 3, head), some(2, 2, 3, head), some(head)
+    turn = torch.randn(tokens, 1, head // 2, generator=generator)
     pair, other = Pair(q, k, weight, weight), Pair(text, text, weight, None)
-    clip, channel = some(1, 12, 2, 3, 5), some(12)
+    clip, channel = some(*sizes.clip), some(channels)
     mochi = Gate(rows[2], tanh=True, norm_eps=1e-6)
     modulation, layer = Modulation(rows[0], rows[1]), Norm(LAYER, 1e-6)
     return {
@@ -116,7 +143,7 @@ def _calls(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable
         "swiglu": both(activation.swiglu, activation.swiglu_reference, x),
         "group_norm_silu_pad": both(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
-            clip, GroupNorm(4, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0),
+            clip, GroupNorm(sizes.groups, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0),
         ),
         "rms_silu_pad": both(
             group_norm.rms_silu_pad, group_norm.rms_silu_pad_reference,

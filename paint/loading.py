@@ -17,7 +17,7 @@ from ..compat.checkpoints.weights import read_json
 from ..compat.decision import AUTO, Decision
 from ..compat.device.execution import HOST
 from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
-from ..compat.device.precision import PAINT, Precision, copies_decision, precision_for
+from ..compat.device.precision import FP32, PAINT, Precision, copies_decision, precision_for
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import HostWeights, Offloader, OffloadOptions
@@ -145,7 +145,7 @@ def load_paint(
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)
     shape, operands = networks.shape_for(kind, config), precision.compute or precision.transformer
-    avoided = avoided_by(probes, (operands, precision.vae))
+    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {

@@ -16,7 +16,7 @@ from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.execution import COMPILED
 from ..compat.device.facts import DeviceFacts
 from ..compat.device.precision import NAMES
-from ..compat.device.probe_store import OK, ProbeResult
+from ..compat.device.probe_store import OK, ProbeResult, ProbeStore
 from ..compat.device.quirks import abilities_of
 from ..compat.errors import UnsupportedError, require_choice
 from ..compat.memory.offloader import HOSTED
@@ -295,9 +295,12 @@ def speed_for(
     formats = require_stored_matmuls(facts) if request.stored_products else ()
     form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
-    needed = request.kernels in (fused.AUTO, fused.TRITON)  # the other choices run anywhere
-    other = "" if request.kernels == fused.OFF or (needed and against) else request.kernels
-    answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in (fused.AUTO, fused.TRITON) else None
+    launched = fused.AUTO, fused.TRITON  # the other choices run anywhere
+    other = "" if request.kernels == fused.OFF or (request.kernels in launched and against) else request.kernels
+    for place, operands, chosen in ((device, dtype, form), (beside, precision.vae, other)):
+        if chosen in launched and isinstance(probes, ProbeStore):
+            fused.leave_wrong(place, operands, probes)
+    answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
     epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
     return Speed(
         request=request,

@@ -262,9 +262,13 @@ def empty_host_cache() -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU."""
+    """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU.
+
+    The device is waited for: on Arc a chain of kernels that was still running became NaN (pytorch#197520).
+    """
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
+        synchronize(device)
         value_or(module.empty_cache, None)
 
 

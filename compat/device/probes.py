@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .execution import to_host
 
-SUITE = 2  # raise it when a probe asks something else: kept answers are then asked again
+SUITE = 3  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 Probe = Callable[[torch.device], str]
@@ -25,6 +25,11 @@ Probe = Callable[[torch.device], str]
 CHANNELS = ((4, 4), (32, 32), (64, 128))  # MPS is right for some channel counts only (pytorch#197114)
 PAD_SIDE = 256  # MPS corrupts a time pad from 65536 pixels per frame (pytorch#194922)
 GROUPNORM_BOUND = 0.05
+# Rows, inner size and columns: odd sizes, and those of a transformer, where published faults begin.
+# Source: intel/compute-runtime#1000 and #1001, ROCm/rocBLAS#1680.
+PRODUCTS = ((33, 64, 40), (512, 2048, 2048))
+SAMPLED = 64  # rows of a product that are compared, spread evenly
+NARROW_HEADS, WIDE_HEADS = (64, 128), (384, 512)  # of transformers, and of the one head in the middle of VAEs
 ATTENTION_BOUND = {FP32: 0.02, BF16: 0.2, FP16: 0.05}
 
 
@@ -86,8 +91,13 @@ def conv2d(dtype: torch.dtype, device: torch.device) -> str:
 
 def matmul(dtype: torch.dtype, device: torch.device) -> str:
     """P3: products of small integers, which every accumulation wide enough gets exactly right."""
-    a, b = _integers_of(33, 64), _integers_of(64, 40)
-    return _off(home(a.to(dtype).to(device) @ b.to(dtype).to(device)), a @ b, dtype)
+    for rows, inner, columns in PRODUCTS if device.type != "cpu" else PRODUCTS[:1]:  # what all are compared with
+        a, b = _integers_of(rows, inner), _integers_of(inner, columns)
+        some = torch.linspace(0, rows - 1, min(rows, SAMPLED)).long()
+        result = home(a.to(dtype).to(device) @ b.to(dtype).to(device))
+        if fault := _off(result[some], a[some] @ b, dtype):
+            return f"{rows}x{inner} by {inner}x{columns}: {fault}"
+    return ""
 
 
 def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
@@ -113,13 +123,15 @@ def fp32_output_probe(device: torch.device) -> str:
     return "" if torch.equal(product, torch.full((16, 16), 1_440_000.0)) else f"1440000 became {product[0, 0]:g}"
 
 
-def attention(dtype: torch.dtype, device: torch.device, masked: bool = False) -> str:
+def attention(
+    dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
+) -> str:
     """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether."""
     mask = torch.ones(77, 77, dtype=torch.bool)
     if masked:
         mask[:, 70:] = False
         mask[5] = False
-    for width in (64, 128):
+    for width in widths:
         q, k, v = (torch.randn(1, 2, 77, width, generator=_noise(seed)).to(dtype) for seed in range(3))
         q = q * 4
         given = mask.to(device) if masked else None
@@ -204,6 +216,7 @@ def standard() -> dict[str, Probe]:
         suite[f"conv3d.{name}"] = partial(conv3d, dtype, torch.contiguous_format)
         suite[f"conv3d_channels_last.{name}"] = partial(conv3d, dtype, torch.channels_last_3d)
         suite[f"attention.{name}"] = partial(attention, dtype)
+        suite[f"wide_attention.{name}"] = partial(attention, dtype, widths=WIDE_HEADS)
         suite[f"masked_attention.{name}"] = partial(attention, dtype, masked=True)
         suite[f"groupnorm.{name}"] = partial(groupnorm, dtype)
         suite[f"pad3d.{name}"] = partial(time_pad, dtype)

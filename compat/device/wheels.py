@@ -11,6 +11,8 @@ from .facts import DeviceFacts, gone
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
 
+LAST_CUDA_12 = "2.15"  # the first torch without builds for CUDA 12 (pytorch#190385, ComfyUI#16438)
+
 WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
     (
         "cuda",
@@ -35,8 +37,9 @@ def wheel_index(facts: DeviceFacts) -> tuple[str, str]:
 
 
 def install(index: str) -> str:
-    """The command that installs torch from ``index``."""
-    return f"python -m pip install -U torch torchvision --index-url {index}"
+    """The command that installs torch from ``index``, no newer than the last that it has."""
+    torch = f'"torch<{LAST_CUDA_12}"' if "/cu12" in index else "torch"
+    return f"python -m pip install -U {torch} torchvision --index-url {index}"
 
 
 def has_kernels(facts: DeviceFacts) -> bool:

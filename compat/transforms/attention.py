@@ -43,7 +43,9 @@ TOKENS, HEADS = 8192, 24  # a short clip of every family; from here on the ratio
 REPEATS, WORTH = 10, 0.95  # another kernel is taken where it needs at most this share of the time
 DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
+WIDE = 256  # head width above which some devices take a kernel that is not there; VAEs have such heads
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
+Avoided = torch.dtype | tuple[torch.dtype, int]
 UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
 
 
@@ -56,7 +58,8 @@ class Attention:
         budget_bytes: most that one call may take beside operands and result.
         decision: what runs and why, for people.
         kernel: torch's fused kernel for these operands; empty where it has none.
-        avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason.
+        avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason; paired with
+            :data:`WIDE` where it is wrong for wider heads alone.
         fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
             compiled, in which torch cannot be asked.
         fastest: the kernel that was timed fastest here, under ``auto`` for long sequences without a mask; empty for
@@ -67,7 +70,7 @@ class Attention:
     budget_bytes: int = UNKNOWN_BUDGET
     decision: Decision = UNDECIDED
     kernel: str = ""
-    avoided: Mapping[torch.dtype, str] = field(default_factory=dict)
+    avoided: Mapping[Avoided, str] = field(default_factory=dict)
     fused: frozenset[tuple[torch.dtype, int]] = frozenset()
     fastest: str = ""
 
@@ -103,17 +106,23 @@ class Attention:
             return EXPLICIT[self.fastest or self.choice](query, key, value)
         if self.fastest and mask is None and not causal and key.shape[-2] >= LONG and query.dtype.itemsize < 4:
             return EXPLICIT[self.fastest](query, key, value)
-        if self.choice != "native_math" and query.dtype not in self.avoided:
+        avoided = self.avoids(query.dtype, query.shape[-1])
+        if self.choice != "native_math" and not avoided:
             if self._has_fused(query, key, value, mask, causal):
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
-            if mask is None and not causal and query.dtype.itemsize < 4 and WORKED_ON not in self.avoided:
+            upcasts = mask is None and not causal and query.dtype.itemsize < 4
+            if upcasts and not self.avoids(WORKED_ON, query.shape[-1]):
                 upcast = like_in(query, WORKED_ON)
                 if self._has_fused(upcast, upcast, upcast):
                     return fp32_attention(query, key, value, self.budget_bytes)
         small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes
-        if small and query.dtype.itemsize >= 4 and query.dtype not in self.avoided:  # else scores may be 16-bit too
+        if small and query.dtype.itemsize >= 4 and not avoided:  # else scores may be 16-bit too
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
+
+    def avoids(self, dtype: torch.dtype, width: int) -> bool:
+        """True if torch's fused kernel was seen to be wrong here for heads of this width."""
+        return dtype in self.avoided or (width > WIDE and (dtype, WIDE) in self.avoided)
 
     def _has_fused(self, query: torch.Tensor, *rest: Any) -> bool:
         if torch.compiler.is_compiling():
@@ -126,7 +135,7 @@ def attention_for(
     facts: DeviceFacts,
     dtype: torch.dtype,
     head_width: int,
-    avoided: Mapping[torch.dtype, str] | None = None,
+    avoided: Mapping[Avoided, str] | None = None,
 ) -> Attention:
     """The attention for a choice on the device of ``facts``, tried out there once.
 
@@ -214,17 +223,21 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
     return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
 
 
-def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, str]:
+def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
 
     Its probes with a mask do not count: none is passed here.
+
+    Args:
+        wide: dtypes of operands with heads wider than :data:`WIDE`.
     """
-    avoided = {}
-    for dtype in dict.fromkeys(dtypes if probes else ()):
-        name = f"attention.{NAMES.get(dtype)}"
+    avoided: dict[Avoided, str] = {}
+    asked = [(each, each, "attention") for each in dtypes] + [((each, WIDE), each, "wide_attention") for each in wide]
+    for key, dtype, probe in dict.fromkeys(asked if probes else ()):
+        name = f"{probe}.{NAMES.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
         if answer is not None and answer.status in (WRONG, UNUSABLE):
-            avoided[dtype] = f"torch's attention is {answer.status} in {NAMES[dtype]} here ({answer.detail})"
+            avoided[key] = f"torch's attention is {answer.status} in {NAMES[dtype]} here ({answer.detail})"
     return avoided
 
 

@@ -11,6 +11,7 @@ MEBIBYTE = 1024**2
 UNKNOWN_BUDGET = 256 * MEBIBYTE
 SCORE_BYTES = 4  # scores are fp32 here, whatever the operands are; in torch's math too, unless a program allows less
 WORKED_ON = torch.float32
+SUMMED_KEYS = 16384  # of one product with the values: from 32,767 on M1 and M2 add memory beyond them (pytorch#195163)
 
 
 def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -115,7 +116,11 @@ def _chunk(
     # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
     scores.sub_(scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(WORKED_ON).min)).exp_()
     total = scores.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest score gives 1; no score gives 0
-    return torch.matmul(scores, values).div_(total)
+    parts = zip(scores.split(SUMMED_KEYS, -1), values.split(SUMMED_KEYS, -2), strict=True)
+    result = torch.matmul(*next(parts))
+    for part in parts:
+        result += torch.matmul(*part)
+    return result.div_(total)
 
 
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:

@@ -20,6 +20,8 @@ from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST, placed, to_host
+from ..device.precision import NAMES
+from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
 from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
@@ -134,6 +136,17 @@ def triton_fault(device: torch.device) -> str:
     if wrong and wrong[0].fault:
         raise RuntimeError(wrong[0].fault)
     return "; ".join(map(str, wrong))
+
+
+def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore) -> None:
+    """Have its reference run in the place of each operation that is wrong on ``device`` in ``dtype``; asked once."""
+
+    def measure() -> dict[str, str]:
+        return {test.name: str(test) for test in self_tests(device, TRITON, dtypes=(dtype,)) if not test.right}
+
+    kept = store.remember(f"wrong kernels in {NAMES[dtype]}", measure)
+    if isinstance(kept, Mapping):
+        FAULTS.update((name, str(fault)) for name, fault in kept.items() if name not in FAULTS)
 
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:

@@ -133,7 +133,7 @@ class AttentionOverride:
             self._note(FUSED)
             return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
         small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
-        if small and not safe and query.dtype is not HALF and query.dtype not in self.attention.avoided:
+        if small and not safe and query.dtype is not HALF and not self.attention.avoids(query.dtype, query.shape[-1]):
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
         self._note(EXACT)
@@ -273,7 +273,7 @@ class Heads:
 
     def has_kernel(self, dtype: torch.dtype, attention: Attention) -> bool:
         """True where torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
-        if dtype in attention.avoided:
+        if attention.avoids(dtype, self.query.shape[-1]):
             return False
         mask = self.mask
         if mask is not None and mask.dtype != dtype and mask.is_floating_point():

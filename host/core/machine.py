@@ -96,7 +96,9 @@ class ModelDevice:
     def kernels(self, dtype: torch.dtype) -> Kernels:
         """The kernels for operands of this dtype, asked once."""
         if dtype not in self._kernels:
-            chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,)))
+            chosen = attention_for(
+                AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
+            )
             fused = _has_kernels(self.facts.device, dtype) and dtype not in chosen.avoided
             self._kernels[dtype] = Kernels(chosen, fused)
         return self._kernels[dtype]

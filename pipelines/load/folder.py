@@ -208,7 +208,7 @@ def _attention(
     """The attention of a transformer, tried out on its device, and timed there where it is left to ``auto``."""
     width = int(config.get("attention_head_dim", HEAD_WIDTH))
     operands = precision.compute or precision.transformer
-    avoided = avoided_by(probes, (operands, precision.vae))
+    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     attention = attention_for(choice, facts, operands, width, avoided)
     return by_time(attention, facts, probes, operands, width)
 

@@ -184,6 +184,20 @@ def test_a_build_without_this_card_is_one_line_with_the_index():
     assert re.search(r"no kernels for a card \(sm61\).*sm_75.*whl/cu126", text) and "\n" not in text
 
 
+def test_the_command_for_cards_that_newer_builds_leave_names_the_last_torch():
+    for arch, bounded in (("sm52", True), ("sm61", True), ("sm70", True), ("sm75", False), ("sm120", False)):
+        command = wheels.install(wheels.wheel_index(_wants(arch, ()))[0])
+        assert ('"torch<2.15"' in command) is bounded, arch
+
+
+def test_memory_is_given_back_after_the_work(monkeypatch):
+    done = []
+    monkeypatch.setattr(device, "synchronize", lambda _device: done.append("waited"))
+    monkeypatch.setattr(torch.xpu, "empty_cache", lambda: done.append("emptied"))
+    device.empty_cache(torch.device("xpu"))
+    assert done == ["waited", "emptied"]
+
+
 def test_a_device_that_has_gone_is_one_line():
     text = str(wheels.unusable_device(_wants("sm90", ("sm_90",)), "CUDA error: device-side assert triggered"))
     assert re.search(r"has stopped answering .*device-side assert", text)

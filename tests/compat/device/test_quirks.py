@@ -112,10 +112,16 @@ BUG_CASES = {
     "conv3d_never_ends": BugCase(radeon("gfx1100"), radeon("gfx1201"), cared("tile_pixels", 128)),
     "benchmark_on_radeon": BugCase(radeon("gfx1030"), radeon("gfx942"), cared("benchmark", False)),
     "mps_time_pad": BugCase(other("mps"), other("xpu"), replaced("pad3d.fp32")),
-    "mps_conv3d_contiguous": BugCase(other("mps"), other("xpu"), replaced("conv3d.fp32")),
+    "mps_conv3d_contiguous": BugCase(other("mps", macos="26.2"), other("mps", macos="26.3"), unusable("conv3d.fp32")),
+    "mps_conv3d_slow": BugCase(other("mps", macos="26.3"), other("xpu"), replaced("conv3d.fp32")),
     "mps_bf16_before_macos14": BugCase(other("mps", macos="13.6"), other("mps", macos="14.0"), safe),
     "mps_large_array": BugCase(other("mps"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
     "xpu_allocation": BugCase(other("xpu"), nvidia(), cared("allocation_bytes", 4 * GIBIBYTE)),
+    "battlemage_products": BugCase(
+        replace(other("xpu"), name="Intel(R) Arc(TM) B580 Graphics"),
+        replace(other("xpu"), name="Intel(R) Arc(TM) Pro B60 Graphics"),
+        lambda facts: precision_for(PLAIN, facts).choice == "fp32",
+    ),
     "xpu_sliced_weight": BugCase(other("xpu"), nvidia(), cared("contiguous_weights", True)),
     "cpu_fp16_conv3d": BugCase(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
 }

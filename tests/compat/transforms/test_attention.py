@@ -10,6 +10,7 @@ from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.transforms import attention as subject
+from anygpu.compat.transforms import attention_chunks
 from anygpu.compat.transforms import attention_kernels as kernels
 from anygpu.compat.transforms.attention import CHOICES, MEANINGS, Attention, attention_for, avoided_by
 from anygpu.compat.transforms.attention_chunks import chunk_size, chunked
@@ -334,3 +335,32 @@ def test_a_package_runs_every_call(
     assert len(calls) == 2, "the trial and the call"
     assert (result - exact(q, k, v, None, False)).abs().max() <= 2 * bound(torch.float16, v)
     assert str(found.decision).startswith(f"attention {choice}: chosen: the package ")
+
+
+@pytest.mark.parametrize("summed", [1, 7, 16])
+def test_products_with_the_values_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch, summed: int) -> None:
+    """M1 and M2 add memory beyond the operands where one product sums too many keys (pytorch#195163)."""
+    shape, inner = SHAPES["odd"], list[int]()
+    q, k, v = operands(shape)
+    expected, product = chunked(q, k, v), torch.matmul
+
+    def counted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        inner.append(a.shape[-1])
+        return product(a, b)
+
+    monkeypatch.setattr(attention_chunks, "SUMMED_KEYS", summed)
+    monkeypatch.setattr(torch, "matmul", counted)
+    found = chunked(q, k, v)
+    assert max(inner) == max(summed, shape[-1]) and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_wide_heads_alone_leave_a_kernel_that_is_wrong_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = {
+        "attention.fp32": ProbeResult("ok"), "wide_attention.fp32": ProbeResult("wrong", "head width 384: off by 3")
+    }  # fmt: skip
+    attend = Attention(avoided=avoided_by(probes, (torch.float32,), wide=(torch.float32,)))
+    monkeypatch.setattr(subject.functional, "scaled_dot_product_attention", lambda *_, **__: pytest.fail("called"))
+    q, k, v = operands(SHAPES["wide head"])
+    assert torch.allclose(attend(q, k, v).double(), exact(q, k, v, None, False), rtol=1e-5, atol=1e-5)
+    assert attend.avoids(torch.float32, 512) and not attend.avoids(torch.float32, 256)
+    assert not attend.avoids(torch.float16, 512), "another dtype"

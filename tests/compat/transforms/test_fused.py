@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, rounded
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.transforms import blocks, fp16, fp16_layers, fused, fused_attention
@@ -15,6 +17,7 @@ from anygpu.compat.transforms.fused import FUSIONS, fuse
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.kernels import library, product
 from anygpu.kernels.product import linear_gelu_reference
+from anygpu.kernels.self_tests import SelfTest
 from anygpu.pipelines.registry import FAMILIES
 from compat.transforms.test_attention_processors import inputs_of
 from compat.transforms.test_fp16 import CASES, Model, block_of, ran
@@ -444,3 +447,22 @@ def errors(runs: list[list[torch.Tensor]], truth: list[list[torch.Tensor]], outp
 def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: Any, total: Any) -> torch.Tensor:
     found = functional.linear(x.float(), weight.float()) * (1.0 if total is None else total)
     return found if bias is None else found + bias.float()
+
+
+def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def tests(_device: Any, _form: str, dtypes: Any) -> Any:
+        asked.append(dtypes)
+        for name, error in (("normalized", 0.0), ("swiglu", 1.0)):
+            yield SelfTest(name, dtypes[0], launched=True, error=error, bound=1e-3, milliseconds=1.0)
+
+    monkeypatch.setattr(fused, "self_tests", tests)
+    monkeypatch.setattr(fused, "FAULTS", {})
+    store = ProbeStore(facts_for("cpu"))
+    for _ in range(2):
+        fused.leave_wrong(torch.device("cpu"), torch.float16, store)
+    assert fused.FAULTS == {"swiglu": "swiglu float16: WRONG (kernel, error 1.0e+00, allowed 1.0e-03)"}
+    assert asked == [(torch.float16,)]

@@ -17,7 +17,6 @@ from anygpu.compat.checkpoints import identity
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, Silent
-from anygpu.pipelines.forecast.times import StageTime
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.load.folder import load
@@ -216,8 +215,8 @@ def test_a_process_that_is_killed_at_any_step_loses_none(
 def test_a_part_of_a_sampling_is_no_measure_of_the_whole(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = StageTime("sampling", 40.0, 30.0, 50.0, 35.0)
-    monkeypatch.setattr(stages, "expected", lambda _pipeline, stage, _run: told if stage == "sampling" else None)
+    told = {"modelled_seconds": 35.0, "forecast_seconds": 40.0}
+    monkeypatch.setattr(stages, "expected", lambda _pipeline, stage, _run: told if stage == "sampling" else {})
     pipeline = opened("ltx", tiny_folder)
     options = replace(pipeline.offloader.options, state=tmp_path / "state")
     pipeline.offloader.options = options
