@@ -23,7 +23,7 @@ ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CaseShapes:
     """The shapes of one run of every operation: a batch of two, and a clip (B, C, T, H, W).
 
     Args:
@@ -41,7 +41,10 @@ class Sizes:
 
 # Less than a tile of any kernel; then several of a tile's own width, of which the last is cut off, and a sample ends
 # inside another. Small ones alone let 15 of 16 damaged instructions through.
-SIZES = (Sizes(5, 48, 16, (1, 12, 2, 3, 5), 4), Sizes(70, 256, 64, (2, 64, 3, 9, 33), 8))
+SHAPES = (
+    CaseShapes(tokens=5, width=48, head=16, clip=(1, 12, 2, 3, 5), groups=4),
+    CaseShapes(tokens=70, width=256, head=64, clip=(2, 64, 3, 9, 33), groups=8),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def self_tests(
 ) -> Iterator[SelfTest]:
     """One :class:`SelfTest` for each operation and dtype; ``only`` names one operation."""
     for dtype in dtypes:
-        runs = [_calls(device, dtype, sizes) for sizes in SIZES]
+        runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
         for name in runs[0]:
             if not only or name == only:
                 yield _self_test(name, dtype, [run[name] for run in runs], device, form)
@@ -112,9 +115,9 @@ def _all(result: Any) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, Run]:
+def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict[str, Run]:
     """By operation, the call on the device and the reference in fp64 on the host, of the same values."""
-    tokens, width, head, channels = sizes.tokens, sizes.width, sizes.head, sizes.clip[1]
+    tokens, width, head, channels = shapes.tokens, shapes.width, shapes.head, shapes.clip[1]
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -128,7 +131,7 @@ def _calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
     q, k, text, weight = some(2, tokens + 1, 3, head), some(2, tokens + 1, 3, head), some(2, 2, 3, head), some(head)
     turn = torch.randn(tokens, 1, head // 2, generator=generator)
     pair, other = Pair(q, k, weight, weight), Pair(text, text, weight, None)
-    clip, channel = some(*sizes.clip), some(channels)
+    clip, channel = some(*shapes.clip), some(channels)
     mochi = Gate(rows[2], tanh=True, norm_eps=1e-6)
     modulation, layer = Modulation(rows[0], rows[1]), Norm(LAYER, 1e-6)
     return {
@@ -143,7 +146,7 @@ def _calls(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, 
         "swiglu": both(activation.swiglu, activation.swiglu_reference, x),
         "group_norm_silu_pad": both(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
-            clip, GroupNorm(sizes.groups, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0),
+            clip, GroupNorm(shapes.groups, 1e-6, channel, channel), (1, 1, 1, 1, 2, 0),
         ),
         "rms_silu_pad": both(
             group_norm.rms_silu_pad, group_norm.rms_silu_pad_reference,
