@@ -15,6 +15,9 @@ from . import activation, group_norm, norm, residual, rope
 from .library import AUTO, DTYPES, failures_raise, launches
 from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
+VAE_OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
+BLOCK_OPERATIONS = ("normalized", "gated_residual", "residual_norm", "qk_norm_rope", "swiglu")
+OPERATIONS = (*BLOCK_OPERATIONS, *VAE_OPERATIONS)
 Run = tuple[Callable[..., Any], Callable[[], Any]]  # the call on a device, and its reference
 
 # In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
@@ -78,14 +81,16 @@ class SelfTest:
 
 
 def self_tests(
-    device: torch.device, form: str = AUTO, only: str = "", dtypes: Sequence[torch.dtype] = DTYPES
+    device: torch.device,
+    form: str = AUTO,
+    operations: Sequence[str] = OPERATIONS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[SelfTest]:
-    """One :class:`SelfTest` for each operation and dtype; ``only`` names one operation."""
+    """One :class:`SelfTest` for each of ``operations`` and dtypes."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
-        for name in runs[0]:
-            if not only or name == only:
-                yield _self_test(name, dtype, [run[name] for run in runs], device, form)
+        for name in operations:
+            yield _self_test(name, dtype, [run[name] for run in runs], device, form)
 
 
 def _self_test(

@@ -297,9 +297,9 @@ def speed_for(
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
     launched = fused.AUTO, fused.TRITON  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (request.kernels in launched and against) else request.kernels
-    for place, operands, chosen in ((device, dtype, form), (beside, precision.vae, other)):
+    for of_vae, place, operands, chosen in ((False, device, dtype, form), (True, beside, precision.vae, other)):
         if chosen in launched and isinstance(probes, ProbeStore):
-            fused.leave_wrong(place, operands, probes)
+            fused.leave_wrong(place, operands, probes, of_vae)
     answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
     epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
     return Speed(

@@ -18,6 +18,7 @@ from torch import nn
 from ...kernels.library import AUTO, FAULTS, REFERENCE, TRITON, failures_raise, launches
 from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
+from ...kernels.self_tests import BLOCK_OPERATIONS, VAE_OPERATIONS
 from ...kernels.self_tests import self_tests as self_tests
 from ..device.execution import HOST, placed, to_host
 from ..device.precision import NAMES
@@ -132,19 +133,20 @@ def triton_fault(device: torch.device) -> str:
         raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
     from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best
 
-    wrong = [test for test in self_tests(device, TRITON, only="qk_norm_rope") if not test.right]
+    wrong = [test for test in self_tests(device, TRITON, ("qk_norm_rope",)) if not test.right]
     if wrong and wrong[0].fault:
         raise RuntimeError(wrong[0].fault)
     return "; ".join(map(str, wrong))
 
 
-def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore) -> None:
+def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_vae: bool) -> None:
     """Have its reference run in the place of each operation that is wrong on ``device`` in ``dtype``; asked once."""
 
     def measure() -> dict[str, str]:
-        return {test.name: str(test) for test in self_tests(device, TRITON, dtypes=(dtype,)) if not test.right}
+        operations = VAE_OPERATIONS if of_vae else BLOCK_OPERATIONS
+        return {test.name: str(test) for test in self_tests(device, TRITON, operations, (dtype,)) if not test.right}
 
-    kept = store.remember(f"wrong kernels in {NAMES[dtype]}", measure)
+    kept = store.remember(f"wrong kernels{' of VAEs' * of_vae} in {NAMES[dtype]}", measure)
     if isinstance(kept, Mapping):
         FAULTS.update((name, str(fault)) for name, fault in kept.items() if name not in FAULTS)
 

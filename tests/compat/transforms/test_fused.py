@@ -17,7 +17,7 @@ from anygpu.compat.transforms.fused import FUSIONS, fuse
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.kernels import library, product
 from anygpu.kernels.product import linear_gelu_reference
-from anygpu.kernels.self_tests import SelfTest
+from anygpu.kernels.self_tests import BLOCK_OPERATIONS, SelfTest
 from anygpu.pipelines.registry import FAMILIES
 from compat.transforms.test_attention_processors import inputs_of
 from compat.transforms.test_fp16 import CASES, Model, block_of, ran
@@ -454,8 +454,8 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
 ) -> None:
     asked: list[Any] = []
 
-    def tests(_device: Any, _form: str, dtypes: Any) -> Any:
-        asked.append(dtypes)
+    def tests(_device: Any, _form: str, operations: Any, dtypes: Any) -> Any:
+        asked.append((operations, dtypes))
         for name, error in (("normalized", 0.0), ("swiglu", 1.0)):
             yield SelfTest(name, dtypes[0], launched=True, error=error, bound=1e-3, milliseconds=1.0)
 
@@ -463,6 +463,6 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
     monkeypatch.setattr(fused, "FAULTS", {})
     store = ProbeStore(facts_for("cpu"))
     for _ in range(2):
-        fused.leave_wrong(torch.device("cpu"), torch.float16, store)
+        fused.leave_wrong(torch.device("cpu"), torch.float16, store, of_vae=False)
     assert fused.FAULTS == {"swiglu": "swiglu float16: WRONG (kernel, error 1.0e+00, allowed 1.0e-03)"}
-    assert asked == [(torch.float16,)]
+    assert asked == [(BLOCK_OPERATIONS, (torch.float16,))]

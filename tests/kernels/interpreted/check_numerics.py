@@ -169,7 +169,7 @@ def test_every_trial_is_right(dtype: torch.dtype) -> None:
     from anygpu.kernels import self_tests as module
 
     found = [trial for trial in self_tests(torch.device("cpu"), TRITON) if trial.dtype == dtype]
-    assert len(found) == len(module._calls(torch.device("cpu"), dtype, module.SHAPES[0])) == 7
+    assert [trial.name for trial in found] == [*module._calls(torch.device("cpu"), dtype, module.SHAPES[0])]
     assert all(trial.launched and trial.right for trial in found), [str(trial) for trial in found]
 
 
