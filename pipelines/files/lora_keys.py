@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
-from .lora_kinds import BIAS, DIFFERENCE, DOWN, UP, LoRAPair, Shapes, is_narrower, role_of, size_of
+from .lora_kinds import BIAS, DIFFERENCE, DOWN, MULTIPLIERS, UP, LoRAPair, Shapes, is_narrower, role_of, size_of
 
 PREFIXES = (
     "base_model.model.",
@@ -159,6 +159,8 @@ def _pairs_of(
     """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
     size, target = size_of(group, tensors), names.target(base)
     if size is None or target is None:
+        return {}
+    if len(target.layers) > 1 and not MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
         return {}
     total, inside, rank = size
     own = {role: name for role, name in group.items() if role != DIFFERENCE or UP not in group}  # not beside a LoRA

@@ -1,7 +1,8 @@
 """The tensors of a LoRA file for one layer, as the two factors of what is added to its weight, exactly.
 
-Every kind is a product of two matrices: a plain LoRA as it is, LoHa and LoKr by rewriting theirs, a full difference
-with an identity. So all of them go the same way onto a layer, separate or merged, packed or not.
+Most kinds are a product of two matrices: a plain LoRA as it is, LoHa and LoKr by rewriting theirs, a full difference
+with an identity. They all go the same way onto a layer, separate or merged, packed or not. OFT, BOFT and GLoRA multiply
+the weight itself, which they take unpacked, in both modes.
 
 Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
 formulas and the ranks that alphas are divided by.
@@ -10,15 +11,18 @@ formulas and the ranks that alphas are divided by.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 DOWN, UP, ALPHA, DIFFERENCE, BIAS, MAGNITUDE, MIDDLE = "down", "up", "alpha", "diff", "bias", "magnitude", "middle"
 HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+BLOCKS, RESCALE = "oft_blocks", "rescale"
+GLORA = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
+MULTIPLIERS = frozenset((BLOCKS, *GLORA))  # of the weight itself
 KRON = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors end
     (DOWN, ".lora_down.weight .lora_A.weight .lora.down.weight .lora_A.default.weight .lora_down .lora_A"),
@@ -28,7 +32,7 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
     (BIAS, ".diff_b"),
     (MAGNITUDE, ".dora_scale .lora_magnitude_vector.weight .lora_magnitude_vector"),
     (MIDDLE, ".lora_mid.weight .hada_t1 .hada_t2 .lokr_t2"),  # of convolutions; no transformer has one
-    *((role, f".{role}") for role in (*HADA, *KRON)),
+    *((role, f".{role}") for role in (*HADA, *KRON, *GLORA, BLOCKS, RESCALE)),
 )
 PEFT_MAGNITUDE = ".lora_magnitude_vector"  # in the names of magnitudes of the sum; ``dora_scale`` is of the weight
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,11 +72,27 @@ class LoRAPair:
             tensor = tensor[self.rows[0] : self.rows[0] + self.rows[1]]
         return torch.cat(tuple(reversed(tensor.chunk(2)))) if self.swapped else tensor
 
+    @property
+    def of_weight(self) -> bool:
+        """True if what it does to a layer depends on the layer's weight."""
+        return MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
+
+    def product(self, tensors: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+        """The difference that it makes to the layer's ``weight``, of its shape and in fp32, without alpha over rank."""
+        own, kind = self._own(tensors)
+        if kind.product is not None:
+            return kind.product(own, weight.float().flatten(1)).view_as(weight)
+        down, up = kind.delta(own, self)
+        return (up.float().flatten(1) @ down.float().flatten(1)).view_as(weight)
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Kind]:
+        own = {role: tensors[name] for role, name in self.names.items()}
+        shapes = {role: tuple(tensor.shape) for role, tensor in own.items()}
+        return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
+
     def delta(self, tensors: Mapping[str, Tensor]) -> Delta:
         """The additions to this layer; factors of a plain LoRA as they are, all else in fp32."""
-        own = {role: tensors[name] for role, name in self.names.items() if role != ALPHA}
-        shapes = {role: tuple(tensor.shape) for role, tensor in own.items()}
-        kind = next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
+        own, kind = self._own(tensors)
         bias, magnitude = own.get(BIAS), own.get(MAGNITUDE)
         if magnitude is not None:
             magnitude = magnitude.float()
@@ -87,10 +107,12 @@ class Kind(NamedTuple):
     Args:
         size: of the addition, by the shapes of a group's roles; None where the group is not of this kind.
         delta: down and up of the layer of a pair, by the tensors of its roles.
+        product: the difference that those make to a weight (rows, columns), where it depends on that.
     """
 
     size: Callable[[Shapes], Size | None]
     delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]
+    product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
 
 
 def _low_rank_size(shapes: Shapes) -> Size | None:
@@ -141,6 +163,58 @@ def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     return torch.kron(torch.eye(first.shape[1]), own[KRON[5]].float()), up
 
 
+def _rotation_size(shapes: Shapes) -> Size | None:
+    """Of OFT, blocks (K, N, N), and of BOFT, whose stages (S, K, N, N) act on rows that lie ever further apart."""
+    blocks = shapes.get(BLOCKS, ())
+    if len(blocks) not in (3, 4) or blocks[-1] != blocks[-2]:
+        return None
+    rows, stages = blocks[-3] * blocks[-1], blocks[0] if len(blocks) == 4 else 0
+    unfit = stages and (blocks[-1] % 2 or stages > 32 or rows % (2 ** (stages - 1) * blocks[-1]))
+    return None if unfit or math.prod(shapes.get(RESCALE, (rows,))) != rows else (rows, 0, 0)
+
+
+def _rotation(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+    """R W - W of orthogonal blocks R = (1 + Q) / (1 - Q) on the diagonal, Q skew and at most as long as alpha."""
+    blocks = own[BLOCKS].float()
+    skew, one = blocks - blocks.mT, torch.eye(blocks.shape[-1])
+    limit = float(own[ALPHA].float()) if ALPHA in own else 0.0
+    if 0.0 < limit < (length := float(skew.norm()) + 1e-8):
+        skew = skew * (limit / length)
+    turns = (one + skew) @ torch.linalg.inv(one - skew)
+    turned, size = weight, blocks.shape[-1]
+    if blocks.ndim == 3:
+        turned = (turns.mT @ weight.unflatten(0, (-1, size))).flatten(0, 1)
+    for stage, turn in enumerate(turns if blocks.ndim == 4 else ()):
+        apart = 2**stage * (size // 2)  # rows between the halves of a block
+        rows = turned.unflatten(0, (-1, 2, apart)).transpose(1, 2).flatten(0, 2)
+        rows = (turn @ rows.unflatten(0, (-1, size))).flatten(0, 1)
+        turned = rows.unflatten(0, (-1, apart, 2)).transpose(1, 2).flatten(0, 2)
+    return (turned * own[RESCALE].float().reshape(-1, 1) if RESCALE in own else turned) - weight
+
+
+def _glora_size(shapes: Shapes) -> Size | None:
+    """Of W a1 a2 + b1 b2, and of older files, W a2 a1 + b2 b1."""
+    if not all(len(shapes.get(role, ())) == 2 for role in GLORA):
+        return None
+    a1, a2, b1, b2 = _in_order([(shapes[role], shapes[role]) for role in GLORA])
+    return (b1[0], b2[1], a2[0]) if a1[1] == a2[0] == b1[1] == b2[0] else None
+
+
+def _glora(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
+    a1, a2, b1, b2 = _in_order([(tuple(own[role].shape), own[role].float()) for role in GLORA])
+    return weight @ a1 @ a2 + b1 @ b2
+
+
+def _in_order(factors: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    """The four factors of GLoRA as newer files have them: in older ones those of a pair change places."""
+    older = factors[0][0][0] < factors[0][0][1]  # a1 is tall in newer files
+    return [value for _, value in ([factors[at] for at in (1, 0, 3, 2)] if older else factors)]
+
+
+def _nothing(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
+    return torch.zeros(1, math.prod(pair.shape[1:])), torch.zeros(pair.shape[0], 1)
+
+
 def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:
     """Down and up of a whole matrix: itself and an identity, the smaller one."""
     rows, columns = difference.shape
@@ -155,10 +229,9 @@ KINDS = (
         lambda shapes: (shapes[DIFFERENCE][0], math.prod(shapes[DIFFERENCE][1:]), 0) if DIFFERENCE in shapes else None,
         lambda own, pair: _factors(pair.cut(own[DIFFERENCE].float().flatten(1))),
     ),
-    Kind(  # a bias alone
-        lambda shapes: (shapes[BIAS][0], 0, 0) if BIAS in shapes else None,
-        lambda own, pair: (torch.zeros(1, math.prod(pair.shape[1:])), torch.zeros(pair.shape[0], 1)),
-    ),
+    Kind(_rotation_size, _nothing, _rotation),
+    Kind(_glora_size, _nothing, _glora),
+    Kind(lambda shapes: (shapes[BIAS][0], 0, 0) if BIAS in shapes else None, _nothing),  # a bias alone
 )
 
 

@@ -54,8 +54,7 @@ class LoRA:
         tensors: those tensors on the CPU, by their names in the file, which is not read again.
         stamp: the file's size and time.
         scales: alpha over rank by layer name, 1 where the file has no alpha.
-        lengths: layers whose weights get their lengths from the file (DoRA): that takes the weights themselves, in any
-            mode.
+        of_weight: layers whose own weights it depends on (DoRA, OFT, BOFT, GLoRA): it goes into these in any mode.
     """
 
     path: Path
@@ -65,7 +64,7 @@ class LoRA:
     pairs: Mapping[str, LoRAPair]
     stamp: tuple[int, int]
     scales: Mapping[str, float]
-    lengths: frozenset[str]
+    of_weight: frozenset[str]
     tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
 
     def delta(self, layer: str) -> Delta:
@@ -75,7 +74,7 @@ class LoRA:
     @property
     def in_weights(self) -> bool:
         """Tell whether any of it is merged into the weights."""
-        return self.mode == "merged" or bool(self.lengths)
+        return self.mode == "merged" or bool(self.of_weight)
 
     @property
     def key(self) -> Hashable:
@@ -122,7 +121,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         tensors=tensors,
         stamp=next(iter(file.entries.values())).stamp,
         scales=_scales(match.pairs, tensors, _metadata(file.metadata) or _adapter_config(path)),
-        lengths=frozenset(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names),
+        of_weight=frozenset(name for name, pair in match.pairs.items() if pair.of_weight),
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
@@ -254,9 +253,10 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
     """``match`` without what would have to go into weights that are packed, which is said."""
     if not any(pipeline.model.storage.get(part) for part in pipeline.spec.transformers):
         return match
-    lost = sorted(name for name, pair in match.pairs.items() if MAGNITUDE in pair.names)
+    lost = sorted(name for name, pair in match.pairs.items() if pair.of_weight)
     if lost:
-        progress.notify(f"{path.stem}: DoRA of {listed(lost)} is left out; it takes unpacked weights (weights auto)")
+        kind = "DoRA" if all(MAGNITUDE in match.pairs[name].names for name in lost) else "OFT or GLoRA"
+        progress.notify(f"{path.stem}: {kind} of {listed(lost)} is left out; it takes unpacked weights (weights auto)")
     return replace(match, pairs={name: pair for name, pair in match.pairs.items() if name not in lost})
 
 
@@ -318,8 +318,8 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
         if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
             closing.append(opened(layer))
         weight, delta = layer.weight, lora.delta(name)
-        product = (delta.up.float().flatten(1) @ delta.down.float().flatten(1)).view_as(weight)
         own = weight.data.float()
+        product = lora.pairs[name].product(lora.tensors, own)
         if delta.magnitude is None:
             changed = own + (lora.strength * lora.scales[name]) * product
         else:
@@ -389,7 +389,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
 def _names_in(module: nn.Module, lora: LoRA, merged: bool) -> list[str]:
     """The layers of this transformer, one of several perhaps, whose additions are merged or stay separate."""
     layers = {name for name, _ in module.named_modules()}
-    inside = layers if lora.mode == "merged" else lora.lengths
+    inside = layers if lora.mode == "merged" else lora.of_weight
     return [name for name in lora.pairs if name in layers and merged == (name in inside)]
 
 

@@ -220,3 +220,55 @@ def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp
 @pytest.mark.parametrize("shapes", [((4,), (3, 4)), ((4, 3), (3,)), ((), ())])
 def test_factors_with_one_side_are_no_pair(shapes: tuple[tuple[int, ...], ...]) -> None:
     assert lora_kinds.size_of({DOWN: "a", UP: "b"}, dict(zip("ab", shapes, strict=True))) is None
+
+
+def rotation(blocks: Tensor) -> Tensor:
+    """The orthogonal matrix of one block. Source: LyCORIS, ``docs/Algo-Details.md``."""
+    skew, one = (blocks - blocks.T).double(), torch.eye(len(blocks), dtype=torch.float64)
+    return (one + skew) @ torch.linalg.inv(one - skew)
+
+
+@pytest.mark.parametrize("mode", LORA_MODES)
+def test_oft_turns_blocks_of_rows(made: Any, mode: str) -> None:
+    weight, bias = weight_and_bias(made)
+    blocks, size = torch.randn(4, len(weight) // 4, len(weight) // 4) * 0.1, len(weight) // 4
+    longer = torch.rand(len(weight), 1) + 0.5
+    turned = torch.cat([rotation(b).T @ w.double() for b, w in zip(blocks, weight.split(size), strict=True)])
+    changed = (turned * longer).float()
+    found = made.outputs({f"{LAYER}.oft_blocks": blocks, f"{LAYER}.rescale": longer}, LAYER, 0.5, mode)
+    torch.testing.assert_close(found, (weight + 0.5 * (changed - weight)).T + bias, **NEAR)
+    assert torch.equal(weight_and_bias(made)[0], weight)
+
+
+def test_boft_turns_rows_that_lie_ever_further_apart(made: Any) -> None:
+    weight, bias = weight_and_bias(made)
+    rows = len(weight)
+    blocks = torch.randn(2, rows // 4, 4, 4) * 0.1
+    changed = weight.double()
+    for stage, apart in enumerate((2, 4)):
+        after = changed.clone()
+        for index, block in enumerate(blocks[stage]):
+            start = index * 4 // (2 * apart) * 2 * apart  # of a pair of halves, and of this block inside it
+            first = start + (index * 4 - start) // 2
+            chosen = [first, first + apart, first + 1, first + 1 + apart]
+            after[chosen] = rotation(block) @ changed[chosen]
+        changed = after
+    found = made.outputs({f"{LAYER}.oft_blocks": blocks}, LAYER, 1.0, "merged")
+    torch.testing.assert_close(found, changed.float().T + bias, **NEAR)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_glora_multiplies_the_weight_and_adds(made: Any, older: bool) -> None:
+    weight, bias = weight_and_bias(made)
+    out, columns = weight.shape
+    a1, a2, b1, b2 = (torch.randn(*size) * 0.1 for size in ((columns, 3), (3, columns), (out, 3), (3, columns)))
+    changed = weight + 2 * (weight @ a1 @ a2 + b1 @ b2)
+    names = ("a2", "a1", "b2", "b1") if older else ("a1", "a2", "b1", "b2")
+    tensors = {f"{LAYER}.{name}.weight": t for name, t in zip(names, (a1, a2, b1, b2), strict=True)}
+    found = made.outputs({**tensors, f"{LAYER}.alpha": torch.tensor(6.0)}, LAYER, 1.0, "separate")
+    torch.testing.assert_close(found, changed.T + bias, **NEAR)
+
+
+def test_rotations_of_several_layers_at_once_are_named_and_left() -> None:
+    tensors = {f"{FUSED}.oft_blocks": (3, 6, 6), f"{LAYER}.diff": (6, 6)}
+    assert matched(FILE, tensors, LAYERS, HUNYUAN).unmatched == [f"{FUSED}.oft_blocks"]
