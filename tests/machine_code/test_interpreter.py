@@ -153,16 +153,20 @@ def test_an_approximation_moves_by_at_most_two_ulp_and_always_the_same() -> None
     assert np.array_equal(moved, arithmetic.approximated(np.sqrt(x.astype(np.float64)), x))
 
 
+STORES = ("st.shared.b32 [%r2], %r3;", "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r4], {%r3};")
+
+
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_matrix_moves_return_what_they_stored(transposed: bool) -> None:
-    """stmatrix then ldmatrix, both plain: as it was; the load transposed: the two halves come from two rows."""
+def test_matrix_moves(store: str, transposed: bool) -> None:
+    """stmatrix stores as st does where lane l has word l; ldmatrix reads that, or takes both halves from two rows."""
     trans = ".trans" if transposed else ""
     body = f"""	and.b32 %r3, %r1, 31;
 	setp.gt.s32 %p1, %r1, 31;
 	@%p1 ret;
 	and.b32 %r4, %r3, 7;
 	shl.b32 %r4, %r4, 4;
-	stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r4], {{%r3}};
+	{store}
 	ldmatrix.sync.aligned.m8n8.x1{trans}.shared.b16 {{%r5}}, [%r4];
 	st.global.b32 [%rd3], %r5;
 	ret;
