@@ -15,8 +15,10 @@ from machine_code.memory import MemoryFault, Race
 pytestmark = pytest.mark.machine
 pytest.importorskip("triton", reason="lacks what this test executes: triton")
 
-from anygpu.kernels.library import TRITON  # noqa: E402
-from anygpu.kernels.self_tests import SelfTest, self_tests  # noqa: E402
+from anygpu.kernels import activation, residual  # noqa: E402
+from anygpu.kernels.library import DTYPES, TRITON, failures_raise  # noqa: E402
+from anygpu.kernels.self_tests import ALLOWED, SelfTest, self_tests  # noqa: E402
+from anygpu.kernels.terms import Gate  # noqa: E402
 
 CPU = torch.device("cpu")
 ROUNDED_TWICE = ("residual_norm",)  # its norm reads a sum that was rounded before
@@ -57,6 +59,27 @@ def test_whole_warps_in_random_order_leave_the_same_bits(target: str) -> None:
         for how in (in_step, *others):
             assert all(cell.right for cell in found(how))
         assert all(how.results == in_step.results for how in others)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_blocks_and_odd_widths_are_right(target: str, dtype: torch.dtype) -> None:
+    """The self-tests fit one block; here several run together, and the last of them is partly empty."""
+    generator = torch.Generator().manual_seed(0)
+    x, branch = (torch.randn(2, 70, 47, generator=generator).to(dtype) for _ in range(2))
+    wide, gate = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 2300), (2, 1, 47)))
+    with compiled_for(target), executed(Execution()) as how, failures_raise():
+        results = [
+            (residual.gated_residual(x, branch, Gate(gate), TRITON), residual.gated_residual_reference, (x, branch)),
+            (activation.swiglu(wide, form=TRITON), activation.swiglu_reference, (wide,)),
+            (activation.gelu_tanh(wide, form=TRITON), activation.gelu_tanh_reference, (wide,)),
+        ]
+    assert len(how.kernels) == len(results)
+    for result, reference, terms in results:
+        gates = (Gate(gate.double()),) if len(terms) > 1 else ()
+        exact = reference(*(term.double() for term in terms), *gates)
+        error = (result.double() - exact).abs().max() / exact.abs().max()
+        assert error <= ALLOWED[dtype] * torch.finfo(dtype).eps
 
 
 # ---- planted faults -----------------------------------------------------------------------------------------
