@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-farm test-host test-full-host test-core core-classes test-browser test-mutants fuzz soak pictures cards workflows schemas matrix memory words lint bench gpu clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes test-browser test-mutants fuzz soak pictures cards workflows schemas matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -54,14 +54,14 @@ accelerator: $(READY)
 
 # Bytecode is kept between runs even where the environment says not to: each worker compiles 400 files otherwise.
 test: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) -m "not full and not farm and not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) -m "not full and not farm and not host and not browser and not machine"
 
 test-full: $(READY) accelerator
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m "not farm and not host and not browser"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m "not farm and not host and not browser and not machine"
 
 # The fast tests, with files that obey Windows' rules (tests/windows.py).
 test-windows: $(READY) accelerator
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) --windows-rules -m "not full and not farm and not host and not browser"
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) --windows-rules -m "not full and not farm and not host and not browser and not machine"
 
 # Every package at the oldest version that requirements.txt and the README allow, in an environment of its own.
 FLOORS := .build/floors
@@ -74,7 +74,7 @@ test-floors:
 	$(FLOORS)/bin/python -m pip install --quiet $(INDEX) torch==$(FLOOR_TORCH)
 	$(FLOORS)/bin/python -m pip install --quiet "setuptools>=77" wheel "pytest>=8" aiohttp -r .build/floors.txt
 	$(FLOORS)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not farm and not host and not browser" $(FLOOR_TESTS)
+	OMP_NUM_THREADS=1 $(FLOORS)/bin/python -m pytest -m "not full and not farm and not host and not browser and not machine" $(FLOOR_TESTS)
 
 # The wheel with the farm, in an environment of its own, far from the tree: what a user runs, and what a worker imports.
 WHEEL := .build/wheel
@@ -84,6 +84,11 @@ test-wheel:
 	$(WHEEL)/bin/python -m pip install --quiet -c constraints.txt ".[farm]"
 	cd $(WHEEL) && bin/anygpu report && bin/anygpu demo --output demo && bin/anygpu-farm --help
 	cd $(WHEEL) && bin/python -c "import ray, anygpu.farm.worker, anygpu.farm.driver, anygpu.farm.gateway"
+
+# The kernels, compiled for each kind of NVIDIA GPU and executed without one; then a row per operation, target and dtype.
+test-machine-code: $(READY)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m machine tests/machine_code
+	OMP_NUM_THREADS=1 $(PY) tests/machine_code/record.py
 
 # Ray with two workers and two nodes on this machine; jobs whose workers, drivers and nodes are killed.
 test-farm: $(READY)

@@ -29,7 +29,7 @@ COPY = ROOT / ".build" / "mutants" / "anygpu"
 ROOMS = ("nodes", "host", "compat", "kernels", "pipelines", "paint", "farm")
 HOST_ONLY = ("host", "browser", "runs", "published", "tiny", "fixtures", "golden")
 NEAREST, SECONDS, SEED = 5, 120, 33
-MARKS = "not full and not farm and not host and not browser"
+MARKS = "not full and not farm and not host and not browser and not machine"
 COLUMNS = ("room", "file", "line", "kind", "before", "after", "verdict", "seen_by", "seconds")
 SWAPS: dict[type, type] = {
     ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -1,0 +1,135 @@
+"""Every operation of ``kernels/``, compiled for every kind of NVIDIA GPU and executed without one.
+
+The sizes and the bounds are those of ``kernels/self_tests.py``.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from machine_code.launches import TARGETS, Execution, compiled_for, executed
+from machine_code.memory import MemoryFault, Race
+
+pytestmark = pytest.mark.machine
+pytest.importorskip("triton", reason="lacks what this test executes: triton")
+
+from anygpu.kernels import activation, residual  # noqa: E402
+from anygpu.kernels import self_tests as subject  # noqa: E402
+from anygpu.kernels.library import DTYPES, TRITON, failures_raise  # noqa: E402
+from anygpu.kernels.self_tests import ALLOWED, OPERATIONS, SelfTest, self_tests  # noqa: E402
+from anygpu.kernels.terms import Gate  # noqa: E402
+
+CPU = torch.device("cpu")
+ROUNDED_TWICE = ("residual_norm",)  # its norm reads a sum that was rounded before
+HALF = 0.5 * 17 / 16  # eps of a result that is rounded once, and a little for the sums before
+ORDERS = (0, 1)  # seeds
+BARRIER = re.compile(r"bar\.sync\s+0;")
+
+
+def found(how: Execution, *operations: str) -> list[SelfTest]:
+    with executed(how):
+        return [*self_tests(CPU, TRITON, operations or OPERATIONS)]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of each operation, in a single block."""
+    monkeypatch.setattr(subject, "SHAPES", subject.SHAPES[:1])
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_every_operation_is_right(target: str) -> None:
+    """With and without fused products: ptxas may choose."""
+    with compiled_for(target):
+        for contract in (False, True):
+            cells = found(Execution(contract=contract))
+            assert len(cells) == len(OPERATIONS) * len(DTYPES)
+            assert not [str(cell) for cell in cells if not (cell.launched and cell.right)]
+            assert not [str(cell) for cell in cells if not rounded_once(cell)]
+
+
+def rounded_once(cell: SelfTest) -> bool:
+    """True where a 16-bit result is as near as rounding to nearest brings it; the pack's bound allows twice that."""
+    narrow = cell.dtype != torch.float32 and cell.name not in ROUNDED_TWICE
+    return not narrow or cell.error <= HALF * torch.finfo(cell.dtype).eps
+
+
+def test_whole_warps_in_random_order_leave_the_same_bits(target: str, small: None) -> None:
+    with compiled_for(target):
+        in_step, *others = (Execution(), *(Execution(seed=seed) for seed in ORDERS))
+        for how in (in_step, *others):
+            assert all(cell.right for cell in found(how))
+        assert all(how.results == in_step.results for how in others)
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_blocks_and_odd_widths_are_right(target: str, dtype: torch.dtype) -> None:
+    """Of widths that no tile divides."""
+    generator = torch.Generator().manual_seed(0)
+    x, branch = (torch.randn(2, 70, 47, generator=generator).to(dtype) for _ in range(2))
+    wide, gate = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 2300), (2, 1, 47)))
+    with compiled_for(target), executed(Execution()) as how, failures_raise():
+        results = [
+            (residual.gated_residual(x, branch, Gate(gate), TRITON), residual.gated_residual_reference, (x, branch)),
+            (activation.swiglu(wide, form=TRITON), activation.swiglu_reference, (wide,)),
+        ]
+    assert len(how.kernels) == len(results)
+    for result, reference, terms in results:
+        gates = (Gate(gate.double()),) if len(terms) > 1 else ()
+        exact = reference(*(term.double() for term in terms), *gates)
+        error = (result.double() - exact).abs().max() / exact.abs().max()
+        assert error <= ALLOWED[dtype] * torch.finfo(dtype).eps
+
+
+# ---- planted faults -----------------------------------------------------------------------------------------
+
+
+def replacing(old: str, new: str) -> Callable[[str], str]:
+    def mutated(text: str) -> str:
+        return re.sub(old, new, text)
+
+    return mutated
+
+
+def test_a_wrong_mask_is_found(target: str, small: None) -> None:
+    with compiled_for(target):
+        cells = found(Execution(mutate=replacing(r"setp\.lt\.s32", "setp.le.s32")), "swiglu")
+    assert [cell.fault.partition(":")[0] for cell in cells] == [MemoryFault.__name__] * 3
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"], indirect=True)
+def test_a_wrong_rounding_is_found(target: str, small: None) -> None:
+    """Before sm_80 the rounding is made of integers. Half an eps of the largest value hides it in other operations."""
+    with compiled_for(target):
+        for operation in ("normalized", "gated_residual"):
+            cells = found(Execution(mutate=replacing(r"cvt\.rn\.bf16", "cvt.rz.bf16")), operation)
+            assert [rounded_once(cell) for cell in cells] == [True, True, False], operation
+
+
+def without_barrier(number: int) -> Callable[[str], str]:
+    def mutated(text: str) -> str:
+        place = [*BARRIER.finditer(text)][number : number + 1]
+        return text[: place[0].start()] + text[place[0].end() :] if place else text
+
+    return mutated
+
+
+def test_each_barrier_is_needed_and_missed(target: str, small: None) -> None:
+    """The kernels of these operations share memory between warps; the others have no barrier."""
+    with compiled_for(target):
+        for operation in ("qk_norm_rope", "swiglu"):
+            whole = Execution()
+            assert all(cell.right for cell in found(whole, operation))
+            barriers = [len(BARRIER.findall(text)) for text in whole.kernels]  # one kernel for each dtype
+            assert min(barriers) > 0, operation
+            for number in range(max(barriers)):
+                cells = found(Execution(mutate=without_barrier(number)), operation)
+                raced = [Race.__name__ in cell.fault for cell in cells]
+                assert raced == [count > number for count in barriers], (operation, number)
