@@ -17,7 +17,19 @@ from typing import NamedTuple
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
-from .lora_kinds import BIAS, DIFFERENCE, DOWN, MULTIPLIERS, UP, LoRAPair, Shapes, is_narrower, role_of, size_of
+from .lora_kinds import (
+    BIAS,
+    DIFFERENCE,
+    DOWN,
+    MULTIPLIERS,
+    RESCALE,
+    UP,
+    LoRAPair,
+    Shapes,
+    is_narrower,
+    role_of,
+    size_of,
+)
 
 PREFIXES = (
     "base_model.model.",
@@ -32,6 +44,7 @@ PREFIXES = (
     "model.",
 )
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
+ALONE = MULTIPLIERS | {DIFFERENCE, RESCALE}  # roles that do not count beside those of a plain LoRA
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks", "rest": ""}
 TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 
@@ -163,7 +176,7 @@ def _pairs_of(
     if len(target.layers) > 1 and not MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
         return {}
     total, inside, rank = size
-    own = {role: name for role, name in group.items() if role != DIFFERENCE or UP not in group}  # not beside a LoRA
+    own = {role: name for role, name in group.items() if role not in ALONE or UP not in group}
     first, pairs = 0, dict[str, LoRAPair]()
     for name, count in target.counts(total, inside or math.prod(layers[target.layers[0]][1:])):
         shape = layers[name]
