@@ -20,9 +20,10 @@ BLOCK_OPERATIONS = ("normalized", "gated_residual", "residual_norm", "qk_norm_ro
 OPERATIONS = (*BLOCK_OPERATIONS, *VAE_OPERATIONS)
 Run = tuple[Callable[..., Any], Callable[[], Any]]  # the call on a device, and its reference
 
-# In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding, and
-# half for residual_norm, whose norm reads a sum that was rounded before.
-ALLOWED = {torch.float32: 4, torch.float16: 1, torch.bfloat16: 1}
+# In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding to the
+# nearest, and a little for the sums before it.
+ALLOWED = {torch.float32: 4, torch.float16: 0.55, torch.bfloat16: 0.55}
+ROUNDED_TWICE = {"residual_norm": 0.5}  # more of it in 16 bits: its norm reads a sum that was rounded before
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class CaseShapes:
 # inside another. Small ones alone let 15 of 16 damaged instructions through.
 SHAPES = (
     CaseShapes(tokens=5, width=48, head=16, clip=(1, 12, 2, 3, 5), groups=4),
-    CaseShapes(tokens=70, width=256, head=64, clip=(2, 64, 3, 9, 33), groups=8),
+    CaseShapes(tokens=133, width=256, head=128, clip=(2, 64, 3, 9, 33), groups=8),
 )
 
 
@@ -100,7 +101,8 @@ def _self_test(
     device: torch.device,
     form: str,
 ) -> SelfTest:
-    bound = ALLOWED[dtype] * torch.finfo(dtype).eps
+    allowed = ALLOWED[dtype] + (ROUNDED_TWICE.get(name, 0.0) if dtype.itemsize == 2 else 0.0)
+    bound = allowed * torch.finfo(dtype).eps
     started = time.perf_counter()
     try:
         with failures_raise():
@@ -111,8 +113,8 @@ def _self_test(
         return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, fault=fault)
     spent = 1e3 * (time.perf_counter() - started)
     pairs = zip(results, (tensor for _, reference in runs for tensor in _all(reference())), strict=True)
-    worst = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
-    error = math.inf if math.isnan(worst) else worst
+    errors = [float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs]
+    error = math.inf if any(map(math.isnan, errors)) else max(errors)  # max alone passes over a NaN that comes later
     return SelfTest(name, dtype, launched=launched, error=error, bound=bound, milliseconds=round(spent, 3))
 
 
