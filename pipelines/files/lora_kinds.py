@@ -77,13 +77,16 @@ class LoRAPair:
         """True if what it does to a layer depends on the layer's weight."""
         return MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
 
-    def product(self, tensors: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-        """The difference that it makes to the layer's ``weight``, of its shape and in fp32, without alpha over rank."""
+    def product(self, tensors: Mapping[str, Tensor], weight: Tensor, delta: Delta) -> Tensor:
+        """The difference that it makes to the layer's ``weight``, of its shape and in fp32, without alpha over rank.
+
+        Args:
+            delta: of these tensors, as :meth:`delta` gives it.
+        """
         own, kind = self._own(tensors)
         if kind.product is not None:
             return kind.product(own, weight.float().flatten(1)).view_as(weight)
-        down, up = kind.delta(own, self)
-        return (up.float().flatten(1) @ down.float().flatten(1)).view_as(weight)
+        return (delta.up.float().flatten(1) @ delta.down.float().flatten(1)).view_as(weight)
 
     def _own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Kind]:
         own = {role: tensors[name] for role, name in self.names.items()}

@@ -319,7 +319,7 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
             closing.append(opened(layer))
         weight, delta = layer.weight, lora.delta(name)
         own = weight.data.float()
-        product = lora.pairs[name].product(lora.tensors, own)
+        product = lora.pairs[name].product(lora.tensors, own, delta)
         if delta.magnitude is None:
             changed = own + (lora.strength * lora.scales[name]) * product
         else:
