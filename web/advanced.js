@@ -8,28 +8,35 @@ const NAME = "anygpu_advanced"; // of the button, which is neither saved nor sen
 /** Whether the input of a widget is linked. */
 const linked = (node, widget) => node.inputs?.some((input) => input.widget?.name === widget.name && input.link != null);
 
-/** Let the node be as tall as what it shows, and keep what it has beyond that. */
-function refit(node, change) {
-  const spare = Math.max(0, node.size[1] - node.computeSize()[1]);
-  change();
-  node.setSize([node.size[0], node.computeSize()[1] + spare]);
-  app.canvas?.setDirty(true, true);
+/** Fold what has its usual value, or show all. Nodes 2.0 folds by itself, and would hide for good what is hidden here. */
+function update(node, usual) {
+  const open = window.LiteGraph.vueNodesMode || node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
+  for (const [widget, value] of usual) widget.hidden = !open && widget.value === value && !linked(node, widget);
 }
 
 function fold(node) {
-  const widgets = (node.widgets ?? []).filter((widget) => widget.options?.advanced);
-  if (!widgets.length) return;
-  for (const widget of widgets) {
-    const usual = widget.value;
-    const get = () => !node.showAdvanced && widget.value === usual && !linked(node, widget) && !app.extensionManager.setting.get(ALWAYS);
-    Object.defineProperty(widget, "hidden", { configurable: true, enumerable: true, get, set() {} });
-  }
-  const button = node.addWidget("button", NAME, "", () => refit(node, () => (node.showAdvanced = !node.showAdvanced)), {
-    serialize: false,
-    canvasOnly: true,
-  });
+  const usual = new Map((node.widgets ?? []).filter(({ options }) => options?.advanced).map((widget) => [widget, widget.value]));
+  if (!usual.size) return;
+  node.anygpuFold = () => update(node, usual);
+  /** Let the node be as tall as what it shows, and keep what it has beyond that. */
+  const toggle = () => {
+    const spare = Math.max(0, node.size[1] - node.computeSize()[1]);
+    node.showAdvanced = !node.showAdvanced;
+    node.anygpuFold();
+    node.setSize([node.size[0], node.computeSize()[1] + spare]);
+    app.canvas?.setDirty(true, true);
+  };
+  const button = node.addWidget("button", NAME, "", toggle, { serialize: false, canvasOnly: true });
   button.serialize = false;
   Object.defineProperty(button, "label", { get: () => `${node.showAdvanced ? "Hide" : "Show"} advanced inputs`, set() {} });
+  for (const event of ["onConfigure", "onConnectionsChange", "onWidgetChanged"]) {
+    const before = node[event];
+    node[event] = function (...given) {
+      before?.apply(this, given);
+      node.anygpuFold();
+    };
+  }
+  node.anygpuFold();
   node.setSize([node.size[0], node.computeSize()[1]]);
 }
 
@@ -47,6 +54,11 @@ function keepSmall(node) {
 
 app.registerExtension({
   name: "anygpu.advanced",
+  setup() {
+    const graphs = () => [app.graph, ...(app.graph?.subgraphs?.values() ?? [])];
+    const again = () => graphs().forEach((graph) => graph._nodes.forEach((node) => node.anygpuFold?.()));
+    app.ui.settings.addEventListener("Comfy.VueNodes.Enabled.change", () => setTimeout(again));
+  },
   nodeCreated(node) {
     if (!String(node.comfyClass ?? node.type).startsWith("AnyGPU")) return;
     keepSmall(node);

@@ -1,5 +1,7 @@
 """Run a browser script against a real ComfyUI with every tiny checkpoint: ``python drive.py SCRIPT.mjs [arguments]``.
 
+COMFYUI_FRONTEND names the folder of another frontend than the installed one.
+
 Exits with the script's status. Where there is no host, Node.js or Chromium it says so and exits with 0 for tests
 (``run.mjs``, ``paint.mjs``), which are skipped then, and with 1 for scripts that were to make files.
 """
@@ -62,7 +64,9 @@ def drive(script: str, arguments: list[str]) -> int:
         return search(host, [node, str(HERE / script), *arguments], {**os.environ, "CHROMIUM": chromium})
     with base_folder("--pictures" in arguments) as folder:
         gpu, started = script in ON_A_GPU, time.time()
-        server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu)
+        named = os.environ.get("COMFYUI_FRONTEND")
+        shown = ("--front-end-root", str(Path(named).expanduser())) if named else ()
+        server = Server(host, Path(folder), tiny_home(), stand_ins=script in STANDING_IN, gpu=gpu, arguments=shown)
         try:
             if gpu:
                 lend_heavy(server)

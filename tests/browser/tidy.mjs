@@ -37,7 +37,7 @@ function boxesOf(nodes2) {
     }
     if (!nodes2) {
       for (const widget of node.widgets ?? []) {
-        if (widget.hidden || widget.y === undefined) continue;
+        if (!node.isWidgetVisible(widget) || widget.y === undefined) continue;
         if (widget.y + (widget.computedHeight ?? 20) > node.size[1] + 8) box.cut.push(widget.name);
       }
     }

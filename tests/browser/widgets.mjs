@@ -19,7 +19,7 @@ function shownWidgets(nodes2) {
   for (const type of Object.keys(LiteGraph.registered_node_types).filter((name) => name.startsWith("AnyGPU"))) {
     const node = LiteGraph.createNode(type);
     app.graph.add(node);
-    const inClassic = ({ hidden }) => !hidden;
+    const inClassic = (widget) => node.isWidgetVisible(widget); // what the canvas draws
     const inNodes2 = ({ options = {} }) => !options.hidden && !options.advanced && !options.canvasOnly;
     shown[type] = (node.widgets ?? []).filter(nodes2 ? inNodes2 : inClassic).filter(({ type: kind }) => kind !== "button").map(({ name }) => name);
   }
@@ -42,7 +42,7 @@ async function folds({ page }) {
     app.graph.clear();
     const node = LiteGraph.createNode("AnyGPULoadPipeline");
     app.graph.add(node);
-    const count = () => [node.widgets.filter(({ hidden }) => !hidden).length, node.size[1]];
+    const count = () => [node.widgets.filter((widget) => node.isWidgetVisible(widget)).length, node.size[1]];
     const button = node.widgets.find(({ name }) => name === "anygpu_advanced");
     const seen = [count()];
     button.callback();
