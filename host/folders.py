@@ -12,6 +12,7 @@ from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
+from ..pipelines.family import FamilySpec
 from ..pipelines.files.download import published_family, remedy
 from ..pipelines.files.models import family_of_folder, find_models
 from ..pipelines.latents.steps import FOLDER
@@ -86,16 +87,36 @@ def model_choices() -> list[str]:
 
 
 def stand_in_for(name: str) -> str:
-    """The demo model that runs in the place of a published one while no model is installed; empty for none.
+    """The demo model that runs in the place of a published one while none of its family is there; empty for none.
 
     Where some models of a family want a picture and others none, it stands in for the first one of the family alone.
+    A folder of the published name counts as there, even if nothing is in it yet: its download is to be finished.
     """
-    family = None if models() else published_family(name)
-    if family is not None and family.files.image_required and Path(name).name != Path(family.published.pages[0]).name:
+    family = published_family(name)
+    if family is None or any(_family_of(folder) is family for folder in models().values()):
         return ""
-    if family is None:
+    if family.files.image_required and Path(name).name != Path(family.published.pages[0]).name:
         return ""
-    return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
+    return "" if _unfinished(name) else demo_of(name)
+
+
+def demo_of(name: str) -> str:
+    """The demo model of the family of a published model; empty for none."""
+    family = published_family(name)
+    return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "") if family else ""
+
+
+def _family_of(folder: Path) -> FamilySpec | None:
+    """The family of a folder; None for one that cannot be read, too."""
+    with suppress(CheckpointError):
+        return family_of_folder(folder)
+    return None
+
+
+def _unfinished(name: str) -> Path | None:
+    """The folder of a published name in which no model is; None where there is no such folder."""
+    named = (root / part for root in model_roots() for part in (name, Path(name).name))
+    return next((folder for folder in named if folder.is_dir() and folder not in models().values()), None)
 
 
 def model_folder(name: str) -> Path:
@@ -105,7 +126,15 @@ def model_folder(name: str) -> Path:
     if demo is not None:
         return demo
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
-    fix = "" if name in listed else remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
+    if name in listed:
+        return path_of(name, listed, model_roots(), what, "")
+    fix = remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
+    drawn = demo_of(name) or next(iter(demo_models()), "")
+    fix += f" {drawn!r} in the list runs at once and draws coloured shapes." if drawn else ""
+    unfinished = _unfinished(name) if published_family(name) else None
+    if unfinished is not None:
+        found = f"{str(unfinished)!r} has no model_index.json: a download that has not ended, or an empty folder"
+        raise CheckpointError(found, expected=what[1], fix=fix)
     return path_of(name, listed, model_roots(), what, fix)
 
 

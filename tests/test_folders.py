@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from anygpu.compat.errors import CheckpointError
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
         assert (folders.model_folder(choice) / "model_index.json").is_file()
 
 
-def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_none_is_installed(folders, tmp_path):
+def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family(folders, tmp_path):
     demo, hunyuan, newer, _, mochi = folders.demo_models()
     assert folders.stand_in_for("LTX-Video") == folders.stand_in_for("publisher/LTX-Video-0.9.5") == demo
     assert folders.stand_in_for("hunyuanvideo-community/HunyuanVideo") == hunyuan
@@ -55,9 +56,45 @@ def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family_while_n
     assert folders.model_folder("demo: LTX-Video (1 MB)") == folders.model_folder(demo), (
         "saved before it was trained on"
     )
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "model_index.json").write_text(json.dumps({"_class_name": "MochiPipeline"}), encoding="utf-8")
-    assert folders.stand_in_for("LTX-Video") == ""
+
+
+FAMILIES = {  # a published name, its pipeline, another class of the family's, its demo in the list
+    "LTX-Video": ("LTXPipeline", "LTXConditionPipeline", 0),
+    "HunyuanVideo": ("HunyuanVideoPipeline", "HunyuanVideoImageToVideoPipeline", 1),
+    "HunyuanVideo-1.5-Diffusers-480p_t2v": ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline", 2),
+    "mochi-1-preview": ("MochiPipeline", "MochiPipeline", 4),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("there", ["nothing", "another family", "another variant", "SDXL", "empty", "unreadable"])
+def test_whatever_else_is_installed_a_published_name_runs_or_its_error_names_the_demo(folders, tmp_path, name, there):
+    pipeline, variant, place = FAMILIES[name]
+    demo = list(folders.demo_models())[place]
+    other = "MochiPipeline" if pipeline != "MochiPipeline" else "LTXPipeline"
+    classes = {"another family": other, "another variant": variant, "SDXL": "StableDiffusionXLPipeline"}
+    folder = tmp_path / (name if there == "empty" else "mine")
+    if there != "nothing":
+        folder.mkdir()
+    if there in classes:
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": classes[there]}), encoding="utf-8")
+    if there == "unreadable":
+        (folder / "model_index.json").write_text("{", encoding="utf-8")
+    if there not in ("another variant", "empty"):
+        assert folders.stand_in_for(name) == demo
+        return
+    assert folders.stand_in_for(name) == ""
+    with pytest.raises(CheckpointError) as caught:
+        folders.model_folder(name)
+    assert repr(demo) in caught.value.fix and ("download that has not ended" in caught.value.found) is (there == "empty")
+
+
+def test_a_model_of_the_published_name_wins_over_the_demo(folders, tmp_path):
+    for name, (pipeline, _, _) in FAMILIES.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_index.json").write_text(json.dumps({"_class_name": pipeline}), encoding="utf-8")
+    for name in FAMILIES:
+        assert folders.stand_in_for(name) == "" and folders.model_folder(name) == tmp_path / name
 
 
 def test_the_paint_demo_is_the_last_choice_and_stands_in_while_no_paint_model_is_installed(folders, tmp_path):
