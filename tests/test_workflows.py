@@ -2,13 +2,11 @@
 
 import ast
 import json
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from anygpu.pipelines.files.download import every_offer
 from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
@@ -141,6 +139,34 @@ def test_nodes_do_not_overlap(workflow: Path) -> None:
 
 
 @each
+def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> None:
+    graph = graph_of(workflow)
+    boxes = [group["bounding"] for group in graph["groups"]]
+    boxes += [[*node["pos"], *node["size"]] for node in graph["nodes"]]
+    width = max(box[0] + box[2] for box in boxes) - min(box[0] for box in boxes)
+    height = max(box[1] + box[3] for box in boxes) - min(box[1] for box in boxes)
+    assert width <= (1500 if "text_to_video" in workflow.stem else 2200)
+    long = "paint" in workflow.stem or "animate" in workflow.stem  # they go on below what a small screen shows
+    assert height <= (1700 if long else 1117), "1366 x 768 without side bar and menu, in letters of 8 pixels"
+    assert graph["extra"]["anygpu_first_view"] is True, "web/templates.js shows the whole of it"
+
+
+@each
+def test_app_mode_has_its_inputs_and_its_result(workflow: Path) -> None:
+    graph = graph_of(workflow)
+    nodes, shown = {str(node["id"]): node for node in graph["nodes"]}, graph["extra"]["linearData"]
+    asked = {(nodes[node]["type"], name) for node, name in shown["inputs"]}
+    for node, name in shown["inputs"]:
+        assert name in nodes[node]["widgets_values_named"]
+    assert all(nodes[node]["type"] in ("SaveVideo", "SaveGLB", "Preview3D") for node in shown["outputs"])
+    assert shown["outputs"] and asked
+    if "text_to_video" in workflow.stem:
+        assert {("AnyGPUEncodePrompt", "text"), *(("AnyGPUSample", name) for name in ("width", "height", "frames", "seed"))} <= asked
+    if "image_to_video" in workflow.stem:
+        assert {("LoadImage", "image"), ("AnyGPUEncodePrompt", "text")} <= asked
+
+
+@each
 def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: Path) -> None:
     (note,) = [node for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
     text = note["widgets_values"][0]
@@ -148,10 +174,6 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
     assert models or workflow in fitted()
     assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
-    downloads = [download for offer in every_offer().values() for download in offer.downloads]
-    for page, only in re.findall(r"^- (huggingface\.co/\S+) into .*(?:\n +- only (.*))?", text, flags=re.MULTILINE):
-        fetched = [set(download.only) for download in downloads if download.page == f"https://{page}"]
-        assert not fetched or set(only.split(", ") if only else ()) in fetched, page
     files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]
     assert workflow not in fitted() or (files and all(file in text for file in files))
     assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text

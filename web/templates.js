@@ -5,6 +5,9 @@ import { app } from "../../scripts/app.js";
 
 const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is installed in
 
+const MARGIN = 10; // pixels around a graph that is shown whole
+const LEGIBLE = 0.58; // of the canvas: below it the classic one draws no text
+
 /** Our workflows as core describes its own; empty where nobody can be asked. */
 async function described(names) {
   try {
@@ -15,8 +18,34 @@ async function described(names) {
   }
 }
 
+/** The whole of the graph on what the canvas has free, no larger than life: the frontend leaves a quarter of it empty. */
+function showWhole() {
+  const { canvas, ds, graph } = app.canvas;
+  const boxes = [...graph._nodes, ...graph._groups].map(({ boundingRect }) => boundingRect);
+  if (!boxes.length) return;
+  const [left, top] = [0, 1].map((side) => Math.min(...boxes.map((box) => box[side])));
+  const [width, height] = [0, 1].map((side) => Math.max(...boxes.map((box) => box[side] + box[side + 2])) - [left, top][side]);
+  const whole = canvas.getBoundingClientRect();
+  const free = document.querySelector(".graph-canvas-panel")?.getBoundingClientRect() ?? whole; // without side bar and menu
+  const scale = Math.min((free.width - 2 * MARGIN) / width, Math.max((free.height - 2 * MARGIN) / height, LEGIBLE), 1);
+  ds.scale = scale;
+  ds.offset[0] = (free.left - whole.left + (free.width - width * scale) / 2) / scale - left;
+  ds.offset[1] = (free.top - whole.top + Math.max(MARGIN, (free.height - height * scale) / 2)) / scale - top;
+  app.canvas.setDirty(true, true);
+}
+
 app.registerExtension({
   name: "anygpu.templates",
+  /** A template of ours opens so that all of it can be read; a copy that was saved opens where it was left. */
+  afterConfigureGraph() {
+    const { canvas, graph } = app.canvas;
+    if (!graph.extra?.anygpu_first_view) return;
+    delete graph.extra.anygpu_first_view;
+    const stop = () => clearInterval(timer);
+    const timer = setInterval(showWhole, 100); // the frontend makes its own view at some time of the first second
+    setTimeout(stop, 2000);
+    for (const event of ["pointerdown", "wheel"]) canvas.addEventListener(event, stop, { once: true });
+  },
   init() {
     const { getWorkflowTemplates, getCoreWorkflowTemplates } = api;
     if (!getWorkflowTemplates || !getCoreWorkflowTemplates) return;

@@ -16,8 +16,19 @@ function fixedId(name) {
   return `${hex.slice(0, 8)}-${hex.slice(8, 12)}-4${hex.slice(13, 16)}-8${hex.slice(17, 20)}-${hex.slice(20, 32)}`;
 }
 
+// What App mode shows of a graph, in this order: the inputs [node, widget] that are there, and the outputs.
+const APP_INPUTS = [
+  ["image", "image"], ["first", "image"], ["last", "image"], ["who", "image"], ["picture", "image"], ["clip", "file"],
+  ["motion", "file"], ["mesh", "mesh_file"], ["recover", "kept"], ["latent", "kept"], ["prompt", "text"], ["prompt", "prompt"],
+  ["positive", "text"], ["encoded", "width"], ["encoded", "height"], ["empty", "width"], ["empty", "height"], ["empty", "length"],
+  ["scene", "width"], ["scene", "height"], ["scene", "length"], ["sample", "width"], ["sample", "height"], ["sample", "frames"],
+  ["sample", "clip_seconds"], ["prompt", "width"], ["prompt", "height"], ["prompt", "length"], ["sample", "seed"],
+  ["noise", "noise_seed"], ["paint", "seed"], ["texture", "seed"],
+];
+const APP_OUTPUTS = ["save", "look"];
+
 /** Runs in the page: the serialised graph of one specification. */
-function build(spec) {
+function build([spec, appInputs, appOutputs]) {
   const { app, LiteGraph } = window;
   app.graph.clear();
   const made = {};
@@ -44,30 +55,69 @@ function build(spec) {
       source.connect(slot, made[key], target);
     }
   }
-  // Columns from left to right, each in its group; in each the nodes stand below one another.
-  const [gap, edge, heading] = [50, 20, 50];
-  let x = 0;
+  // Lanes from left to right: groups, in each the nodes, stand below one another as long as a lane is no taller than a
+  // small screen shows in letters of 8 pixels; then the next lane begins. A group that is taller goes on beside itself.
+  const [gap, edge, heading, title] = [20, 15, 40, LiteGraph.NODE_TITLE_HEIGHT];
+  const { tallest = 1110 } = spec;
+  const lanes = [];
   for (const column of spec.columns) {
     const { group = "", nodes } = Array.isArray(column) ? { nodes: column } : column;
-    let y = 0;
-    let widest = 0;
+    const rows = [[]];
+    const room = tallest - (group ? heading + edge : 0);
     for (const { key, height = 0, width = 340 } of nodes) {
-      const node = made[key];
-      const [least, tall] = node.computeSize();
-      node.setSize([Math.max(least, width), Math.max(tall, height)]);
-      node.pos = [x, y];
-      y += node.size[1] + LiteGraph.NODE_TITLE_HEIGHT + gap;
-      widest = Math.max(widest, node.size[0]);
+      const [least, tall] = made[key].computeSize();
+      const node = { node: made[key], width: Math.max(least, width), height: Math.max(tall, height) };
+      const filled = [...rows.at(-1), node].reduce((sum, { height }) => sum + height + title + gap, -gap);
+      if (filled > room && rows.at(-1).length) rows.push([node]);
+      else rows.at(-1).push(node);
     }
-    if (group) {
-      const box = new LiteGraph.LGraphGroup(group);
-      box.pos = [x - edge, -LiteGraph.NODE_TITLE_HEIGHT - heading];
-      box.size = [widest + 2 * edge, y - gap + heading + edge];
-      app.graph.add(box);
-    }
-    x += widest + 2 * edge + gap;
+    const heights = rows.map((row) => row.reduce((sum, { height }) => sum + height + title + gap, -gap));
+    const box = { group, rows, height: Math.max(...heights) + (group ? heading + edge : 0) };
+    const lane = lanes.at(-1);
+    const filled = lane?.reduce((sum, { height }) => sum + height + gap, box.height);
+    if (lane && filled <= tallest && rows.length === 1 && lane.every((above) => above.rows.length === 1)) lane.push(box);
+    else lanes.push([box]);
   }
-  return app.graph.serialize();
+  let x = 0;
+  for (const lane of lanes) {
+    let y = 0;
+    let right = x;
+    for (const { group, rows, height } of lane) {
+      let left = x;
+      for (const row of rows) {
+        let top = y + (group ? heading : 0) + title;
+        for (const { node, width, height } of row) {
+          node.setSize([width, height]);
+          node.pos = [left, top];
+          top += height + title + gap;
+        }
+        left += Math.max(...row.map(({ width }) => width)) + gap;
+      }
+      if (group) {
+        const box = new LiteGraph.LGraphGroup(group);
+        box.pos = [x - edge, y];
+        box.size = [left - gap - x + 2 * edge, height];
+        app.graph.add(box);
+      }
+      y += height + gap;
+      right = Math.max(right, left - gap);
+    }
+    x = right + 2 * edge + gap;
+  }
+  const free = ([key, name]) =>
+    made[key]?.widgets?.some((widget) => widget.name === name) && !made[key].inputs?.some((input) => input.widget?.name === name && input.link != null);
+  const graph = app.graph.serialize();
+  // The first is read and deleted by web/templates.js.
+  graph.extra = {
+    anygpu_first_view: true,
+    ds: { scale: 0.7, offset: [80, 180] },
+    linearData: {
+      inputs: appInputs.filter(free).map(([key, name]) => [String(made[key].id), name]),
+      outputs: appOutputs.filter((key) => key in made).map((key) => String(made[key].id)),
+    },
+    ...(spec.app && { linearMode: true }),
+  };
+  return graph;
 }
 
 await mkdir(FOLDER, { recursive: true });
@@ -76,10 +126,9 @@ for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ..
   // A new page each time: the frontend keeps widget values by node id, also for the nodes of a graph that is gone.
   const { browser, page, errors } = await openPage();
   try {
-    const graph = await page.evaluate(build, spec);
+    const graph = await page.evaluate(build, [spec, APP_INPUTS, APP_OUTPUTS]);
     graph.id = fixedId(name);
     graph.revision = 0;
-    graph.extra = { ds: { scale: 0.7, offset: [80, 180] } };
     await writeFile(new URL(`${name}.json`, FOLDER), `${JSON.stringify(graph, null, 1)}\n`);
     console.log(`${name}.json: ${graph.nodes.length} nodes`);
     if (errors.length) throw new Error(errors.join("\n"));

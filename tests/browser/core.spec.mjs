@@ -1,5 +1,5 @@
 // Workflows in which core's KSampler and VAE Decode run our models; made like those of workflows.spec.mjs.
-import { CAFE, CAT, DANCE, NOTE, ROOM, WITHOUT, described, image, load, picture, prompt } from "./workflows.spec.mjs";
+import { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, WITHOUT, described, group, image, load, picture, prompt } from "./workflows.spec.mjs";
 
 const CORE =
   "Core's own sampler runs the model, so core's schedulers, previews, *Skip Layer Guidance*, *Context Windows* and " +
@@ -120,21 +120,18 @@ const SPECS = {
   },
 };
 
-/** Columns: note | model and picture | prompt and encoded picture | between and empty latent | sampler | result. */
+/** Note, model, picture, prompt and encoded picture, what stands between, sampler, result. */
 function workflow(name, { title, model, text, fps, nodes, pictures = [], between = [] }) {
-  const sized = (key, width, height) => ({ key, width, height });
   return {
     nodes: { note: described(title, model, text), ...nodes, decode, video: video(fps), save: save(name) },
     columns: [
       NOTE,
-      { group: "Load", nodes: [sized("load", 380, model === "framepack" ? 540 : ROOM.load), ...pictures.map((key) => sized(key, 380, ROOM.picture))] },
-      {
-        group: "Describe",
-        nodes: [sized("prompt", 420, ROOM.prompt), ...(nodes.encoded ? [sized("encoded", 420, ROOM.encoded)] : [])],
-      },
-      { group: "Prepare", nodes: [...between, "empty"].map((key) => sized(key, 320, ROOM.small)) },
-      { group: "Sample", nodes: [sized("sample", 340, 640)] },
-      { group: "See", nodes: [sized("decode", 420, 80), sized("video", 420, 120), sized("save", 420, ROOM.save)] },
+      LOADED,
+      ...(pictures.length ? [group("Show", 325, ...pictures.map((key) => [key, ROOM.picture]))] : []),
+      group("Describe", 325, ["prompt", ROOM.prompt], ...(nodes.encoded ? [["encoded", ROOM.encoded]] : [])),
+      group("Prepare", 325, ...[...between, "empty"].map((key) => [key, ROOM.small])),
+      group("Sample", 325, ["sample", 560]),
+      group("See", 325, ["save", ROOM.save], ["video"], ["decode"]),
     ],
   };
 }

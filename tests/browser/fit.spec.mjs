@@ -304,6 +304,7 @@ const SPECS = {
       ["clip_vision_h.safetensors", "clip_vision", ANIMATE, "clip_vision/"],
     ],
     gib: 24,
+    tallest: 1500,
     nodes: {
       load: load("wan_animate_2_int8_convrot.safetensors"),
       lora: {
@@ -372,7 +373,7 @@ const SPECS = {
   },
 };
 
-const HEIGHTS = { positive: 220, negative: 160, prompt: 420, fit: 330, fitvae: 160, who: 320, motion: 320, first: 320, scene: 560 };
+const HEIGHTS = { positive: 180, negative: 140, prompt: 420, fit: 330, fitvae: 160, who: 300, motion: 320, first: 300 };
 
 const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", who: "Show", start: "Look", first: "Size", scene: "Size", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
 
@@ -390,17 +391,20 @@ function modelsOf({ values = {} }, files) {
   return models.length ? models : undefined;
 }
 
-/** The note stands first, then the columns of the specification, then the result. */
-function workflow(name, { title, why = WHY, files, gib, nodes, columns }) {
-  const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] ?? 190 });
+/** The note stands first, then the columns of the specification, the result before the last. */
+function workflow(name, { title, why = WHY, files, gib, nodes, columns, tallest }) {
+  const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] });
+  const grouped = columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) }));
   const offered = Object.fromEntries(Object.entries(nodes).map(([key, node]) => [key, { ...node, models: modelsOf(node, files) }]));
   return {
     nodes: { note: note(title, why, files, gib), ...offered, save: save(name) },
     columns: [
-      [{ key: "note", width: 480, height: 640 }],
-      ...columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) })),
-      { group: "Save", nodes: [{ key: "save", width: 460, height: 460 }] },
+      [{ key: "note", width: 420, height: 540 }],
+      ...grouped.slice(0, -1),
+      { group: "Save", nodes: [{ key: "save", width: 360, height: 440 }] }, // above the decode: clear of the minimap
+      grouped.at(-1),
     ],
+    tallest,
   };
 }
 

@@ -96,16 +96,16 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 360, delight: 560, render: 420, first: 960, paint: 960, turntable: 540, pictures: 420, save: 440, look: 480, bake: 300, sampled: 420, texture: 760, cameras: 440, load: 340, delighting: 340 };
-const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] ?? 170 }));
-const loaders = (...keys) => ({ group: "Load", nodes: sized(400, ...keys) });
-const step = (group, ...keys) => ({ group, nodes: sized(380, ...keys) });
-const ENDING = [step("Turn", "turntable", "pictures"), step("Save and look", "smooth", "save", "file", "look")];
-const NOTE = [{ key: "note", width: 440, height: 640 }];
+const HEIGHTS = { picture: 280, delight: 500, render: 400, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 320, delighting: 320 };
+const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] }));
+const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
+const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
+const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];
+const NOTE = [{ key: "note", width: 315, height: 380 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
-  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING] };
+  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1700 }; // its result stands at the top of a lane
 }
 
 const SHAPE = {

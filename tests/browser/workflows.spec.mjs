@@ -26,51 +26,35 @@ const GIB = {
   mochi: { "text encoder (T5-XXL)": 8.9, transformer: 18.7, VAE: 0.9 },
 };
 
-const PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae"];
-const TWO_TEXTS = [...PARTS, "text_encoder_2", "tokenizer_2"];
-const VISION = ["image_encoder", "feature_extractor"];
-
+const HUNYUAN = "hunyuanvideo-community/HunyuanVideo";
 const DOWNLOADS = {
-  ltx: [["Lightricks/LTX-Video", PARTS]],
-  ltx_condition: [["Lightricks/LTX-Video-0.9.5", PARTS]],
-  hunyuan_video: [["hunyuanvideo-community/HunyuanVideo", TWO_TEXTS]],
-  hunyuan_video_i2v: [["hunyuanvideo-community/HunyuanVideo-I2V", [...TWO_TEXTS, "image_processor"]]],
-  hunyuan_video_15: [["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", [...TWO_TEXTS, "guider"]]],
-  hunyuan_video_15_i2v: [
-    ["hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v", [...TWO_TEXTS, "guider", ...VISION]],
-  ],
-  framepack: [
-    ["lllyasviel/FramePackI2V_HY", []],
-    ["hunyuanvideo-community/HunyuanVideo", TWO_TEXTS.filter((part) => part !== "transformer")],
-    ["lllyasviel/flux_redux_bfl", VISION],
-  ],
-  framepack_f1: [
-    ["lllyasviel/FramePack_F1_I2V_HY_20250503", []],
-    ["hunyuanvideo-community/HunyuanVideo", TWO_TEXTS.filter((part) => part !== "transformer")],
-    ["lllyasviel/flux_redux_bfl", VISION],
-  ],
-  mochi: [["genmo/mochi-1-preview", PARTS]],
+  ltx: ["Lightricks/LTX-Video"],
+  ltx_condition: ["Lightricks/LTX-Video-0.9.5"],
+  hunyuan_video: [HUNYUAN],
+  hunyuan_video_i2v: [`${HUNYUAN}-I2V`],
+  hunyuan_video_15: [`${HUNYUAN}-1.5-Diffusers-480p_t2v`],
+  hunyuan_video_15_i2v: [`${HUNYUAN}-1.5-Diffusers-480p_i2v`],
+  framepack: ["lllyasviel/FramePackI2V_HY", HUNYUAN, "lllyasviel/flux_redux_bfl"],
+  framepack_f1: ["lllyasviel/FramePack_F1_I2V_HY_20250503", HUNYUAN, "lllyasviel/flux_redux_bfl"],
+  mochi: ["genmo/mochi-1-preview"],
 };
 
 /** The text of a workflow's note. */
 function note(title, model, text) {
   const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
-  const places = DOWNLOADS[model].map(([page, parts]) => {
-    const wanted = parts.length ? `\n  - only ${parts.join(", ")}` : "";
-    return `- huggingface.co/${page} into **ComfyUI/models/diffusers/${page.split("/")[1]}**${wanted}`;
-  });
+  const places = DOWNLOADS[model].map((page) => `- huggingface.co/${page} into **ComfyUI/models/diffusers/${page.split("/")[1]}**`);
   return [
     `# ${title}`,
     text,
     "## Get the model",
-    "*AnyGPU Download Model* fetches it. By hand:",
+    "*AnyGPU Download Model* fetches what is needed of:",
     "",
     ...places,
     "",
     "Press **R** afterwards, then choose it in *AnyGPU Load Pipeline*.",
     "## Memory",
-    `Weights in bf16, counted, not measured: ${sizes.join(", ")}. The text encoder leaves the GPU before sampling. ` +
-      "*offload* auto streams what does not fit; the **AnyGPU** tab says what this graph needs on your machine.",
+    `bf16, counted, not measured: ${sizes.join(", ")}. *offload* auto streams what does not fit; the **AnyGPU** tab says ` +
+      "what this graph needs here.",
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -120,40 +104,29 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 540, picture: 360, prompt: 420, encoded: 380, sample: 760, decode: 460, save: 540, recover: 180, lora: 240, small: 160 };
-const NOTE = [{ key: "note", width: 440, height: 560 }];
-const SEE = {
-  group: "See",
-  nodes: [
-    { key: "decode", width: 420, height: ROOM.decode },
-    { key: "save", width: 420, height: ROOM.save },
-  ],
-};
-const SAMPLE = { group: "Sample", nodes: [{ key: "sample", width: 360, height: ROOM.sample }] };
-const LOADED = { key: "load", width: 380, height: ROOM.load };
-const FROM_SEVERAL = { ...LOADED, height: 540 }; // says where each part comes from
+const ROOM = { load: 500, picture: 320, prompt: 340, encoded: 320, sample: 700, decode: 400, save: 460, recover: 180, lora: 240, small: 0 };
+const NOTE = [{ key: "note", width: 325, height: 470 }];
+const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height]) => ({ key, width, height })) });
+const LOADED = group("Load the model", 325, ["load", ROOM.load]);
+const SAMPLE = group("Sample", 325, ["sample", ROOM.sample]);
+const SEE = group("See", 325, ["save", ROOM.save], ["decode", ROOM.decode]); // clear of the minimap
 
-/** Columns: note | model and pictures | prompt and encoded pictures | sample | result. */
-function columns({ pictures = [], encoded = [], loaded = LOADED }) {
-  const shown = pictures.map((key) => ({ key, width: 380, height: key === "components" ? ROOM.small : ROOM.picture }));
-  const described = encoded.map((key) => ({ key, width: 420, height: ROOM.encoded }));
-  return [
-    NOTE,
-    { group: pictures.length ? "Load" : "Load the model", nodes: [loaded, ...shown] },
-    { group: "Describe", nodes: [{ key: "prompt", width: 420, height: ROOM.prompt }, ...described] },
-    SAMPLE,
-    SEE,
-  ];
+/** Note, model, pictures, prompt and encoded pictures, sample, result; author.mjs puts them into lanes. */
+function columns({ pictures = [], encoded = [] }) {
+  const shown = group("Show", 325, ...pictures.map((key) => [key, key === "components" ? ROOM.small : ROOM.picture]));
+  const described = group("Describe", 325, ["prompt", ROOM.prompt], ...encoded.map((key) => [key, ROOM.encoded]));
+  return [NOTE, LOADED, ...(pictures.length ? [shown] : []), described, SAMPLE, SEE];
 }
 
-/** Columns where nothing is sampled: note | model and saved latents | result. */
-const RECOVERED = [NOTE, { group: "Load", nodes: [LOADED, { key: "recover", width: 380, height: ROOM.recover }] }, SEE];
+/** Where nothing is sampled: note, model, saved latents, result. */
+const RECOVERED = [NOTE, LOADED, group("Recover", 325, ["recover", ROOM.recover]), SEE];
 
-/** Columns with LoRAs: note | model | LoRAs and prompt | sample | result. */
+/** With LoRAs: note, model, LoRAs, prompt, sample, result. */
 const ADAPTED = [
   NOTE,
-  { group: "Load", nodes: [LOADED, ...["style", "motion"].map((key) => ({ key, width: 380, height: ROOM.lora }))] },
-  { group: "Describe", nodes: [{ key: "prompt", width: 420, height: ROOM.prompt }] },
+  LOADED,
+  group("Adapt", 325, ["style", ROOM.lora], ["motion", ROOM.lora]),
+  group("Describe", 325, ["prompt", ROOM.prompt]),
   SAMPLE,
   SEE,
 ];
@@ -335,7 +308,6 @@ const SPECS = {
   anygpu_framepack_image_to_video: {
     title: "FramePack: image to video",
     model: "framepack",
-    loaded: FROM_SEVERAL,
     text:
       "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
       "shown and saved. *section_prompts* takes one prompt per line for later sections.",
@@ -352,7 +324,6 @@ const SPECS = {
   anygpu_framepack_first_last_frame: {
     title: "FramePack: first and last frame",
     model: "framepack",
-    loaded: FROM_SEVERAL,
     text: "The video leads from one picture to another. *end_strength* on the sampler sets how strongly the last one " +
     "counts.",
     pictures: ["image", "last"],
@@ -370,7 +341,6 @@ const SPECS = {
   anygpu_framepack_f1_image_to_video: {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
-    loaded: FROM_SEVERAL,
     text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
     pictures: ["image"],
     encoded: ["encoded"],
@@ -394,5 +364,5 @@ const SPECS = {
   },
 };
 
-export { CAFE, CAT, DANCE, NOTE, ROOM, WITHOUT, described, image, load, picture, prompt };
+export { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, SEE, WITHOUT, group, described, image, load, picture, prompt };
 export const WORKFLOWS = Object.fromEntries(Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]));
