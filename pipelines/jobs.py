@@ -201,8 +201,7 @@ def _frames(
 ) -> torch.Tensor:
     """The frames of a job's picture (``image``) or video (``images``), or those that a demo model starts from."""
     frames, _ = machine.places.frames(content, progress.check)
-    own: torch.Tensor = own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
-    return own
+    return own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
 
 
 def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:

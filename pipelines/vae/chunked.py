@@ -159,12 +159,10 @@ def _upsample(past: CausalCache, _: Any) -> Callable[..., Tensor]:
 
     def forward(layer: Any, x: Tensor) -> Tensor:
         if not past.frames or not layer.add_temporal_upsample:
-            first: Tensor = type(layer).forward(layer, x)
-            return first
+            return type(layer).forward(layer, x)
         spread = layer._dcae_upsample_rearrange
         shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
-        later: Tensor = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
-        return later
+        return spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
 
     return forward
 
@@ -207,8 +205,7 @@ def _attention(past: CausalCache, attend: Any) -> Callable[..., Tensor]:
                 attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
             )
         cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
-        result: Tensor = layer.proj_out(cells) + x
-        return result
+        return layer.proj_out(cells) + x
 
     return forward
 
