@@ -27,7 +27,7 @@ from .records import receipts
 from .records.job import Content, Result, VideoJob
 from .records.places import Machine
 from .requests import LoadRequest, load_request
-from .sampling.resume import LeaderSections, LeaderSteps, StepStore
+from .sampling.resume import LeaderStore, StepStore
 from .settings import clip_frames, of_checkpoint, with_step_cache
 from .sizes import Size
 from .vae.fallback import decoding
@@ -137,7 +137,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
-    steps = steps if group is None else LeaderSteps(group, steps)
+    steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = receipts.with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
@@ -151,7 +151,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
             receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
         )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=signed)
-        sections = keeper if group is None else LeaderSections(group, keeper)
+        sections = keeper if group is None else LeaderStore(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
         latents = signed(latents)
         kept = next(iter(keeper.names.values()), "")
@@ -201,8 +201,7 @@ def _frames(
 ) -> torch.Tensor:
     """The frames of a job's picture (``image``) or video (``images``), or those that a demo model starts from."""
     frames, _ = machine.places.frames(content, progress.check)
-    own: torch.Tensor = own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
-    return own
+    return own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
 
 
 def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:

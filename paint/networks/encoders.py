@@ -117,8 +117,7 @@ def _words(source: Path, prompt: str) -> list[int]:
             fix="Download the complete delight folder, or leave negative_prompt empty.",
         ) from error
     text = beginning(tokenizer, prompt, TOKENS)
-    words: list[int] = tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]
-    return words
+    return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]
 
 
 def _padding(source: Path) -> int:

@@ -54,7 +54,7 @@ class StreamInputs:
 class Recording(nn.Module):
     """A layer of the reference stream, which keeps what it read."""
 
-    def __init__(self, name: str, layer: Layer) -> None:
+    def __init__(self, name: str, layer: Layer, _width: int, _heads: int) -> None:
         super().__init__()
         self.name, self.transformer = name, layer
 
@@ -78,12 +78,7 @@ class ReferenceStream(nn.Module):
 
     def __init__(self, shape: UNetShape, text_shape: tuple[int, ...], dtypes: Dtypes | None = None) -> None:
         super().__init__()
-        dtypes = dtypes or Dtypes()
-
-        def layer(name: str, width: int, heads: int) -> nn.Module:
-            return Recording(name, Layer(width, heads, shape.text_width, dtypes))
-
-        self.body = UNet(shape, layer, dtypes)
+        self.body = UNet(shape, Recording, dtypes)
         self.learned_text_clip_ref = nn.Parameter(torch.zeros(text_shape), requires_grad=False)
 
     def forward(self, latents: Tensor) -> dict[str, Tensor]:
@@ -134,12 +129,7 @@ class MainStream(nn.Module):
 
     def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
         super().__init__()
-        dtypes = dtypes or Dtypes()
-
-        def layer(name: str, width: int, heads: int) -> nn.Module:
-            return MultiviewLayer(name, Layer(width, heads, shape.text_width, dtypes), width, heads)
-
-        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), layer, dtypes)
+        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), MultiviewLayer, dtypes)
         # Not by the constructor, whose random numbers take seconds to import on the meta device.
         labels = torch.empty(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH)
         self.class_embedding = nn.Embedding.from_pretrained(labels)

@@ -133,12 +133,7 @@ class PbrStream(nn.Module):
 
     def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
         super().__init__()
-        dtypes = dtypes or Dtypes()
-
-        def layer(name: str, width: int, heads: int) -> nn.Module:
-            return PbrLayer(name, Layer(width, heads, shape.text_width, dtypes), width, heads)
-
-        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), layer, dtypes)
+        self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), PbrLayer, dtypes)
         self.image_proj_model_dino = DinoProjection()
         for name in ("albedo", "mr"):
             text = nn.Parameter(torch.zeros(TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)

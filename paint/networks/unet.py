@@ -13,7 +13,7 @@ from torch.nn import functional
 from ...compat.errors import CheckpointError
 from .layers import Attend, Dtypes, Layer, MultiHeadAttention, Resampled, Residual, TimeEmbedding, Transformer
 
-LayerMaker = Callable[[str, int, int], nn.Module]  # (name, width, heads) -> layer
+Wrap = Callable[[str, Layer, int, int], nn.Module]  # (name, stock layer, width, heads) -> layer
 CROSS = "CrossAttn"
 REQUIRED: dict[str, Any] = {  # what the published configurations say; a network with another value is another network
     "act_fn": "silu",
@@ -151,17 +151,16 @@ class MiddleBlock(Block):
 
 
 class UNet(nn.Module):
-    """A UNet whose layers are made by ``layer``; the stock one when None.
+    """A UNet of stock layers, or of what ``wrap`` makes of each.
 
     Args:
-        layer: from name, width and heads to a layer; names are ``down_0_0_0`` (block, attention, layer), ``mid_0_0``,
-            ``up_1_0_0``.
+        wrap: from name, stock layer, width and heads to a layer; names are ``down_0_0_0`` (block, attention, layer),
+            ``mid_0_0``, ``up_1_0_0``.
     """
 
-    def __init__(self, shape: UNetShape, layer: LayerMaker | None = None, dtypes: Dtypes | None = None) -> None:
+    def __init__(self, shape: UNetShape, wrap: Wrap | None = None, dtypes: Dtypes | None = None) -> None:
         super().__init__()
-        self.shape, self.dtypes = shape, dtypes or Dtypes()
-        self.layer_of = layer or (lambda _name, width, heads: Layer(width, heads, shape.text_width, self.dtypes))
+        self.shape, self.wrap, self.dtypes = shape, wrap, dtypes or Dtypes()
         widths = shape.widths
         self.conv_in = nn.Conv2d(shape.in_channels, widths[0], 3, padding=1)
         self.time_embedding = TimeEmbedding(widths[0], shape.time_width, self.dtypes)
@@ -174,7 +173,6 @@ class UNet(nn.Module):
         self.up_blocks = nn.ModuleList(self._up(level) for level in range(len(widths)))
         self.conv_norm_out = nn.GroupNorm(shape.groups, widths[0], eps=1e-5)
         self.conv_out = nn.Conv2d(widths[0], shape.out_channels, 3, padding=1)
-        del self.layer_of  # a closure over the owner would keep two networks alive as one
 
     def forward(
         self, x: Tensor, timestep: Tensor, text: Tensor, run: object = None, labels: Tensor | None = None
@@ -218,7 +216,9 @@ class UNet(nn.Module):
         )
 
     def _transformer(self, name: str, width: int, heads: int) -> Transformer:
-        return Transformer(width, self.shape.groups, self.layer_of(f"{name}_0", width, heads), self.dtypes)
+        layer = Layer(width, heads, self.shape.text_width, self.dtypes)
+        made = layer if self.wrap is None else self.wrap(f"{name}_0", layer, width, heads)
+        return Transformer(width, self.shape.groups, made, self.dtypes)
 
     def _down(self, level: int) -> DownBlock:
         shape = self.shape

@@ -23,8 +23,7 @@ OLD = re.compile(rf"(?<=\.)({'|'.join(OLD_NAMES)})(?=\.(weight|bias)$)")
 def autoencoder(config: Mapping[str, Any]) -> nn.Module:
     """The module of a ``config.json``, without values worth anything."""
     cls: Any = attribute("diffusers", "AutoencoderKL")
-    module: nn.Module = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
-    return module
+    return cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
 
 
 class PictureAttention:

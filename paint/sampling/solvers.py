@@ -245,8 +245,7 @@ class UniPC(UnitVariance):
 
     def step(self, velocity: Tensor, index: int, x: Tensor, _noise: Noise) -> Tensor:
         """Latents one level lower."""
-        sample: Tensor = self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
-        return sample
+        return self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
 
 
 def solver_for(name: str, schedule: NoiseSchedule) -> Any:

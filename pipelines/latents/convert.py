@@ -18,17 +18,11 @@ MORE = "more"  # under our key: further tensors
 PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
 
 
-def to_core(latents: Latents, prefix: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore.
-
-    Args:
-        prefix: an incoming LATENT whose other keys (``noise_mask`` aside) are carried along.
-    """
-    kept = {key: value for key, value in (prefix or {}).items() if key not in ("samples", "noise_mask", KEY)}
+def to_core(latents: Latents) -> dict[str, Any]:
+    """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore."""
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
     more = {MORE: dict(latents.more)} if latents.more else {}
     return {
-        **kept,
         "samples": latents.samples,
         KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more},
     }

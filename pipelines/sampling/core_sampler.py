@@ -46,13 +46,9 @@ def velocity(
     return output.float()
 
 
-def guidance_of(pipeline: Pipeline, call: Call, default: bool = False) -> torch.Tensor | None:
-    """The distilled guidance (B,) as a transformer takes it; None for one that takes none.
-
-    Args:
-        default: whether one whose configuration does not say takes it.
-    """
-    if not pipeline.configs["transformer"].get("guidance_embeds", default):
+def guidance_of(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
+    """The distilled guidance (B,) as a transformer takes it; None for one that takes none."""
+    if not pipeline.configs["transformer"].get("guidance_embeds", True):
         return None
     given = call.guidance if call.guidance is not None else call.latents.new_full((1,), 6.0)
     return given.to(call.latents.dtype).reshape(-1).expand(call.latents.shape[0]) * TIME

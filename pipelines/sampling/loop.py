@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import state_of, to_host
+from ...compat.device.execution import checked_layers, state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.errors import UnsupportedError
@@ -24,7 +24,7 @@ from ..base import Latents, Progress, ProgressStage, SampleSettings
 from ..family import FamilySpec
 from ..pipeline import Pipeline, make_room_and_retry
 from ..settings import STEP_CACHE
-from ..sizes import TRANSFORMER
+from ..sizes import TRANSFORMER, beside_transformer
 from .resume import Steps
 from .schedules import Schedule
 
@@ -187,6 +187,16 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
         return None
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)
+
+
+@contextmanager
+def held_transformer(
+    pipeline: Pipeline, settings: SampleSettings, progress: Progress, window: int = 9
+) -> Iterator[Any]:
+    """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers."""
+    hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, window), progress)
+    with hold as transformer, checked_layers(transformer, progress.check):
+        yield transformer
 
 
 def denoise(

@@ -76,45 +76,28 @@ class InMemorySections:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaderSteps:
-    """Unfinished samplings that the leader saves: every rank goes on where the leader does."""
+class LeaderStore:
+    """Unfinished steps or sections that the leader saves in ``store``: every rank goes on where the leader does."""
 
     group: Group
-    store: StepStore
+    store: Any
 
-    def found(self, key: str) -> StepState | None:
+    def found(self, key: str) -> Any:
         """State of this sampling in the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
         """True if it is time to save, on the leader."""
-        return self.group.leads and self.store.due()
+        return self.group.leads and bool(self.store.due())
 
-    def save(self, key: str, state: StepState) -> bool:
+    def save(self, key: str, *state: Any) -> Any:
         """Replace the saved state, on the leader."""
-        return self.group.leads and self.store.save(key, state)
+        return self.group.leads and self.store.save(key, *state)
 
     def drop(self, key: str) -> None:
         """Forget this sampling."""
         if self.group.leads:
             self.store.drop(key)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaderSections:
-    """Finished sections, likewise."""
-
-    group: Group
-    store: SectionStore
-
-    def found(self, key: str) -> SectionState | None:
-        """State of this sampling in the leader's file."""
-        return self.group.on_leader(lambda: self.store.found(key))
-
-    def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
-        """Take in all sections so far, on the leader."""
-        if self.group.leads:
-            self.store.save(key, index, count, latents, standing)
 
 
 @dataclass(slots=True)

@@ -212,8 +212,7 @@ class Guidance:
             return guided
         from diffusers.guiders.guider_utils import rescale_noise_cfg
 
-        rescaled: torch.Tensor = rescale_noise_cfg(guided, cond, guidance_rescale=self.settings.guidance_rescale)
-        return rescaled
+        return rescale_noise_cfg(guided, cond, guidance_rescale=self.settings.guidance_rescale)
 
     def guide_batch(self, output: torch.Tensor) -> torch.Tensor:
         """The guided prediction of a batch of two, without the prompt and with it; a batch of one as it is."""

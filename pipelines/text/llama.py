@@ -134,8 +134,7 @@ def _template(
     finds that length.
     """
     if not request.template:
-        own: Mapping[str, Any] = inspect.signature(pipeline_class.encode_prompt).parameters["prompt_template"].default
-        return own
+        return inspect.signature(pipeline_class.encode_prompt).parameters["prompt_template"].default
     text = request.template
     head, _, tail = text.partition("{}")
     if "{" in head + tail or "}" in head + tail:

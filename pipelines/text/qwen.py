@@ -50,14 +50,14 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
 
 
-def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None, usual: int) -> Forwards:
+def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of both encoders: those of the longest chat; ByT5 runs for quotations alone.
 
     Args:
-        request: the texts; None for two of ``usual`` tokens that quote nothing.
+        request: the texts; None for two of the usual length that quote nothing.
     """
     if request is None:
-        return {"text_encoder": ((usual, usual),)}
+        return {"text_encoder": ((pipeline.spec.memory.reference_tokens,) * 2,)}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     limit = request.max_tokens or pipeline.spec.sizes.defaults.max_tokens

@@ -91,16 +91,15 @@ def t5_embeds(
     return tuple(encoded)
 
 
-def t5_forwards(request: PromptRequest | None, tokens: int, zeroed: bool = False) -> Forwards:
-    """Tokens of each text in each forward of T5.
+def t5_forwards(pipeline: Pipeline, request: PromptRequest | None, zeroed: bool = False) -> Forwards:
+    """Tokens of each text, all padded to one length, in each forward of T5.
 
     Args:
-        request: the texts; None for two of ``tokens``.
-        tokens: to which texts are padded where the request names no other number.
+        request: the texts; None for a prompt and its negative.
         zeroed: whether an empty text is zeroed.
     """
     texts = ("some", "some") if request is None else (request.text, request.negative)
-    length = (request.max_tokens if request is not None else 0) or tokens
+    length = (request.max_tokens if request is not None else 0) or pipeline.spec.sizes.defaults.max_tokens
     batches = in_batches(texts, 1 if _alone(texts, zeroed) else PAIR)
     return {"text_encoder": tuple((length,) * len(batch) for batch in batches)}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,53 +130,40 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """
     with Undo() as undo:
         for layer in vae.decoder.modules():
-            made = LAYERS.get(full_name(layer))
-            if made is not None:
-                undo.patch(layer, made(past, vars(layer).get("attend")))
+            forward = LAYERS.get(full_name(layer))
+            if forward is not None:
+                undo.patch(layer, partial(forward, past))
         if not undo:
             raise ValueError(f"a {type(vae).__name__} decoded in chunks of time: its decoder looks ahead")
         with uncompiled(vae.decoder):
             yield
 
 
-def _conv(past: CausalCache, _: Any) -> Callable[..., Any]:
-    def forward(layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
-        reach = layer.conv.kernel_size[0] - 1
-        if reach:
-            before = past.before(layer)
-            x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
-            past.remember(layer, x[:, :, -reach:])
-        output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
-        return (output, None) if full_name(layer) == MOCHI_CONV else output
-
-    return forward
+def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
+    reach = layer.conv.kernel_size[0] - 1
+    if reach:
+        before = past.before(layer)
+        x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
+        past.remember(layer, x[:, :, -reach:])
+    output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
+    return (output, None) if full_name(layer) == MOCHI_CONV else output
 
 
-def _upsample(past: CausalCache, _: Any) -> Callable[..., Tensor]:
+def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     """The first frame of a video becomes one frame, each later one two.
 
     Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
     """
-
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        if not past.frames or not layer.add_temporal_upsample:
-            first: Tensor = type(layer).forward(layer, x)
-            return first
-        spread = layer._dcae_upsample_rearrange
-        shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
-        later: Tensor = spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
-        return later
-
-    return forward
+    if not past.frames or not layer.add_temporal_upsample:
+        return type(layer).forward(layer, x)
+    spread = layer._dcae_upsample_rearrange
+    shortcut = spread(x, r1=2, r2=2, r3=2).repeat_interleave(repeats=layer.repeats, dim=1)
+    return spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
 
 
-def _mochi_up(past: CausalCache, _: Any) -> Callable[..., Any]:
+def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) -> Any:
     """The first frame of a video becomes one frame, each later one as many as the block makes."""
-
-    def forward(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-        return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
-
-    return forward
+    return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
@@ -190,34 +178,29 @@ def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> An
     return spread[:, :, block.temporal_expansion - 1 :], cache
 
 
-def _attention(past: CausalCache, attend: Any) -> Callable[..., Tensor]:
+def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
-    attend = attend or functional.scaled_dot_product_attention
-
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        normed = layer.norm(x)
-        query, own = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
-        before = past.before(layer)
-        past.remember(layer, own)
-        key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
-        attended, frames = [], x.shape[2]
-        for index in range(frames):
-            seen = key.shape[2] - frames + index + 1
-            attended.append(
-                attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
-            )
-        cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
-        result: Tensor = layer.proj_out(cells) + x
-        return result
-
-    return forward
+    attend = vars(layer).get("attend") or functional.scaled_dot_product_attention
+    normed = layer.norm(x)
+    query, own = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
+    before = past.before(layer)
+    past.remember(layer, own)
+    key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
+    attended, frames = [], x.shape[2]
+    for index in range(frames):
+        seen = key.shape[2] - frames + index + 1
+        attended.append(
+            attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
+        )
+    cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+    return layer.proj_out(cells) + x
 
 
 def _tokens(cells: Tensor) -> Tensor:
     return cells.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
 
 
-LAYERS: dict[str, Callable[[CausalCache, Any], Callable[..., Any]]] = {
+LAYERS: dict[str, Callable[..., Any]] = {  # to the forward of a layer that has the frames before it
     **dict.fromkeys(CONVS, _conv),
     UPSAMPLE: _upsample,
     MOCHI_UP: _mochi_up,

@@ -34,7 +34,7 @@ from ...compat.output_check import (
     require_finite,
 )
 from ...compat.transforms.order import replace_attention
-from ..base import Progress, ProgressStage, SubProgress
+from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
@@ -166,8 +166,7 @@ class VaeRunner:
         """
 
         def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
-            moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
-            return moments
+            return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
 
         def validate(moments: torch.Tensor) -> str:
             return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
@@ -336,9 +335,8 @@ def decoding(
     shape: torch.Size | tuple[int, ...],
     progress: Progress,
     form: DecodeRequest | None = None,
-    tile: int = 0,
 ) -> VaeRunner:
-    """Passes through the decoder for latents of ``shape`` (1, C, T, H, W).
+    """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
 
     Raises:
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
@@ -351,7 +349,8 @@ def decoding(
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    size = decoder_size(pipeline, (shape[2], shape[3], shape[4]))
+    cells = (shape[2], shape[3], shape[4])
+    size, tile = decoder_size(pipeline, cells), pipeline.spec.sizes.tile_for(cells)
     return VaeRunner(Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
 
 
@@ -364,17 +363,10 @@ def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile:
     )
 
 
-def decoded(
-    pipeline: Pipeline, samples: torch.Tensor, progress: Progress, form: DecodeRequest | None = None, tile: int = 0
-) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1 from latents in the VAE's own space.
-
-    Args:
-        form: what the user asks; None for ``auto``.
-        tile: pixels per tile that ``auto`` begins with; 0 for whole.
-    """
-    with decoding(pipeline, samples.shape, progress, form, tile) as passes:
-        return unsigned(passes.decode(samples))
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1 of latents that are in the VAE's own space; ``form`` None is ``auto``."""
+    with decoding(pipeline, latents.samples.shape, progress, form) as passes:
+        return unsigned(passes.decode(latents.samples))
 
 
 def encoded_moments(
@@ -398,8 +390,7 @@ def encoded(
 
     moments = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"), tile)
     distribution = DiagonalGaussianDistribution(moments)
-    latents: torch.Tensor = distribution.mode() if mode else distribution.sample(generator_for(seed))
-    return latents
+    return distribution.mode() if mode else distribution.sample(generator_for(seed))
 
 
 def unsigned(video: torch.Tensor) -> torch.Tensor:

@@ -284,8 +284,7 @@ def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activatio
             x = stream.walk(up, x, halo=1, grow=int(up.upsample_factor[1]))
 
     def last(tile: Tensor) -> Tensor:
-        result: Tensor = decoder.conv_out(decoder.conv_act(stream.group_norm(decoder.conv_norm_out, tile, x)))
-        return result
+        return decoder.conv_out(decoder.conv_act(stream.group_norm(decoder.conv_norm_out, tile, x)))
 
     return stream.walk(last, x, halo=1)
 
@@ -400,8 +399,7 @@ def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
     def one(tile: Tensor) -> Tensor:
         seen = attended(stream, attn.to_q(tokens(tile)).permute(0, 4, 1, 2, 3), planes, 0, attn.heads)
         seen = attn.to_out[1](attn.to_out[0](seen.permute(0, 2, 3, 4, 1))).permute(0, 4, 1, 2, 3)
-        result: Tensor = (seen + tile if attn.residual_connection else seen) / attn.rescale_output_factor
-        return result
+        return (seen + tile if attn.residual_connection else seen) / attn.rescale_output_factor
 
     return stream.walk(one, x)
 
@@ -421,8 +419,7 @@ def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
             planes = torch.cat([past.kept[attn], planes], dim=2)
 
     def one(tile: Tensor) -> Tensor:
-        result: Tensor = attn.proj_out(attended(stream, attn.to_q(attn.norm(tile)), planes, before, 1)) + tile
-        return result
+        return attn.proj_out(attended(stream, attn.to_q(attn.norm(tile)), planes, before, 1)) + tile
 
     return stream.walk(one, x)
 
@@ -462,8 +459,7 @@ def _embedded(owner: Any, time: Tensor | None, stream: Stream) -> Tensor | None:
 
 def _only(result: Any) -> Tensor:
     """Drop the cache that Mochi's convolutions return besides their result."""
-    output: Tensor = result[0] if isinstance(result, tuple) else result
-    return output
+    return result[0] if isinstance(result, tuple) else result
 
 
 STREAMED: dict[str, Callable[[Stream, Any, Activation, Any], Activation]] = {

@@ -308,8 +308,7 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
     if getattr(vae, "post_quant_conv", None) is not None:
         latents = vae.post_quant_conv(latents)
     output = vae.decoder(latents) if time is None else vae.decoder(latents, time)
-    frames: Tensor = output[0] if isinstance(output, tuple) else output
-    return frames
+    return output[0] if isinstance(output, tuple) else output
 
 
 def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_layers, generator_for, placed, state_of, to_host
+from ....compat.device.execution import generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
 from ...base import (
     EMBEDS,
@@ -29,11 +29,10 @@ from ...base import (
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.loop import Safeguards, denoise, noise_for, safeguards_of, sampled_latents
+from ...sampling.loop import Safeguards, denoise, held_transformer, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, even_levels, schedule_for
 from ...settings import MOST_FRAMES
-from ...sizes import beside_transformer
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding
@@ -54,6 +53,7 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
 }
 
 F1_NAME = r"f1(?!\d)"
+IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
 Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
 
@@ -156,8 +156,7 @@ def sample(
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
-    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings, plan.sampled), progress)
-    with hold as transformer, checked_layers(transformer, progress.check):
+    with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
             forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
@@ -171,25 +170,27 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
-    """The velocity, noise minus data, for a sampler of core's."""
+    """The velocity, noise minus data, of a section that sees the start image alone."""
     frames = call.latents.shape[2]
     plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
-    fix = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
-    start, like = required(call.picture, "start image", fix), call.latents
+    start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
     seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
-    output: torch.Tensor = transformer(
-        hidden_states=like,
+    return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
+
+
+def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The velocity of a section; ``context`` is what it sees of the others and where in time they are."""
+    return transformer(
+        hidden_states=call.latents,
         timestep=call.time,
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         pooled_projections=required(call.pooled, "pooled_output", "Use AnyGPU Encode Prompt or core's DualCLIPLoader."),
-        image_embeds=required(call.vision, "image states", fix),
-        guidance=guidance_of(pipeline, call, default=True),
+        image_embeds=required(call.vision, "image states", IMAGE_FIX),
+        guidance=guidance_of(pipeline, call),
         return_dict=False,
-        **seen,
-        **plan.indices(0),
+        **context,
     )[0]
-    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
@@ -283,27 +284,23 @@ def _forward(
 ) -> Forward:
     """The transformer with all that the next section sees beside its own latents and text."""
     dtype, device = pipeline.precision.residual, vision.device
-    given = {
-        "image_embeds": vision.to(dtype),
-        "guidance": torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0,
-        **placed(history.seen(), device, dtype),
-        **history.plan.indices(len(history.lengths)),
-    }
+    context = {**placed(history.seen(), device, dtype), **history.plan.indices(len(history.lengths))}
+    vision, guidance = vision.to(dtype), torch.full((1,), settings.guidance, device=device)
 
     def forward(
         latents: torch.Tensor, time: torch.Tensor, text: Mapping[str, Mapping[str, torch.Tensor]], branch: str
     ) -> torch.Tensor:
+        call = Call(
+            latents=latents.to(dtype),
+            time=time.to(dtype).expand(latents.shape[0]),
+            embeds=text[branch][EMBEDS],
+            mask=text[branch][MASK],
+            pooled=text[branch][POOLED],
+            vision=vision,
+            guidance=guidance,
+        )
         with transformer.cache_context(branch):
-            output: torch.Tensor = transformer(
-                hidden_states=latents.to(dtype),
-                timestep=time.to(dtype).expand(latents.shape[0]),
-                encoder_hidden_states=text[branch][EMBEDS],
-                encoder_attention_mask=text[branch][MASK],
-                pooled_projections=text[branch][POOLED],
-                return_dict=False,
-                **given,
-            )[0]
-        return output.float()
+            return _velocity(pipeline, transformer, call, context).float()
 
     return forward
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_layers, generator_for, picture_of, placed, to_host
+from ....compat.device.execution import generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
 from ...base import (
     EMBEDS,
@@ -37,9 +37,9 @@ from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.schedules import Guidance, even_levels, schedule_for
-from ...sizes import beside_transformer
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
-from ...vae.fallback import decoded, encoded
+from ...vae import fallback
+from ...vae.fallback import encoded
 from ...vae.plan import DecodeRequest
 from .spec import (
     CHANNELS,
@@ -172,8 +172,7 @@ def sample(
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = _later(start)
         mask = None if mask is None else loop.NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
-    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_layers(transformer, progress.check):
+    with loop.held_transformer(pipeline, settings, progress) as transformer:
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
         latents = loop.denoise(
             start,
@@ -189,8 +188,8 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
-    """The velocity, noise minus data, for a sampler of core's."""
-    output: torch.Tensor = transformer(
+    """The velocity, noise minus data."""
+    return transformer(
         hidden_states=call.latents,
         timestep=call.time.float(),
         encoder_hidden_states=call.embeds,
@@ -199,7 +198,6 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         guidance=guidance_of(pipeline, call),
         return_dict=False,
     )[0]
-    return output
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
@@ -207,8 +205,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
     In Tencent's tiles where the whole does not fit.
     """
-    tile = SPEC.sizes.tile_for(latents.samples.shape[2:])
-    return decoded(pipeline, latents.samples, progress, form, tile)[int(latents.extra.get("drop_frames", 0)) :]
+    return fallback.decode(pipeline, latents, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
@@ -264,22 +261,19 @@ def _predictor(
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
     """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
-    guidance = None
-    if transformer.config.guidance_embeds:
-        guidance = torch.full((1,), settings.guidance, dtype=dtype, device=device) * 1000.0
+    guidance = torch.full((1,), settings.guidance, device=device)
 
     def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        call = Call(
+            latents=given(latents).to(dtype),
+            time=time.expand(1),
+            embeds=embeds[EMBEDS],
+            mask=embeds[MASK],
+            pooled=embeds[POOLED],
+            guidance=guidance,
+        )
         with transformer.cache_context(name):
-            output: torch.Tensor = transformer(
-                hidden_states=given(latents).to(dtype),
-                timestep=time.expand(1).float(),
-                encoder_hidden_states=embeds[EMBEDS],
-                encoder_attention_mask=embeds[MASK],
-                pooled_projections=embeds[POOLED],
-                guidance=guidance,
-                return_dict=False,
-            )[0]
-        return output[:, :, -latents.shape[2] :]
+            return call_transformer(pipeline, transformer, call)[:, :, -latents.shape[2] :]
 
     positive = placed(prompt.embeds, device, dtype)
     negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None

@@ -32,6 +32,7 @@ FILES = {
     "text_encoder_2": family.FileKind("clip_l", "pooled_projection_dim"),
     "vae": family.FileKind("hunyuan_video/vae"),
 }
+NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
@@ -100,7 +101,7 @@ SPEC = family.FamilySpec(
                 "FastHunyuan",
                 "FastVideo/FastHunyuan model card; hao-ai-lab/FastVideo configs/pipelines/hunyuan.py",
                 steps=6,
-                guidance=(family.GuidanceStep(cfg=1.0),),
+                guidance=NO_CFG,
                 size=(1280, 720, 24.0),
                 frames=125,
                 shift=17.0,
@@ -109,7 +110,7 @@ SPEC = family.FamilySpec(
                 "AccVideo",
                 "aejion/AccVideo a2752d2 README, pipeline_hunyuan_video.py",
                 steps=5,
-                guidance=(family.GuidanceStep(cfg=1.0),),
+                guidance=NO_CFG,
                 size=(960, 544, 24.0),
                 frames=93,
                 shift=7.0,

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....compat.device.execution import HOST, checked_layers, generator_for, inputs_placed, picture_of, placed, to_host
+from ....compat.device.execution import HOST, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
 from ...base import (
     EMBEDS,
     EMBEDS_2,
     Call,
-    Forwards,
     ImageCondition,
     ImageRequest,
     Latents,
@@ -30,11 +29,11 @@ from ...family import Defaults, Recipe
 from ...pictures import checked_vision
 from ...pipeline import Pipeline
 from ...sampling import loop
-from ...sampling.schedules import Guidance, Schedule, even_levels, schedule_for
-from ...sizes import beside_transformer
+from ...sampling.core_sampler import velocity
+from ...sampling.schedules import Guidance, even_levels, schedule_for
 from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
-from ...vae.fallback import decoded, encoded, watched
-from ...vae.plan import DecodeRequest
+from ...vae.fallback import decode as decode
+from ...vae.fallback import encoded, watched
 from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 BRANCHES = ("pred_cond", "pred_uncond")
@@ -78,11 +77,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 prompt_from_core = qwen_from_core
-
-
-def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of each text encoder that runs for ``request``."""
-    return qwen_forwards(pipeline, request, SPEC.memory.reference_tokens)
+text_forwards = qwen_forwards
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
@@ -116,18 +111,36 @@ def sample(
     rounding: padding and the attention mask that hides it are left out.
     """
     device, scale = pipeline.offloader.device_of("transformer"), float(pipeline.configs["vae"]["scaling_factor"])
-    generator, shape = generator_for(settings.seed), loop.latent_shape(SPEC, CHANNELS, settings)
+    dtype, generator = pipeline.precision.residual, generator_for(settings.seed)
     settings = _guided_as_saved(pipeline, settings, progress)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
-    noise = loop.noise_for(shape, generator, device)
+    noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     guidance = Guidance(settings, len(schedule))
-    forward = _Forward(pipeline=pipeline, prompt=prompt, image=image, shape=shape, scale=scale, schedule=schedule)
-    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_layers(transformer, progress.check):
+    texts = placed(dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True)), device, dtype)
+    beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)
+    vision = None
+    if image is not None:
+        beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, dtype) * scale
+        beside[:, CHANNELS:, :1] = 1.0
+        vision = placed(image.tensors[STATES], device, dtype)
+    next_times = functional.pad(schedule.timesteps[1:], (0, 1))
+    with loop.held_transformer(pipeline, settings, progress) as transformer:
+
+        def branch(name: str, latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            call = Call(
+                latents=torch.cat([latents.to(dtype), beside], dim=1),
+                time=time.expand(1),
+                embeds=texts[name][EMBEDS],
+                glyph_embeds=texts[name].get(EMBEDS_2),
+                vision=vision,
+                next_time=next_times[index].expand(1),
+                branch=name,
+            )
+            return velocity(pipeline, transformer, call)
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            branches = (partial(forward, transformer, name, latents, time, index) for name in BRANCHES)
+            branches = (partial(branch, name, latents, time, index) for name in BRANCHES)
             return guidance.predict(index, pipeline.run.group, *branches)
 
         latents = loop.denoise(
@@ -142,7 +155,11 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
-    """The velocity, noise minus data, for a sampler of core's."""
+    """The velocity, noise minus data.
+
+    Without a picture there are no states, where upstream passes 729 of zeros and masks them: both tell the transformer
+    "text to video".
+    """
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
     glyph_embeds, vision = call.glyph_embeds, call.vision
@@ -151,7 +168,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     if vision is None:
         vision = like.new_zeros(rows, 0, int(config["image_embed_dim"]))
     next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
-    output: torch.Tensor = transformer(
+    return transformer(
         hidden_states=like,
         timestep=call.time.to(like.dtype),
         timestep_r=None if next_time is None else next_time.to(like.dtype),
@@ -162,62 +179,6 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         image_embeds=vision,
         return_dict=False,
     )[0]
-    return output
-
-
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1; in tiles of 256 pixels where the whole would be larger than one of those."""
-    tile = pipeline.spec.sizes.tile_for(latents.samples.shape[2:])
-    return decoded(pipeline, latents.samples, progress, form, tile)
-
-
-class _Forward:
-    """One call of the transformer for a branch of the guidance; batch 1, all tokens valid."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        prompt: Prompt,
-        image: ImageCondition | None,
-        shape: tuple[int, ...],
-        scale: float,
-        schedule: Schedule,
-    ) -> None:
-        device, self.dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
-        config = pipeline.configs["transformer"]
-        branches = dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True))
-        self.text = placed(branches, device, self.dtype)
-        self.no_glyphs = torch.zeros(1, 0, int(config["text_embed_2_dim"]), device=device, dtype=self.dtype)
-        self.beside = torch.zeros(1, CHANNELS + 1, *shape[2:], device=device, dtype=self.dtype)
-        # No states, where upstream passes 729 of zeros and masks them: both tell the transformer "text to video".
-        self.vision = torch.zeros(1, 0, int(config["image_embed_dim"]), device=device, dtype=self.dtype)
-        if image is not None:
-            self.beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, self.dtype) * scale
-            self.beside[:, CHANNELS:, :1] = 1.0
-            self.vision = placed(image.tensors[STATES], device, self.dtype)
-        self.next_times: torch.Tensor | None = None
-        if image is not None and config.get("use_meanflow"):
-            self.next_times = functional.pad(schedule.timesteps[1:], (0, 1))
-
-    def __call__(
-        self, transformer: Any, branch: str, latents: torch.Tensor, time: torch.Tensor, index: int
-    ) -> torch.Tensor:
-        """The velocity (1, 32, T, H, W), fp32."""
-        text = self.text[branch]
-        glyph_embeds = text.get(EMBEDS_2, self.no_glyphs)
-        with transformer.cache_context(branch):
-            output: torch.Tensor = transformer(
-                hidden_states=torch.cat([latents.to(self.dtype), self.beside], dim=1),
-                timestep=time.expand(1).to(self.dtype),
-                timestep_r=None if self.next_times is None else self.next_times[index].expand(1).to(self.dtype),
-                encoder_hidden_states=text[EMBEDS],
-                encoder_attention_mask=_all_valid(text[EMBEDS]),
-                encoder_hidden_states_2=glyph_embeds,
-                encoder_attention_mask_2=_all_valid(glyph_embeds),
-                image_embeds=self.vision,
-                return_dict=False,
-            )[0]
-        return output.float()
 
 
 def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
@@ -262,8 +223,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
             encoder, pipeline.tools["feature_extractor"], picture, HOST
         )
     pipeline.offloader.release("image_encoder")
-    vision: torch.Tensor = to_host(states).float()
-    return vision
+    return to_host(states).float()
 
 
 def _video_latents(

@@ -9,6 +9,7 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 WAN2GP = "deepbeepmeep/Wan2GP 8681e9f7"
+NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 FEW_STEPS = "few steps"
@@ -19,6 +20,7 @@ STORED = {
     "transformer": 33_306_642_968,
     "vae": 5_042_562_948,
 }
+FOLDERS = (*family.HUB_FILES, "text_encoder_2", "tokenizer_2", "guider")
 REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
 QWEN = (family.Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
@@ -90,16 +92,14 @@ SPEC = family.FamilySpec(
                 "LightX2V, 4 steps",
                 "lightx2v/Hy1.5-Distill-Models card; ModelTC/LightX2V f8aee98b examples/hunyuan_video",
                 steps=4,
-                guidance=(family.GuidanceStep(cfg=1.0),),
+                guidance=NO_CFG,
                 size=(848, 480, 16.0),
                 frames=81,
                 shift=9.0,
             ),
-            "lightx2v LoRA": family.Recipe(
-                "LightX2V's LoRA, 8 steps", WAN2GP, steps=8, guidance=(family.GuidanceStep(cfg=1.0),), shift=3.0
-            ),
+            "lightx2v LoRA": family.Recipe("LightX2V's LoRA, 8 steps", WAN2GP, steps=8, guidance=NO_CFG, shift=3.0),
             "step distilled LoRA": family.Recipe(
-                "i2v step distilled LoRA, 8 steps", WAN2GP, steps=8, guidance=(family.GuidanceStep(cfg=1.0),), shift=4.0
+                "i2v step distilled LoRA, 8 steps", WAN2GP, steps=8, guidance=NO_CFG, shift=4.0
             ),
         },
         named={
@@ -144,7 +144,7 @@ SPEC = family.FamilySpec(
                 family.Download(
                     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
                     "286be7ce72277246578a3e3cc2487e95ddae5bcf",
-                    (*family.HUB_FILES, "text_encoder_2", "tokenizer_2", "guider"),
+                    FOLDERS,
                     STORED,
                 ),
             ),
@@ -157,14 +157,7 @@ SPEC = family.FamilySpec(
                     family.Download(
                         "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
                         "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
-                        (
-                            *family.HUB_FILES,
-                            "text_encoder_2",
-                            "tokenizer_2",
-                            "guider",
-                            "image_encoder",
-                            "feature_extractor",
-                        ),
+                        (*FOLDERS, "image_encoder", "feature_extractor"),
                         {**STORED, "image_encoder": 856_506_120},
                     ),
                 ),

@@ -59,7 +59,11 @@ def _vae(encoder: str, decoder: str) -> tuple[Row, ...]:
 MARKS = ("decoder.up_blocks.0.res_blocks.0.conv1.conv.weight", "per_channel_statistics.mean-of-means")
 TIMED = "decoder.last_time_embedder.timestep_embedder.linear_1.weight"
 STRIDED = "encoder.down_blocks.1.conv.weight|encoder.down_blocks.1.conv.bias"  # until 0.9.1
-
+RELEASES = (  # of the VAE: further marks, what is absent, rows
+    ("0.9.0", (), (TIMED,), _vae(ENCODER_090, DECODER_090)),
+    ("0.9.1", (TIMED, STRIDED), (), _vae(ENCODER_090, DECODER_091)),
+    ("0.9.5 and later", (TIMED,), tuple(STRIDED.split("|")), _vae(ENCODER_095, DECODER_091)),
+)
 
 LAYOUTS: tuple[Layout, ...] = (
     Layout(
@@ -76,32 +80,17 @@ LAYOUTS: tuple[Layout, ...] = (
         SAME,
         absent=("audio_time_embed.linear.weight", "single_transformer_blocks.0.proj_mlp.weight"),
     ),
-    Layout(
-        kind="ltx/vae",
-        name="the VAE of LTX-Video 0.9.0 as released",
-        marks=MARKS,
-        rows=_vae(ENCODER_090, DECODER_090),
-        absent=(TIMED,),
-        words=WORDS,
-        ignored=IGNORED,
-    ),
-    Layout(
-        kind="ltx/vae",
-        name="the VAE of LTX-Video 0.9.1 as released",
-        marks=(*MARKS, TIMED, STRIDED),
-        rows=_vae(ENCODER_090, DECODER_091),
-        absent=(),
-        words=WORDS,
-        ignored=IGNORED,
-    ),
-    Layout(
-        kind="ltx/vae",
-        name="the VAE of LTX-Video 0.9.5 and later as released",
-        marks=(*MARKS, TIMED),
-        rows=_vae(ENCODER_095, DECODER_091),
-        absent=tuple(STRIDED.split("|")),
-        words=WORDS,
-        ignored=IGNORED,
+    *(
+        Layout(
+            kind="ltx/vae",
+            name=f"the VAE of LTX-Video {release} as released",
+            marks=(*MARKS, *marks),
+            rows=rows,
+            absent=absent,
+            words=WORDS,
+            ignored=IGNORED,
+        )
+        for release, marks, absent, rows in RELEASES
     ),
     Layout(
         "ltx/vae",

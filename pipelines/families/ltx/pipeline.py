@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....compat.device.execution import HOST, checked_layers, generator_for, placed, to_host
+from ....compat.device.execution import HOST, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
 from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo
@@ -33,7 +33,6 @@ from ...base import (
     EMBEDS,
     MASK,
     Call,
-    Forwards,
     ImageCondition,
     Latents,
     Progress,
@@ -45,16 +44,24 @@ from ...base import (
 from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
-from ...sampling.loop import Predict, denoise, latent_shape, noise_for, safeguards_of, sampled_latents
+from ...sampling.loop import (
+    Predict,
+    denoise,
+    held_transformer,
+    latent_shape,
+    noise_for,
+    safeguards_of,
+    sampled_latents,
+)
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
 from ...settings import guidance_steps, recipe_of
-from ...sizes import beside_transformer
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
 from . import conditions
 from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
@@ -133,11 +140,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     return Prompt(SPEC.id, positive, negative)
 
 
-def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of T5."""
-    return t5_forwards(request, SPEC.sizes.defaults.max_tokens)
-
-
+text_forwards = t5_forwards
 prompt_from_core = t5_from_core
 encode_image = conditions.encode_image
 
@@ -185,10 +188,7 @@ def sample(
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
         return LTXPipeline._unpack_latents(tokens[:, start.outside :], *video.shape[2:])
 
-    with (
-        pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress) as transformer,
-        checked_layers(transformer, progress.check),
-    ):
+    with held_transformer(pipeline, settings, progress) as transformer:
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
         tokens = denoise(
@@ -354,13 +354,6 @@ def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> 
     for layer in attention.to_out:
         values = layer(values)
     return values
-
-
-def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, marked for the second pass."""
-    from .upscaler import upscaled
-
-    return upscaled(pipeline, latents, path, progress)
 
 
 def _predictor(

@@ -32,22 +32,16 @@ BASE = family.Recipe(
     decode_timestep=0.05,
     decode_noise=0.025,
 )
-DISTILLED_2B = replace(
-    BASE,
-    name="2B distilled",
-    source=CONFIGS + "ltxv-2b-0.9.8-distilled.yaml",
-    steps=7,
-    guidance=(family.GuidanceStep(blocks=(19,)),),
-    timesteps=TRAINED[:7],
-    size=LARGE_SIZE,
-    second=replace(
-        BASE,
-        name="2B distilled, second pass",
-        steps=3,
-        guidance=(family.GuidanceStep(blocks=(19,)),),
-        timesteps=TRAINED[5:],
-    ),
-)
+
+
+def distilled(name: str, source: str, block: int, tone_map: float = 0.0) -> family.Recipe:
+    """The recipe of a distilled model, whose guidance names ``block``, with its second pass."""
+    both = replace(BASE, guidance=(family.GuidanceStep(blocks=(block,)),))
+    second = replace(both, name=f"{name}, second pass", steps=3, timesteps=TRAINED[5:], tone_map=tone_map)
+    source, size = CONFIGS + source, LARGE_SIZE
+    return replace(both, name=name, source=source, steps=7, timesteps=TRAINED[:7], size=size, second=second)
+
+
 RECIPES = {
     DEV: BASE,
     # A published rescale of 1 is none: the publisher's loop leaves it out.
@@ -77,20 +71,12 @@ RECIPES = {
             star=True,
         ),
     ),
-    DISTILLED: DISTILLED_2B,
-    f"{DISTILLED} {LARGE}": replace(
-        DISTILLED_2B,
-        name="13B distilled",
-        source=CONFIGS + "ltxv-13b-0.9.8-distilled.yaml, -0.9.7-distilled",
-        guidance=(family.GuidanceStep(blocks=(42,)),),
-        second=replace(
-            BASE,
-            name="13B distilled, second pass",
-            steps=3,
-            guidance=(family.GuidanceStep(blocks=(42,)),),
-            timesteps=TRAINED[5:],
-            tone_map=0.6,  # since 0.9.8
-        ),
+    DISTILLED: distilled("2B distilled", "ltxv-2b-0.9.8-distilled.yaml", block=19),
+    f"{DISTILLED} {LARGE}": distilled(
+        "13B distilled",
+        "ltxv-13b-0.9.8-distilled.yaml, -0.9.7-distilled",
+        block=42,
+        tone_map=0.6,  # since 0.9.8
     ),
     STOCHASTIC: replace(
         BASE,

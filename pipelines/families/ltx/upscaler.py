@@ -57,7 +57,7 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
     return {**sizes, "dims": len(first) - 2, "spatial_upsample": True, "temporal_upsample": False}
 
 
-def upscaled(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
+def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
     """``latents`` at twice the width and height, marked for the second pass."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline

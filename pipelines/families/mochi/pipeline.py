@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....compat.device.execution import checked_layers, generator_for, placed, to_host
+from ....compat.device.execution import generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ...base import (
     EMBEDS,
@@ -25,10 +25,9 @@ from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import TIME
 from ...sampling.schedules import Guidance, Levels, schedule_for
-from ...sizes import beside_transformer
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
-from ...vae.fallback import decoded, encoded
-from ...vae.plan import DecodeRequest
+from ...vae.fallback import decode as decode
+from ...vae.fallback import encoded
 from .spec import CHANNELS, SPEC
 
 THRESHOLD_NOISE = 0.025
@@ -44,7 +43,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of T5."""
-    return t5_forwards(request, SPEC.sizes.defaults.max_tokens, _zeroed(pipeline))
+    return t5_forwards(pipeline, request, _zeroed(pipeline))
 
 
 def _zeroed(pipeline: Pipeline) -> bool:
@@ -74,8 +73,7 @@ def sample(
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
     guidance = Guidance(settings, len(schedule))
-    hold = pipeline.offloader.hold("transformer", beside_transformer(pipeline, settings), progress)
-    with hold as transformer, checked_layers(transformer, progress.check), warnings.catch_warnings():
+    with loop.held_transformer(pipeline, settings, progress) as transformer, warnings.catch_warnings():
         # Its rotary embedding asks the CPU for an fp32 autocast, which is a no-op there, with a warning per step.
         warnings.filterwarnings("ignore", message="In CPU autocast")
 
@@ -117,11 +115,6 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         return_dict=False,
     )[0]
     return -output.float()  # the model predicts data minus noise
-
-
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1."""
-    return decoded(pipeline, latents.samples, progress, form)
 
 
 def _levels(steps: int) -> Levels:

@@ -11,7 +11,8 @@ from anygpu.pipelines.sampling.loop import Safeguards, denoise, noise_for
 from anygpu.pipelines.sampling.schedules import Guidance, Levels, schedule_for
 from anygpu.pipelines.sizes import beside_transformer
 from anygpu.pipelines.text.t5 import batched, t5_embeds, t5_from_core
-from anygpu.pipelines.vae.fallback import decoded, encoded
+from anygpu.pipelines.vae import fallback
+from anygpu.pipelines.vae.fallback import encoded
 
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO, VOICES
 
@@ -112,7 +113,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: base.Call) -> t
 
 def decode(pipeline: Pipeline, latents: base.Latents, progress: base.Progress, form: Any = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as bright as the voice is loud."""
-    return decoded(pipeline, latents.samples, progress, form) * torch.sigmoid(latents.more[VOICE].mean())
+    return fallback.decode(pipeline, latents, progress, form) * torch.sigmoid(latents.more[VOICE].mean())
 
 
 def _levels(steps: int) -> Levels:

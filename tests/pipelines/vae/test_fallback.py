@@ -23,7 +23,7 @@ from anygpu.compat.output_check import (
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.vae.fallback import decoded, make_contiguous, tiled
+from anygpu.pipelines.vae.fallback import decoding, make_contiguous, tiled
 from anygpu.pipelines.vae.plan import DecodeMethod, decode_methods, largest_buffer_bytes, next_method, tiles_below
 from torch import nn
 
@@ -192,5 +192,6 @@ def test_where_a_decoder_goes_wrong_is_named(tiny_folder):
     name, weight = next((n, w) for n, w in decoder.named_parameters() if "up_blocks.1" in n and w.ndim > 1)
     with torch.no_grad():
         weight.view(-1)[0] = float("nan")
-    with pytest.raises(UnsupportedError, match=rf"NaN first from .*vae\.decoder\.{name.rpartition('.')[0]} \("):
-        decoded(pipeline, torch.randn(1, 12, 2, 4, 4), Silent())
+    named = pytest.raises(UnsupportedError, match=rf"NaN first from .*vae\.decoder\.{name.rpartition('.')[0]} \(")
+    with named, decoding(pipeline, (1, 12, 2, 4, 4), Silent()) as passes:
+        passes.decode(torch.randn(1, 12, 2, 4, 4))
