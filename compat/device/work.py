@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import first_line
 from .facts import CLOCKED, DeviceFacts, value_or
 from .probe_store import ProbeStore
-from .rates import LAUNCH_SECONDS, published_rates, work_of
+from .rates import (
+    ATTENTION,
+    CONVOLUTION,
+    GENERATIONS,
+    LAUNCH_SECONDS,
+    MEMORY,
+    OTHER,
+    PRODUCT,
+    rates_of,
+    work_of,
+)
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
-PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
 FILTERS = "filters"  # the weights of a convolution, which some libraries copy into another layout at each call
 META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
@@ -80,6 +89,8 @@ class Pace:
         launch: seconds of an operation that does nothing.
         source: ``probed`` or ``published``.
         filters: bytes per second of a convolution's weights, which take this time beside its FLOPs.
+        ahead: whether the host launches while the device computes; else a launch adds to each operation.
+        link, plain_link: bytes per second from pinned and from other host memory; 0 where that was not timed.
     """
 
     product: float
@@ -89,17 +100,27 @@ class Pace:
     launch: float
     source: str = PROBED
     filters: float = math.inf
+    ahead: bool = True
+    link: float = 0.0
+    plain_link: float = 0.0
+
+    def quicker(self, factors: Mapping[str, float]) -> Pace:
+        """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
+        return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
-        """Time of ``work``: for each operation the larger of computing and moving bytes, and its launch."""
+        """Time of ``work``: for each operation the larger of computing and moving bytes; of all, the larger of that and
+        their launches, which run ahead of the device."""
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
             if kind == FILTERS:
                 return moved / self.filters
-            return max(flops / rates.get(kind, self.product), moved / self.memory) + self.launch
+            return max(flops / rates.get(kind, self.product), moved / self.memory)
 
-        return sum(times * once(*operation) for operation, times in work.items())
+        computing = sum(times * once(*operation) for operation, times in work.items())
+        launching = self.launch * sum(times for (kind, _, _), times in work.items() if kind != FILTERS)
+        return max(computing, launching) if self.ahead else computing + launching
 
 
 class _Counted(TorchDispatchMode):
@@ -243,10 +264,12 @@ def _kind(function: Any, flops: float) -> str:
     return CONVOLUTION if "conv" in name else PRODUCT
 
 
-def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
-    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else from the data sheet.
+def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "") -> Pace | None:
+    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else what its generation
+    reaches of its data sheet. None if unknown.
 
-    None if unknown.
+    Args:
+        kernel: of attention, as ``Attention.label`` names it.
     """
     name = f"rates.{str(dtype).removeprefix('torch.')}"
     kept: Any = None
@@ -262,12 +285,17 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) ->
 
     if pace := value_or(kept_pace, None):
         return pace
-    rates = published_rates(facts.name)
+    rates = rates_of(facts)
     if rates is None:
         return None
-    flops = rates.flops(dtype)
+    flops, reached = rates.flops(dtype), GENERATIONS[rates.generation]
     return Pace(
-        product=flops, convolution=flops, attention=flops, memory=rates.memory, launch=LAUNCH_SECONDS, source=PUBLISHED
+        product=flops * reached.product,
+        convolution=flops * reached.product,  # no published figures by generation were found
+        attention=flops * rates.attention(kernel),
+        memory=rates.memory * MEMORY,
+        launch=LAUNCH_SECONDS,
+        source=PUBLISHED,
     )
 
 

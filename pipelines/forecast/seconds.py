@@ -14,13 +14,17 @@ import torch
 
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
+from ...compat.device.rates import ATTENTION, quicker_by
 from ...compat.device.work import Work
+from ...compat.memory.offloader import PINNED
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
+from ...compat.transforms.attention import DEFAULT as NATIVE
+from ...compat.transforms.step_cache import PYRAMID, TAYLOR
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..sizes import SPARE, VAE, Size, sampling_bytes
+from ..sizes import SPARE, TRANSFORMER, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
@@ -47,7 +51,7 @@ class Run:
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """One of its stages: its parts, their work and how often they are called."""
-        precision, calls, beside = pipeline.precision, 1, 0
+        precision, calls, beside, speed = pipeline.precision, 1, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]
         if name == TEXT:
@@ -61,7 +65,7 @@ class Run:
             parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
             work = partial(counts.sampling_work, pipeline, self.size, self.settings)
             calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
-            beside = sampling_bytes(pipeline, self.size)
+            beside, speed = sampling_bytes(pipeline, self.size), sampling_speed(pipeline)
         else:
             weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
             method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
@@ -77,7 +81,23 @@ class Run:
             key=work_key(pipeline, name, self),
             calls=calls,
             beside=beside,
+            pinned=all(pipeline.offloader.options.host_weights.kinds.get(part) == PINNED for part in parts),
+            **speed,
         )
+
+
+def sampling_speed(pipeline: Pipeline) -> dict[str, Any]:
+    """The fields of :class:`PlannedStage` that the kernel of attention and lossy choices set."""
+    speed, cache = pipeline.plan.speed, pipeline.plan.step_cache
+    kernel = speed.attention.kernel if speed.attention.label == NATIVE else speed.attention.label
+    stored = pipeline.model.storage.get(TRANSFORMER, "") if speed.request.stored_products else ""
+    quicker = quicker_by(pipeline.facts, speed.request.fp16_sums, stored, kernel)
+    if cache is None:
+        return {"kernel": kernel, "quicker": quicker}
+    if cache.kind in (TAYLOR, PYRAMID):
+        once = {ATTENTION: quicker.get(ATTENTION, 1.0) / (1 - cache.skipped)}
+        return {"kernel": kernel, "quicker": quicker | once}
+    return {"kernel": kernel, "quicker": quicker, "share": 1 - cache.skipped}
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
