@@ -14,6 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import first_line
-from .facts import CLOCKED, DeviceFacts, value_or
+from .facts import CLOCKED, DeviceFacts, locks_host_memory, value_or
+from .failures import is_shortage
 from .probe_store import ProbeStore
 from .rates import (
     ATTENTION,
@@ -43,8 +46,14 @@ FILTERS = "filters"  # the weights of a convolution, which some libraries copy i
 META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
-LEAST_SECONDS = 0.02  # of a timed call: shorter ones measure the launch
+LEAST_SECONDS = {"cpu": 0.02}  # of a timed call: shorter ones measure the launch
+CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of those timed together,
+# and of work before any is timed, in which clocks rise
 MOST_BYTES = 1 << 28  # of the operands of a timed call
+BEYOND_CACHES = 8 * 96 * 2**20  # of a copy: an RTX 5090 has 96 MB of cache, and 67 MB on an RTX 4090 read as 3.9 TB/s
+# (mli/transformers-benchmarks#4)
+LINK_BYTES = 1 << 28
+NARROW, HEAD_WIDTH = 64, 128  # of the heads of attention: LTX-Video 2B's, and those of all other families
 CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
 
@@ -264,23 +273,33 @@ def _kind(function: Any, flops: float) -> str:
     return CONVOLUTION if "conv" in name else PRODUCT
 
 
-def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "") -> Pace | None:
+def pace_of(
+    facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
+) -> Pace | None:
     """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else what its generation
     reaches of its data sheet. None if unknown.
 
     Args:
         kernel: of attention, as ``Attention.label`` names it.
+        width: of its heads.
     """
-    name = f"rates.{str(dtype).removeprefix('torch.')}"
-    kept: Any = None
+    name = str(dtype).removeprefix("torch.")
+    kept, timed = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
         try:
-            kept = store.remember(name, lambda: asdict(_measured(facts.device, dtype)))
+            heads = HEAD_WIDTH if width > NARROW else NARROW
+            measure = partial(_measured, facts.device, dtype, width=heads)
+            kept = store.remember(f"rates of {name}, heads of {heads}", lambda: asdict(measure()))
+            if kept and facts.device.type != "cpu":
+                kept |= store.remember("links", lambda: _links(facts.device)) or {}
+            timed = store.recall(f"attention {name} heads of {width}") or {}
         except Exception as error:  # a device may fail in any way
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
 
-    def kept_pace() -> Pace | None:
-        pace = Pace(**kept)  # of a file that anybody may have edited
+    def kept_pace() -> Pace | None:  # of a file that anybody may have edited
+        pace = Pace(**kept)
+        if kernel in timed:
+            pace = pace.quicker({ATTENTION: timed["native"] / timed[kernel]})
         return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
 
     if pace := value_or(kept_pace, None):
@@ -299,8 +318,18 @@ def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, ke
     )
 
 
-def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:
-    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
+def _measured(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    width: int = HEAD_WIDTH,
+) -> Pace:
+    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second.
+
+    Args:
+        width: of the heads of attention.
+    """
+    timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -314,11 +343,11 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
         return lambda: F.conv3d(x, weight, padding=(0, 1, 1))
 
     def attention(side: int) -> Callable[[], Any]:
-        q = tensor(1, 8, side, 64)
+        q = tensor(1, 8, side, width)
         return lambda: F.scaled_dot_product_attention(q, q, q)
 
     def copied(side: int) -> Callable[[], Any]:
-        x = tensor(8, side, side)
+        x = tensor(12, side, side)
         return lambda: x + 1
 
     def weighed() -> Any:
@@ -326,34 +355,97 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
 
     small, few, wide = tensor(1), tensor(*FEW), tensor(*WIDE)
     with torch.inference_mode(False), torch.no_grad():
-        rate = _rate(convolution, device, clock)
+        if not timer.host:
+            timer.warm(product(4096))
+        rate = timer.rate(convolution)
         with counting() as work:
             weighed()
-        filters = _least(weighed, device, clock) - work.flops / rate
+        filters = timer.seconds(weighed) - work.flops / rate
         return Pace(
-            product=_rate(product, device, clock),
+            product=timer.rate(product),
             convolution=rate,
-            attention=_rate(attention, device, clock),
-            memory=_rate(copied, device, clock),
-            launch=_least(lambda: [small + 1 for _ in range(100)], device, clock) / 100,
+            attention=timer.rate(attention),
+            memory=timer.rate(copied, MOST_BYTES if timer.host else BEYOND_CACHES),
+            launch=timer.least(partial(_repeat, lambda: small + 1, 100)) / 100,
             filters=wide.nbytes / max(filters, 1e-9),
+            ahead=not timer.host,
         )
 
 
-def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:
-    """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs; larger until it takes long
-    enough to be timed."""
-    side = 32  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
-    while True:
-        call = make(side)
-        with counting() as work:
+def _links(device: torch.device) -> dict[str, float]:
+    """Bytes per second to ``device`` from pinned and from other host memory, as fields of a :class:`Pace`."""
+
+    def rate(pinned: bool) -> float:
+        host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        there = torch.empty_like(host, device=device)
+        return LINK_BYTES / min(seconds_of(lambda: there.copy_(host, non_blocking=pinned), device) for _ in range(2))
+
+    pins = locks_host_memory(device)
+    return {
+        "link": value_or(partial(rate, True), 0.0) if pins else 0.0,
+        "plain_link": value_or(partial(rate, False), 0.0),
+    }
+
+
+def _repeat(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Timing of operations on ``device`` by ``clock``: on an accelerator many together, for it is waited for twice."""
+
+    device: torch.device
+    clock: Callable[[], float]
+
+    @property
+    def host(self) -> bool:
+        """True for a processor, which computes while it is asked."""
+        return self.device.type == "cpu"
+
+    def warm(self, call: Callable[[], Any]) -> None:
+        """Let an accelerator's clocks rise."""
+        spent, count = 0.0, 1
+        while spent < WARM_SECONDS:
+            spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
+
+    def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
+        """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs.
+
+        The side doubles until a call takes long enough or has operands of ``most`` bytes, or memory is short.
+        """
+        side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
+        while True:
+            with counting() as work:
+                call()
+            seconds = self.least(call)
+            long = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS) and (work.flops or self.host)
+            larger = None if long or side >= 8192 or 4 * work.bytes > most else self._made(make, 2 * side)
+            if larger is None:
+                return (work.flops or work.bytes) / max(seconds if self.host else self.seconds(call), 1e-9)
+            side, call = 2 * side, larger
+
+    def least(self, call: Callable[[], Any]) -> float:
+        """Seconds of the quickest of three: the first also loads and tunes, and another may share the machine."""
+        return min(self._once(call) for _ in range(3))
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call, of as many as take :data:`DEVICE_SECONDS` together; on a processor of one."""
+        if self.host:
+            return self.least(call)
+        count = math.ceil(DEVICE_SECONDS / max(self.least(call), 1e-6))
+        return median(self._once(partial(_repeat, call, count)) for _ in range(3)) / count
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        return seconds_of(call, self.device, self.clock)
+
+    def _made(self, make: Callable[[int], Callable[[], Any]], side: int) -> Callable[[], Any] | None:
+        try:
+            call = make(side)
             call()
-        seconds = _least(call, device, clock)
-        if seconds >= LEAST_SECONDS or side >= 8192 or 4 * work.bytes > MOST_BYTES:
-            return (work.flops or work.bytes) / max(seconds, 1e-9)
-        side *= 2
-
-
-def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
-    return min(seconds_of(call, device, clock) for _ in range(3))
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            return None
+        return call

@@ -17,7 +17,7 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import PCIE_3, PINNED_LINK, PLAIN_LINK, rates_of
-from ...compat.device.work import PUBLISHED, TIMED, Pace, Work, pace_of
+from ...compat.device.work import HEAD_WIDTH, PUBLISHED, TIMED, Pace, Work, pace_of
 from ...compat.errors import PackError, UnsupportedError, first_line
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, saved_stages
@@ -148,6 +148,7 @@ class PlannedStage:
         weights: bytes that it needs on the device.
         key: of :func:`key_of`, from all that changes its work or its rate and that ``work`` does not count.
         kernel: of its attention, as ``Attention.label`` names it.
+        width: of the heads of attention.
         quicker: times as quick as the exact ones operations of a kind are, by lossy choices.
         share: of the work that a step cache leaves to do.
         pinned: whether streamed weights come from pinned host memory.
@@ -163,6 +164,7 @@ class PlannedStage:
     weights: int
     key: str
     kernel: str = ""
+    width: int = HEAD_WIDTH
     quicker: Mapping[str, float] = field(default_factory=dict)
     share: float = 1.0
     pinned: bool = False
@@ -237,7 +239,7 @@ def stage_time(
     """
     mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
-    pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel)
+    pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel, stage.width)
     if pace is None:
         untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
         raise UnsupportedError(
