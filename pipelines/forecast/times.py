@@ -78,9 +78,13 @@ class TimeForecast:
 
 
 class Times(dict[str, TimeForecast]):
-    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
+    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is.
+
+    ``less`` says what would save time, a line each.
+    """
 
     why = ""
+    less: Sequence[object] = ()
 
     @property
     def unknown(self) -> str:
