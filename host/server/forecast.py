@@ -21,7 +21,6 @@ from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.forecast.memory import forecast
-from ...pipelines.forecast.savings import savings
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
 from ...pipelines.load.folder import load_placed
@@ -242,6 +241,8 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     run += f", {clips} videos" if clips > 1 else ""
 
     def times(mode: str, room: int | None) -> Times:
+        from ...pipelines.forecast.savings import savings
+
         planned = planned_run(pipeline, asked, settings)
         found = times_of(pipeline, planned, [mode], room, memory_manager.room_on)
         if found:

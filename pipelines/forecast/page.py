@@ -17,7 +17,6 @@ from ..sizes import Size
 from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
-from .savings import Saving, savings
 from .seconds import advice, planned_run, quickest
 from .times import Times, known_or_why, room_now, times_of
 
@@ -50,6 +49,8 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
+    from .savings import savings
+
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     room = room_now(pipeline)
@@ -66,7 +67,7 @@ def shown(
     more: str,
     needs: tuple[Forecast, ...],
     times: Times,
-    less: Sequence[Saving] = (),
+    less: Sequence[object] = (),
 ) -> tuple[str, torch.Tensor]:
     """Memory needed in each mode, in words and as bars.
 
@@ -76,7 +77,7 @@ def shown(
         more: beside it, in the words.
         needs: the forecast of each mode, the fastest first.
         times: how long each mode takes, where that is known.
-        less: changes that would save time.
+        less: changes that would save time, a line each.
     """
     room = room_now(pipeline)
     text = "\n".join([_text(pipeline, title + more, needs, times, room), *map(str, less)])
