@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 TABLE = "overlap"
-PROFILES = ("RTX 2060", "RTX 3060", "RTX 4090", "RX 6700 XT", "RX 7900 XTX", "Arc A770", "M2", "H100")
+PROFILES = ("RTX 2060", "RTX 3060", "RTX 4060", "RTX 4090", "RX 6700 XT", "RX 7900 XTX", "Arc A770", "M2", "H100")
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
 PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
@@ -280,7 +280,7 @@ def noted_uses() -> Iterator[list[tuple[int, float]]]:
         uses.append((group.total_bytes, Modelled.current.computing))
         onload(hooks, group)
 
-    with mock.patch.object(GroupHooks, "bring", noted):
+    with mock.patch.object(GroupHooks, "onload", noted):
         yield uses
 
 
@@ -337,7 +337,7 @@ def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int,
                 stage.call(module, some)
             times, moved = clock.times() - before, offloader.memory_stats.moved_bytes - moved
             best = attainable(uses, times.computing, rates, 2 * hooks_on(module).largest_bytes)
-        offloader.take_off(part)
+        offloader.detach(part)
         return times, moved, best
 
 

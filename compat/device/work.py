@@ -291,15 +291,13 @@ def pace_of(
             measure = partial(_measured, facts.device, dtype, width=heads)
             kept = store.remember(f"rates of {name}, heads of {heads}", lambda: asdict(measure()))
             if kept and facts.device.type != "cpu":
-                kept |= store.remember("links", lambda: _links(facts.device)) or {}
+                kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
         except Exception as error:  # a device may fail in any way
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
 
     def kept_pace() -> Pace | None:  # of a file that anybody may have edited
-        pace = Pace(**kept)
-        if kernel in timed:
-            pace = pace.quicker({ATTENTION: timed["native"] / timed[kernel]})
+        pace = Pace(**kept).quicker({ATTENTION: value_or(lambda: timed["native"] / timed[kernel], 1.0)})
         return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
 
     if pace := value_or(kept_pace, None):

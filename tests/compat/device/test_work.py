@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device import work
+from anygpu.compat.device.facts import DeviceFacts
+from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.rates import ATTENTION, CONVOLUTION, PRODUCT, work_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -109,3 +111,16 @@ def _broken() -> Any:
 def test_a_processor_is_timed_call_by_call_and_computes_as_it_is_asked():
     pace = work._measured(torch.device("cpu"), torch.float32)
     assert not pace.ahead and pace.link == pace.plain_link == 0.0 < pace.product
+
+
+def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monkeypatch):
+    facts = DeviceFacts(torch.device("cuda:0"), "cuda", "sm90", "cuda-sm80+", "A card", 0, "2.13")
+    store = ProbeStore(facts, asked={})
+    calls = []
+    monkeypatch.setattr(work, "_measured", lambda *_, width: calls.append(width) or work.Pace(1e12, 1e12, 1e12, 1e9, 0))
+    monkeypatch.setattr(work, "_links", lambda device: {"link": 2e9, "plain_link": 1e9})
+    store.remember("attention bfloat16 heads of 128", lambda: {"native": 2.0, "native_cudnn": 1.0})
+    paced = [work.pace_of(facts, store, torch.bfloat16, kernel) for kernel in ("flash", "native_cudnn", "native_cudnn")]
+    assert [pace.attention for pace in paced] == [1e12, 2e12, 2e12] and {pace.source for pace in paced} == {"probed"}
+    assert (paced[0].link, paced[0].plain_link) == (2e9, 1e9)
+    assert work.pace_of(facts, store, torch.bfloat16, "", 64).attention == 1e12 and calls == [128, 64], "once each"
