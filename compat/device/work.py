@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import first_line
-from .facts import CLOCKED, DeviceFacts, locks_host_memory, value_or
+from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
 from .rates import (
@@ -289,7 +289,9 @@ def pace_of(
         try:
             heads = HEAD_WIDTH if width > NARROW else NARROW
             measure = partial(_measured, facts.device, dtype, width=heads)
-            kept = store.remember(f"rates of {name}, heads of {heads}", lambda: asdict(measure()))
+            kept = store.remember(
+                f"rates of {name}, heads of {heads}", lambda: asdict(_given_back(measure, facts.device))
+            )
             if kept and facts.device.type != "cpu":
                 kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
@@ -378,11 +380,18 @@ def _links(device: torch.device) -> dict[str, float]:
         there = torch.empty_like(host, device=device)
         return LINK_BYTES / min(seconds_of(lambda: there.copy_(host, non_blocking=pinned), device) for _ in range(2))
 
-    pins = locks_host_memory(device)
-    return {
-        "link": value_or(partial(rate, True), 0.0) if pins else 0.0,
-        "plain_link": value_or(partial(rate, False), 0.0),
-    }
+    pinned = value_or(partial(rate, True), 0.0) if locks_host_memory(device) else 0.0
+    plain = value_or(partial(rate, False), 0.0)
+    empty_host_cache()
+    return {"link": pinned, "plain_link": plain}
+
+
+def _given_back(measure: Callable[[], Pace], device: torch.device) -> Pace:
+    """The result of ``measure``, whose memory is free again then: torch would keep most of a gigabyte."""
+    try:
+        return measure()
+    finally:
+        empty_cache(device)
 
 
 def _repeat(call: Callable[[], Any], count: int) -> None:

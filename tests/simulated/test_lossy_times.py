@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device import work
 from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.device.rates import ATTENTION, EIGHT_BIT, GENERATIONS, PRODUCT, RATES, quicker_by
 from anygpu.compat.device.work import Pace
@@ -86,3 +87,12 @@ def test_a_step_cache_saves_what_the_clock_sees(acc, tiny_folder, monkeypatch, k
     sampling = (whole - computed(exact, FEW)) / (STEPS - FEW) * STEPS
     seen = 1 - (whole - computed(quick, STEPS)) / sampling
     assert forecast(quick, monkeypatch) / forecast(exact, monkeypatch) == pytest.approx(seen, rel=0.1)
+
+
+def test_links_are_timed_from_pinned_and_from_other_memory(acc, monkeypatch):
+    monkeypatch.setattr(work, "LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(work, "locks_host_memory", lambda device: False)
+    links = work._links(torch.device("acc:0"))
+    assert links["link"] == 0.0 < links["plain_link"], "what cannot be pinned has no rate"
+    monkeypatch.setattr(work, "locks_host_memory", lambda device: True)
+    assert min(work._links(torch.device("acc:0")).values()) > 0

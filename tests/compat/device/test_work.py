@@ -119,8 +119,11 @@ def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monk
     calls = []
     monkeypatch.setattr(work, "_measured", lambda *_, width: calls.append(width) or work.Pace(1e12, 1e12, 1e12, 1e9, 0))
     monkeypatch.setattr(work, "_links", lambda device: {"link": 2e9, "plain_link": 1e9})
+    emptied: list[torch.device] = []
+    monkeypatch.setattr(work, "empty_cache", emptied.append)
     store.remember("attention bfloat16 heads of 128", lambda: {"native": 2.0, "native_cudnn": 1.0})
     paced = [work.pace_of(facts, store, torch.bfloat16, kernel) for kernel in ("flash", "native_cudnn", "native_cudnn")]
     assert [pace.attention for pace in paced] == [1e12, 2e12, 2e12] and {pace.source for pace in paced} == {"probed"}
     assert (paced[0].link, paced[0].plain_link) == (2e9, 1e9)
     assert work.pace_of(facts, store, torch.bfloat16, "", 64).attention == 1e12 and calls == [128, 64], "once each"
+    assert emptied == [facts.device] * 2, "the memory of a probe is free again"
