@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 TABLE = "overlap"
+PROFILES = ("RTX 2060", "RTX 3060", "RTX 4060", "RTX 4090", "RX 6700 XT", "RX 7900 XTX", "Arc A770", "M2", "H100")
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
 PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
@@ -279,7 +280,7 @@ def noted_uses() -> Iterator[list[tuple[int, float]]]:
         uses.append((group.total_bytes, Modelled.current.computing))
         onload(hooks, group)
 
-    with mock.patch.object(GroupHooks, "bring", noted):
+    with mock.patch.object(GroupHooks, "onload", noted):
         yield uses
 
 
@@ -336,7 +337,7 @@ def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int,
                 stage.call(module, some)
             times, moved = clock.times() - before, offloader.memory_stats.moved_bytes - moved
             best = attainable(uses, times.computing, rates, 2 * hooks_on(module).largest_bytes)
-        offloader.take_off(part)
+        offloader.detach(part)
         return times, moved, best
 
 
@@ -380,8 +381,8 @@ def page(_rows: list[Row]) -> None:
         seconds = " → ".join(_seconds(row[f"{name}_seconds"]) for name in ("waited", "overlapped"))
         stage = f"{row['family']} {row['stage']}, {row['size']}"
         known.setdefault(stage, {})[row["profile"]] = f"{seconds} ({_over(row)})"
-    cells = [[stage, *(told.get(name, "") for name in RATES)] for stage, told in known.items()]
-    write_table("performance.md", "overlap", ["Stage", *RATES], cells, end="/overlap")
+    cells = [[stage, *(told.get(name, "") for name in PROFILES)] for stage, told in known.items()]
+    write_table("performance.md", "overlap", ["Stage", *PROFILES], cells, end="/overlap")
 
 
 def _over(row: dict[str, str]) -> str:
@@ -394,5 +395,5 @@ def _seconds(text: str) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-OPTIONS = {"families": tuple(FAMILIES), "profiles": tuple(RATES), "missing": False}
+OPTIONS = {"families": tuple(FAMILIES), "profiles": PROFILES, "missing": False}
 CASES = [Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page)]

@@ -211,11 +211,29 @@ def test_tests_that_the_page_on_reliability_names_exist():
         assert f"def {name}(" in text if name else text, place
 
 
+def test_published_times_say_their_source_and_what_was_assumed():
+    with (ROOT / "benchmarks" / "field.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    judged = [row for row in rows if row["class"] != "excluded"]
+    assert len(judged) >= 60 and {row["family"] for row in rows} <= set(FAMILIES)
+    splits = {(row["source"], row["split"]) for row in rows}
+    assert len(splits) == len({source for source, _ in splits}), "a source is fitted to or sealed, never both"
+    sealed = sum(split == "sealed" for _, split in splits)
+    assert 0.3 < sealed / len(splits) < 0.37
+    for row in rows:
+        assert row["source"] and row["class"] in ("1", "2", "3", "excluded") and (row["seconds"] or row["step_seconds"])
+        assert row["note"] or row["class"] != "excluded", f"{row['id']} is left out without a reason"
+        assert row["class"] != "2" or (row["assumed"] and ";" not in row["assumed"]), f"{row['id']} assumes one field"
+        assert row["class"] != "1" or not row["assumed"], f"{row['id']} assumes nothing"
+
+
 def test_streaming_takes_what_is_attainable_on_every_device():
     with (ROOT / "benchmarks" / "results" / "overlap.csv").open(newline="", encoding="utf-8") as file:
         rows = {(row["family"], row["stage"], row["size"], row["profile"]): row for row in csv.DictReader(file)}
     stages = {key[:3] for key in rows}
-    assert {family for family, *_ in stages} == set(FAMILIES) and len(rows) == len(stages) * len(RATES)
+    profiles = {key[3] for key in rows}
+    assert profiles <= set(RATES) and len(profiles) >= 8
+    assert {family for family, *_ in stages} == set(FAMILIES) and len(rows) == len(stages) * len(profiles)
     over = [row for row in rows.values() if float(row["over_bound"]) > 1.05]
     assert all(float(row["over_attainable"]) <= 1.05 for row in over)
     assert all(f"({float(row['over_bound']):.2f}; " in page("docs/performance.md") for row in over)

@@ -267,7 +267,9 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     said = "Fits, time unknown: CPU was not timed yet, and no data sheet of it is known. "
     assert told["forecasts"][0]["headline"].startswith(said) and told["forecasts"][0]["seconds"] == {}
     pace = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
-    probe_results_of(facts_for("cpu"), state).remember("rates.float32", lambda: asdict(pace))
+    for heads in (64, 128):
+        name = f"rates of float32, heads of {heads}"
+        probe_results_of(facts_for("cpu"), state).remember(name, lambda: asdict(pace))
     _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
     assert told["pipelines"][0]["by_tables"] and told["forecasts"][0]["headline"].startswith("Fits, about ")
     assert [*told["forecasts"][0]["seconds"]] == ["text", "sampling", "decoding"]

@@ -26,6 +26,8 @@ MOST_BYTES = 1 << 50  # that a device is believed to have
 MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte
 VENDORS = ("cpu", "cuda", "rocm", "xpu", "mps", "xla")  # backends that this pack knows the facts of
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
+PCI = "/sys/bus/pci/devices"
+CLOCKS = ("multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width")
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 CGROUPS = (  # limit and use of version 2, then version 1
@@ -52,6 +54,8 @@ class DeviceFacts:
         emulated: dtypes that the device computes with, slowly, without having units for them.
         versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``,
             ``comfy-kitchen``, ``system`` (such as ``Linux``), ``kernel`` (the operating system's version), ``driver``.
+        clocks: multiprocessors, their clock and the memory's in kHz, the memory's width in bits; empty where unknown.
+        link: bytes per second of the PCIe link to the host, on paper; 0 where unknown.
     """
 
     device: torch.device
@@ -67,6 +71,8 @@ class DeviceFacts:
     compiled: tuple[str, ...] = ()
     emulated: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    clocks: tuple[int, ...] = ()
+    link: float = 0.0
 
     @property
     def foreign(self) -> bool:
@@ -352,6 +358,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "total_bytes": properties.total_memory,
         "unified": bool(getattr(properties, "is_integrated", False)),
         "compiled": tuple(torch.cuda.get_arch_list()),
+        "link": value_or(lambda: _pcie(properties), 0.0),
     }
     cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
@@ -365,9 +372,19 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "arch": f"sm{properties.major}{properties.minor}",
         "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),
+        "clocks": tuple(value_or(lambda: [int(getattr(properties, name)) for name in CLOCKS], [])),
         "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)},
         **shared,
     }
+
+
+def _pcie(properties: Any) -> float:
+    """Bytes per second of the link of a card, by Linux; idle cards lower its speed, a slot its width."""
+    domain, bus, slot = (int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device"))
+    folder = Path(PCI, f"{domain:04x}:{bus:02x}:{slot:02x}.0")
+    speed, width = ((folder / name).read_text(encoding="utf-8") for name in ("max_link_speed", "current_link_width"))
+    transfers = float(speed.split()[0])  # "16.0 GT/s PCIe"; each lane moves a bit, coded as 128 in 130 from 8 on
+    return transfers * 1e9 / 8 * int(width) * (128 / 130 if transfers >= 8 else 0.8)
 
 
 def _mps_facts(device: torch.device) -> dict[str, Any]:
@@ -375,7 +392,7 @@ def _mps_facts(device: torch.device) -> dict[str, Any]:
         "backend": "mps",
         "arch": platform.machine(),
         "arch_class": "mps",
-        "name": "Apple GPU",
+        "name": value_or(lambda: str(torch.backends.mps.get_name()), "") or "Apple GPU",
         "total_bytes": _host_bytes(),
         "unified": True,
         "driver": platform.mac_ver()[0],

@@ -1,22 +1,28 @@
-"""Peak rates of devices by data sheet, and the work of one operation.
+"""Peak rates of devices by data sheet, the share of them that programs reach, and the work of one operation.
 
-Peak rates from vendors' data sheets, not measurements: real programs stay below them, and a time derived from them is
-called modelled. Two things read this table: the clock of the simulated accelerator, and forecasts of time for devices
-that were never timed.
+Two things read these tables: the clock of the simulated accelerator, and forecasts of time for devices that were never
+timed. ``cards.csv`` has a row per model of card, ``generations.csv`` what the cards of a generation share.
 """
 
 from __future__ import annotations
 
+import csv
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from .facts import GIBIBYTE, DeviceFacts
+
 TERA, GIGA = 1e12, 1e9
-PCIE_3, PCIE_4, PCIE_5 = 15.754 * GIGA, 31.508 * GIGA, 63.015 * GIGA  # x16, one direction, after 128b/130b coding
+PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
+LANE = {3: 0.9846 * GIGA, 4: 1.9693 * GIGA, 5: 3.9385 * GIGA}  # of PCIe, one direction, after 128b/130b coding
+PCIE_3, PCIE_4, PCIE_5 = (16 * rate for rate in LANE.values())
 LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
 FREE = (
     "empty",
@@ -31,6 +37,64 @@ FREE = (
     "set_",
 )
 WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tensor")
+FLASH, EFFICIENT, CUDNN, MATH = "flash", "memory-efficient", "cuDNN", "in chunks"
+KERNELS = {"native_efficient": EFFICIENT, "xformers": EFFICIENT, "native_cudnn": CUDNN, "native_math": MATH}
+MEMORY, PINNED_LINK, PLAIN_LINK = 0.9, 0.8, 0.4  # shares reached: RTX 4090 0.91 (tinygrad/open-gpu-kernel-modules#6),
+# A800 0.89 (mli/transformers-benchmarks#4); pinned copies 0.76 to 0.90 (ZaidQureshi/bam#54, the same tinygrad #29);
+# copies from memory that is not pinned pass the host's memory twice: assumed half of that
+EIGHT_BIT = 1.9  # times as quick 8-bit attention is where fp32 sums run at half the rate of fp16 sums, else no quicker:
+# kohya-ss/musubi-tuner#217 (RTX A6000) and thu-ml/SageAttention#3 (A100) saw no gain
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Shares that the cards of one generation have in common.
+
+    Args:
+        fp16, bf16, fp32: rates of products as shares of a card's figure.
+        sums: times as quick products in fp16 are if they sum in fp16 too.
+        int8, fp8: the same for products of 8-bit operands; 0 where there are none or none is known.
+        product: share of these rates that products of transformers reach, between published best sizes.
+        attention: the same of exact attention by kind of kernel; one that is missing was not found and is assumed.
+        source: of the shares.
+    """
+
+    fp16: float
+    bf16: float
+    fp32: float
+    sums: float
+    int8: float
+    fp8: float
+    product: float
+    attention: Mapping[str, float]
+    source: str
+
+
+def _table(name: str) -> list[dict[str, str]]:
+    with Path(__file__).with_name(name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _generation(row: Mapping[str, str]) -> Generation:
+    shares = {name: float(row[name]) for name in ("fp16", "bf16", "fp32", "sums", "int8", "fp8", "product")}
+    kernels = {name: float(row[name]) for name in (FLASH, EFFICIENT, CUDNN) if row[name]}
+    return Generation(**shares, attention=kernels, source=row["source"])
+
+
+# Rates of dtypes: Wikipedia's tables as in voidful/gpu-info-api, the makers' data sheets, gpuopen.com. Products: the
+# best size of a matmul in torch. Cards of which no attention was found take half of their products' share by FLASH, 0.4
+# by EFFICIENT and 0.15 by MATH: assumed.
+GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
+LOSSY_ATTENTION = ("sage", "kitchen_int8")
+STORED = {
+    "int8": "int8",
+    "int8_convrot": "int8",
+    "w4a8": "int8",
+    "fp8": "fp8",
+}  # the rate of weights that are stored so
+UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
+KINDS = {"sm70": "volta", "sm75": "turing", "sm80": "a100", "sm86": "ampere", "sm89": "ada", "sm90": "hopper"}
+VENDOR = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|graphics|gpu|hbm\d\w?|sxm5|\d+gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +102,15 @@ class Rates:
     """Peak rates of one device, per second.
 
     Args:
-        name: as the driver says it, or the part of it that tells the device.
+        name: the part of the driver's name that tells the device.
         fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
             structured sparsity.
         memory: bytes per second of the device's own memory.
         link: bytes per second of the link to the host, which carries both directions at once.
-        source: what confirms which figure, and what nothing did.
         launch: seconds before a kernel or a copy begins.
         unified: whether host and device share one memory, so that a copy reads and writes it.
+        generation: a key of :data:`GENERATIONS`.
+        memory_gb: the sizes in which the model is sold; none where it has the host's.
     """
 
     name: str
@@ -54,81 +119,104 @@ class Rates:
     fp32: float
     memory: float
     link: float
-    source: str
     launch: float = LAUNCH_SECONDS
     unified: bool = False
+    generation: str = ""
+    memory_gb: tuple[int, ...] = ()
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOPs per second of products of ``dtype``."""
         return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
 
-
-# Looked up on 2026-11-22 in stored copies of public pages. The makers' own pages were not among them, so each source
-# names what it confirms, and what nothing did.
-RATES: Mapping[str, Rates] = {
-    rates.name: rates
-    for rates in (
-        Rates(
-            name="RTX 2060", fp16=25.8 * TERA, bf16=6.45 * TERA, fp32=6.45 * TERA, memory=336 * GIGA, link=PCIE_3,
-            source="1920 cores, 240 tensor cores, 1.68 GHz, 6.45 TFLOPS, 336 GB/s: cputronic.com/en/gpu/nvidia-geforce-"
-            "rtx-2060; 52 tensor TFLOPS, NVIDIA's figure with fp16 sums: galport.com; half of it with fp32 sums on "
-            "GeForce: not confirmed; no bf16 units",
-        ),
-        Rates(
-            name="RTX 3060", fp16=25.5 * TERA, bf16=25.5 * TERA, fp32=12.74 * TERA, memory=360 * GIGA, link=PCIE_4,
-            source="3584 cores, 1.777 GHz, 360 GB/s: pcpartdb.com/gpus/view/nvidia-geforce-rtx-3060-12-gb-ga104; 101 "
-            "tensor TFLOPS with sparsity and fp16 sums, NVIDIA's figure: techtaks.com/geforce-rtx-3060-nvidia-finally-"
-            "details-the-specifications; a quarter of it is dense with fp32 sums, as for the RTX 3060 Ti in gist "
-            "getianao/33fb5306ba896193c7ae59ec64794283",
-        ),
-        Rates(
-            name="RTX 4090", fp16=165.2 * TERA, bf16=165.2 * TERA, fp32=82.6 * TERA, memory=1008 * GIGA, link=PCIE_4,
-            source="dense fp16 and bf16 with fp32 sums, fp32, memory: waredb.com/processor/nvidia-geforce-rtx-4090",
-        ),
-        Rates(
-            name="RX 6700 XT", fp16=26.43 * TERA, bf16=13.21 * TERA, fp32=13.21 * TERA, memory=384 * GIGA, link=PCIE_4,
-            source="2560 lanes, 2.581 GHz, 384 GB/s: io-tech.fi/uutinen/amd-julkaisi-uuden-radeon-rx-6700-xt-"
-            "naytonohjaimen-rdna2-navi-22; fp16 at twice the rate of fp32, as of the RX 6950 XT: bloglaralemi.com/2022/"
-            "11/14/amd-radeon-rx-7900-collection-deep-dive; no bf16 units",
-        ),
-        Rates(
-            name="RX 7900 XTX", fp16=122.8 * TERA, bf16=122.8 * TERA, fp32=61.4 * TERA, memory=960 * GIGA, link=PCIE_4,
-            source="123 TFLOPS in fp16, 61.4 in fp32, 960 GB/s: bloglaralemi.com/2022/11/14/amd-radeon-rx-7900-"
-            "collection-deep-dive; WMMA in bf16 at the rate of fp16: not confirmed",
-        ),
-        Rates(
-            name="Arc A770", fp16=131.0 * TERA, bf16=131.0 * TERA, fp32=17.2 * TERA, memory=560 * GIGA, link=PCIE_4,
-            source="512 XMX units, 2.1 GHz, 560 GB/s, Intel's figures: svethardware.cz/intel-zverejnil-oficialni-"
-            "specifikace-grafickych-karet-arc/58344; 4096 lanes: fpsbench.com; 262 TOPS in int8, half of it in fp16 "
-            "and bf16: not confirmed",
-        ),
-        Rates(
-            name="M2", fp16=3.6 * TERA, bf16=3.6 * TERA, fp32=3.6 * TERA, memory=100 * GIGA, link=50.0 * GIGA,
-            source="10 GPU cores, 100 GB/s unified memory, which a copy reads and writes: macrumors.com/2022/06/06/"
-            "apple-announces-m2-chip-with-support-for-up-to-24gb-memory; 3.6 TFLOPS: not confirmed",
-            unified=True,
-        ),
-        Rates(
-            name="H100", fp16=989.4 * TERA, bf16=989.4 * TERA, fp32=66.9 * TERA, memory=3350 * GIGA, link=PCIE_5,
-            source="SXM5, dense fp16 and bf16, fp32: glennklockwood.com/garden/processors/h100; 3350 GB/s, PCIe 5.0, "
-            "and the same with sparsity from NVIDIA's table: archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html",
-        ),
-    )
-}  # fmt: skip
+    def attention(self, kernel: str) -> float:
+        """The share of its rate that exact attention reaches by ``kernel``, as ``Attention.label`` names it."""
+        own, kind = GENERATIONS[self.generation], KERNELS.get(kernel, kernel)
+        best = own.attention.get(FLASH, 0.5 * own.product)
+        return own.attention.get(kind, {EFFICIENT: 0.4, MATH: 0.15}.get(kind, best))
 
 
-def published_rates(device_name: str) -> Rates | None:
+def _row(name: str, generation: str, fp16: float, memory: float, link: float, sizes: tuple[int, ...] = ()) -> Rates:
+    own = GENERATIONS[generation]
+    return Rates(
+        name=name, fp16=fp16 * own.fp16, bf16=fp16 * own.bf16, fp32=fp16 * own.fp32, memory=memory,
+        link=link or memory / 2, unified=not link, generation=generation, memory_gb=sizes,
+    )  # fmt: skip
+
+
+def _read() -> dict[str, Rates]:
+    """The rows of ``cards.csv``. Sources: those above; professional cards also from citsjtu2020/LLM-Prof
+    (hardware_spec.md) and astroC86/gpu-datasheet; laptops at full power, those of RTX 50 with the clock of
+    the desktop cards' memory.
+    """
+    rows = {}
+    for row in _table("cards.csv"):
+        generation, _, lanes = row["link"].partition("x")
+        link = LANE[int(generation)] * int(lanes) if lanes else 0.0
+        sizes = tuple(map(int, filter(None, row["memory_gb"].split("/"))))
+        fp16, memory = float(row["fp16_tflops"]) * TERA, float(row["memory_gb_s"]) * GIGA
+        rows[row["name"]] = _row(row["name"], row["generation"], fp16, memory, link, sizes)
+    return rows
+
+
+RATES: Mapping[str, Rates] = _read()
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name that tell one model of card from another."""
+    words = re.sub(r"\((R|TM)\)|[-/]", " ", name).lower().split()
+    return [word for word in words if not VENDOR.fullmatch(word)]
+
+
+def published_rates(device_name: str, total_bytes: int = 0) -> Rates | None:
     """The row of a device by the name that its driver says; None for one that the table lacks.
 
-    A row is for exactly its model: ``RTX 4090`` is not ``RTX 4090 Laptop GPU`` or ``M2`` a part of ``M2 Max``.
+    A row is for exactly its model: ``RTX 4090`` is not ``RTX 4090 Laptop GPU`` or ``M2`` a part of ``M2 Max``, and a
+    card of one name with another memory is another model.
+
+    Args:
+        total_bytes: of the device's memory, of which drivers keep some back; 0 where unknown.
     """
-    words = device_name.replace("(R)", "").replace("(TM)", "").split()
-    ends = ("GPU", "PCIe", "SXM5", "80GB", "HBM3", "12GB", "6GB", "Graphics")
-    while words and words[-1] in ends:
-        words.pop()
-    if words and words[-1] == "Laptop":
-        return None
-    return next((rates for name, rates in RATES.items() if words[-len(name.split()) :] == name.split()), None)
+    stated, words = re.search(r"(\d+)\s?GB", device_name, re.IGNORECASE), _words(device_name)
+    size = int(stated[1]) if stated else total_bytes / GIBIBYTE
+    fitting = (rates for rates in RATES.values() if words and _words(rates.name) == words)
+    return next((rates for rates in fitting if not size or _sold_with(rates, size)), None)
+
+
+def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> dict[str, float]:
+    """Times as quick the operations of a kind are by lossy choices; without those that this device does not have.
+
+    Args:
+        sums: whether products in fp16 sum in fp16.
+        stored: choice of storage of weights that are multiplied as they are stored; empty for none.
+        attention: its kernel.
+    """
+    rates = rates_of(facts)
+    own = None if rates is None else GENERATIONS[rates.generation]
+    if own is None:
+        return {}
+    product = (own.sums if sums else 1) * (getattr(own, STORED[stored]) if stored in STORED else 1)
+    factors = {PRODUCT: product or 1, ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1}
+    return {kind: factor for kind, factor in factors.items() if factor != 1}
+
+
+def _sold_with(rates: Rates, size: float) -> bool:
+    return not rates.memory_gb or any(0.88 * each <= size <= 1.05 * each for each in rates.memory_gb)
+
+
+def rates_of(facts: DeviceFacts) -> Rates | None:
+    """Rates of a device: of its row, else computed from the units and clocks that its driver states; None if unknown.
+
+    On NVIDIA a multiprocessor does :data:`UNITS` FLOPs in fp16 at each clock; whether a driver states the boost or the
+    highest clock was not seen, so that the row comes first.
+    """
+    if (rates := published_rates(facts.name, facts.total_bytes)) is not None or not all(facts.clocks or (0,)):
+        return rates
+    units, clock, memory_clock, bus = facts.clocks
+    generation = KINDS.get(facts.arch, "blackwell")
+    if facts.arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[facts.arch] == 512):
+        return None  # professional cards of these do twice as much; which ones a name does not tell
+    memory = 2e3 * memory_clock * bus / 8
+    return _row(facts.name, generation, units * 1e3 * clock * UNITS[facts.arch], memory, facts.link or PCIE_3)
 
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:

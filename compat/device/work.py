@@ -13,7 +13,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,19 +25,35 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import first_line
-from .facts import CLOCKED, DeviceFacts, value_or
+from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
+from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import LAUNCH_SECONDS, published_rates, work_of
+from .rates import (
+    ATTENTION,
+    CONVOLUTION,
+    GENERATIONS,
+    LAUNCH_SECONDS,
+    MEMORY,
+    OTHER,
+    PRODUCT,
+    rates_of,
+    work_of,
+)
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
-PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
 FILTERS = "filters"  # the weights of a convolution, which some libraries copy into another layout at each call
 META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
-LEAST_SECONDS = 0.02  # of a timed call: shorter ones measure the launch
+LEAST_SECONDS = {"cpu": 0.02}  # of a timed call: shorter ones measure the launch
+CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of those timed together,
+# and of work before any is timed, in which clocks rise
 MOST_BYTES = 1 << 28  # of the operands of a timed call
+BEYOND_CACHES = 8 * 96 * 2**20  # of a copy: an RTX 5090 has 96 MB of cache, and 67 MB on an RTX 4090 read as 3.9 TB/s
+# (mli/transformers-benchmarks#4)
+LINK_BYTES = 1 << 28
+NARROW, HEAD_WIDTH = 64, 128  # of the heads of attention: LTX-Video 2B's, and those of all other families
 CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
 
@@ -80,6 +98,8 @@ class Pace:
         launch: seconds of an operation that does nothing.
         source: ``probed`` or ``published``.
         filters: bytes per second of a convolution's weights, which take this time beside its FLOPs.
+        ahead: whether the host launches while the device computes; else a launch adds to each operation.
+        link, plain_link: bytes per second from pinned and from other host memory; 0 where that was not timed.
     """
 
     product: float
@@ -89,17 +109,27 @@ class Pace:
     launch: float
     source: str = PROBED
     filters: float = math.inf
+    ahead: bool = True
+    link: float = 0.0
+    plain_link: float = 0.0
+
+    def quicker(self, factors: Mapping[str, float]) -> Pace:
+        """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
+        return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
-        """Time of ``work``: for each operation the larger of computing and moving bytes, and its launch."""
+        """Time of ``work``: for each operation the larger of computing and moving bytes; of all, the larger of that and
+        their launches, which run ahead of the device."""
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
             if kind == FILTERS:
                 return moved / self.filters
-            return max(flops / rates.get(kind, self.product), moved / self.memory) + self.launch
+            return max(flops / rates.get(kind, self.product), moved / self.memory)
 
-        return sum(times * once(*operation) for operation, times in work.items())
+        computing = sum(times * once(*operation) for operation, times in work.items())
+        launching = self.launch * sum(times for (kind, _, _), times in work.items() if kind != FILTERS)
+        return max(computing, launching) if self.ahead else computing + launching
 
 
 class _Counted(TorchDispatchMode):
@@ -243,36 +273,63 @@ def _kind(function: Any, flops: float) -> str:
     return CONVOLUTION if "conv" in name else PRODUCT
 
 
-def pace_of(facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype) -> Pace | None:
-    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else from the data sheet.
+def pace_of(
+    facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
+) -> Pace | None:
+    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else what its generation
+    reaches of its data sheet. None if unknown.
 
-    None if unknown.
+    Args:
+        kernel: of attention, as ``Attention.label`` names it.
+        width: of its heads.
     """
-    name = f"rates.{str(dtype).removeprefix('torch.')}"
-    kept: Any = None
+    name = str(dtype).removeprefix("torch.")
+    kept, timed = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
         try:
-            kept = store.remember(name, lambda: asdict(_measured(facts.device, dtype)))
+            heads = HEAD_WIDTH if width > NARROW else NARROW
+            measure = partial(_measured, facts.device, dtype, width=heads)
+            kept = store.remember(
+                f"rates of {name}, heads of {heads}", lambda: asdict(_given_back(measure, facts.device))
+            )
+            if kept and facts.device.type != "cpu":
+                kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
+            timed = store.recall(f"attention {name} heads of {width}") or {}
         except Exception as error:  # a device may fail in any way
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
 
-    def kept_pace() -> Pace | None:
-        pace = Pace(**kept)  # of a file that anybody may have edited
+    def kept_pace() -> Pace | None:  # of a file that anybody may have edited
+        pace = Pace(**kept).quicker({ATTENTION: value_or(lambda: timed["native"] / timed[kernel], 1.0)})
         return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
 
     if pace := value_or(kept_pace, None):
         return pace
-    rates = published_rates(facts.name)
+    rates = rates_of(facts)
     if rates is None:
         return None
-    flops = rates.flops(dtype)
+    flops, reached = rates.flops(dtype), GENERATIONS[rates.generation]
     return Pace(
-        product=flops, convolution=flops, attention=flops, memory=rates.memory, launch=LAUNCH_SECONDS, source=PUBLISHED
+        product=flops * reached.product,
+        convolution=flops * reached.product,  # no published figures by generation were found
+        attention=flops * rates.attention(kernel),
+        memory=rates.memory * MEMORY,
+        launch=LAUNCH_SECONDS,
+        source=PUBLISHED,
     )
 
 
-def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter) -> Pace:
-    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
+def _measured(
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+    width: int = HEAD_WIDTH,
+) -> Pace:
+    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second.
+
+    Args:
+        width: of the heads of attention.
+    """
+    timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -286,11 +343,11 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
         return lambda: F.conv3d(x, weight, padding=(0, 1, 1))
 
     def attention(side: int) -> Callable[[], Any]:
-        q = tensor(1, 8, side, 64)
+        q = tensor(1, 8, side, width)
         return lambda: F.scaled_dot_product_attention(q, q, q)
 
     def copied(side: int) -> Callable[[], Any]:
-        x = tensor(8, side, side)
+        x = tensor(12, side, side)
         return lambda: x + 1
 
     def weighed() -> Any:
@@ -298,34 +355,104 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Callable[[], floa
 
     small, few, wide = tensor(1), tensor(*FEW), tensor(*WIDE)
     with torch.inference_mode(False), torch.no_grad():
-        rate = _rate(convolution, device, clock)
+        if not timer.host:
+            timer.warm(product(4096))
+        rate = timer.rate(convolution)
         with counting() as work:
             weighed()
-        filters = _least(weighed, device, clock) - work.flops / rate
+        filters = timer.seconds(weighed) - work.flops / rate
         return Pace(
-            product=_rate(product, device, clock),
+            product=timer.rate(product),
             convolution=rate,
-            attention=_rate(attention, device, clock),
-            memory=_rate(copied, device, clock),
-            launch=_least(lambda: [small + 1 for _ in range(100)], device, clock) / 100,
+            attention=timer.rate(attention),
+            memory=timer.rate(copied, MOST_BYTES if timer.host else BEYOND_CACHES),
+            launch=timer.least(partial(_repeat, lambda: small + 1, 100)) / 100,
             filters=wide.nbytes / max(filters, 1e-9),
+            ahead=not timer.host,
         )
 
 
-def _rate(make: Callable[[int], Callable[[], Any]], device: torch.device, clock: Callable[[], float]) -> float:
-    """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs; larger until it takes long
-    enough to be timed."""
-    side = 32  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
-    while True:
-        call = make(side)
-        with counting() as work:
+def _links(device: torch.device) -> dict[str, float]:
+    """Bytes per second to ``device`` from pinned and from other host memory, as fields of a :class:`Pace`."""
+
+    def rate(pinned: bool) -> float:
+        host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        there = torch.empty_like(host, device=device)
+        return LINK_BYTES / min(seconds_of(lambda: there.copy_(host, non_blocking=pinned), device) for _ in range(2))
+
+    pinned = value_or(partial(rate, True), 0.0) if locks_host_memory(device) else 0.0
+    plain = value_or(partial(rate, False), 0.0)
+    empty_host_cache()
+    return {"link": pinned, "plain_link": plain}
+
+
+def _given_back(measure: Callable[[], Pace], device: torch.device) -> Pace:
+    """The result of ``measure``, whose memory is free again then: torch would keep most of a gigabyte."""
+    try:
+        return measure()
+    finally:
+        empty_cache(device)
+
+
+def _repeat(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Timing of operations on ``device`` by ``clock``: on an accelerator many together, for it is waited for twice."""
+
+    device: torch.device
+    clock: Callable[[], float]
+
+    @property
+    def host(self) -> bool:
+        """True for a processor, which computes while it is asked."""
+        return self.device.type == "cpu"
+
+    def warm(self, call: Callable[[], Any]) -> None:
+        """Let an accelerator's clocks rise."""
+        spent, count = 0.0, 1
+        while spent < WARM_SECONDS:
+            spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
+
+    def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
+        """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs.
+
+        The side doubles until a call takes long enough or has operands of ``most`` bytes, or memory is short.
+        """
+        side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
+        while True:
+            with counting() as work:
+                call()
+            seconds = self.least(call)
+            long = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS) and (work.flops or self.host)
+            larger = None if long or side >= 8192 or 4 * work.bytes > most else self._made(make, 2 * side)
+            if larger is None:
+                return (work.flops or work.bytes) / max(seconds if self.host else self.seconds(call), 1e-9)
+            side, call = 2 * side, larger
+
+    def least(self, call: Callable[[], Any]) -> float:
+        """Seconds of the quickest of three: the first also loads and tunes, and another may share the machine."""
+        return min(self._once(call) for _ in range(3))
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call, of as many as take :data:`DEVICE_SECONDS` together; on a processor of one."""
+        if self.host:
+            return self.least(call)
+        count = math.ceil(DEVICE_SECONDS / max(self.least(call), 1e-6))
+        return median(self._once(partial(_repeat, call, count)) for _ in range(3)) / count
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        return seconds_of(call, self.device, self.clock)
+
+    def _made(self, make: Callable[[int], Callable[[], Any]], side: int) -> Callable[[], Any] | None:
+        try:
+            call = make(side)
             call()
-        seconds = _least(call, device, clock)
-        if seconds >= LEAST_SECONDS or side >= 8192 or 4 * work.bytes > MOST_BYTES:
-            return (work.flops or work.bytes) / max(seconds, 1e-9)
-        side *= 2
-
-
-def _least(call: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    """Seconds of the quickest of three calls: the first also loads and tunes, and another may share the machine."""
-    return min(seconds_of(call, device, clock) for _ in range(3))
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            return None
+        return call

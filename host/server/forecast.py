@@ -22,7 +22,7 @@ from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run
-from ...pipelines.forecast.times import Times, times_of
+from ...pipelines.forecast.times import Times, known_or_why, times_of
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
@@ -174,6 +174,7 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
     seconds = {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages}
+    verdict = "\n".join(filter(None, (verdict, *map(str, times.less))))
     return {
         "found": found,
         "stages": stages,
@@ -240,7 +241,12 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     run += f", {clips} videos" if clips > 1 else ""
 
     def times(mode: str, room: int | None) -> Times:
-        found = times_of(pipeline, planned_run(pipeline, asked, settings), [mode], room, memory_manager.room_on)
+        from ...pipelines.forecast.savings import savings
+
+        planned = planned_run(pipeline, asked, settings)
+        found = times_of(pipeline, planned, [mode], room, memory_manager.room_on)
+        if found:
+            found.less = known_or_why(lambda: savings(pipeline, planned, mode, room, memory_manager.room_on))[0] or ()
         found.update({name: one.of_clips(clips) for name, one in found.items()})
         return found
 

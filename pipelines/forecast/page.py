@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
 from .seconds import advice, planned_run, quickest
-from .times import Times, room_now, times_of
+from .times import Times, known_or_why, room_now, times_of
 
 WIDTH, MARGIN, SIZE, BAR, GAP, LEFT = 1200, 24, 18, 26, 10, 300
 PAPER, INK, FAINT, HEAD, FREE, OVER = "#1b1d21", "#e8e8e8", "#a8adb5", "#7cc4ff", "#3a3f47", "#ff8a7a"
@@ -48,15 +49,26 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
     Returns:
         The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
     """
+    from .savings import savings
+
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     room = room_now(pipeline)
     needs = forecasts(pipeline, size, room)
-    times = times_of(pipeline, planned_run(pipeline, size, settings), [each.mode for each in needs], room)
-    return shown(pipeline, title, more, needs, times)
+    run = planned_run(pipeline, size, settings)
+    times = times_of(pipeline, run, [each.mode for each in needs], room)
+    less = known_or_why(lambda: savings(pipeline, run, room=room))[0] if pipeline.offloader.mode in times else None
+    return shown(pipeline, title, more, needs, times, less or ())
 
 
-def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times) -> tuple[str, torch.Tensor]:
+def shown(
+    pipeline: Any,
+    title: str,
+    more: str,
+    needs: tuple[Forecast, ...],
+    times: Times,
+    less: Sequence[object] = (),
+) -> tuple[str, torch.Tensor]:
     """Memory needed in each mode, in words and as bars.
 
     Args:
@@ -65,9 +77,10 @@ def shown(pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], tim
         more: beside it, in the words.
         needs: the forecast of each mode, the fastest first.
         times: how long each mode takes, where that is known.
+        less: changes that would save time, a line each.
     """
     room = room_now(pipeline)
-    text = _text(pipeline, title + more, needs, times, room)
+    text = "\n".join([_text(pipeline, title + more, needs, times, room), *map(str, less)])
     return text, _drawn(pipeline, title, needs, times, room)
 
 

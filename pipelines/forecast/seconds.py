@@ -14,18 +14,23 @@ import torch
 
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.work import Work
+from ...compat.device.rates import ATTENTION, PRODUCT, quicker_by
+from ...compat.device.work import HEAD_WIDTH, Work
+from ...compat.memory.offloader import PINNED
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
+from ...compat.transforms.attention import DEFAULT as NATIVE
+from ...compat.transforms.step_cache import PYRAMID, TAYLOR
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..sizes import SPARE, VAE, Size, sampling_bytes
+from ..sizes import SPARE, TRANSFORMER, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
 from .times import TEXT, PlannedStage, TimeForecast, key_of
 
+PROJECTIONS = 1 / 3  # of a block's products, which an attention that is skipped skips too: 4 of 12 widths squared
 WORTH = 0.9  # of the time, below which another mode is worth it
 IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
@@ -47,7 +52,7 @@ class Run:
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """One of its stages: its parts, their work and how often they are called."""
-        precision, calls, beside = pipeline.precision, 1, 0
+        precision, calls, beside, speed = pipeline.precision, 1, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]
         if name == TEXT:
@@ -61,7 +66,7 @@ class Run:
             parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
             work = partial(counts.sampling_work, pipeline, self.size, self.settings)
             calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
-            beside = sampling_bytes(pipeline, self.size)
+            beside, speed = sampling_bytes(pipeline, self.size), sampling_speed(pipeline, self.settings.steps)
         else:
             weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
             method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
@@ -77,7 +82,23 @@ class Run:
             key=work_key(pipeline, name, self),
             calls=calls,
             beside=beside,
+            pinned=all(pipeline.offloader.options.host_weights.kinds.get(part) == PINNED for part in parts),
+            **speed,
         )
+
+
+def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
+    """The fields of :class:`PlannedStage` that attention and lossy choices set."""
+    speed, cache = pipeline.plan.speed, pipeline.plan.step_cache
+    kernel = speed.attention.kernel if speed.attention.label == NATIVE else speed.attention.label
+    stored = pipeline.model.storage.get(TRANSFORMER, "") if speed.request.stored_products else ""
+    quicker = quicker_by(pipeline.facts, speed.request.fp16_sums, stored, kernel)
+    share = 1.0 if cache is None else 1 - cache.skipped(steps)
+    if cache is not None and cache.kind in (TAYLOR, PYRAMID):
+        inside = {ATTENTION: share, PRODUCT: 1 - PROJECTIONS * (1 - share)}
+        share, quicker = 1.0, quicker | {kind: quicker.get(kind, 1.0) / left for kind, left in inside.items()}
+    width = int(pipeline.configs[TRANSFORMER].get("attention_head_dim", HEAD_WIDTH))
+    return {"kernel": kernel, "width": width, "quicker": quicker, "share": share}
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:

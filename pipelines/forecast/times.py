@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -16,8 +16,8 @@ import torch
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.rates import published_rates
-from ...compat.device.work import PUBLISHED, TIMED, Work, pace_of
+from ...compat.device.rates import PCIE_3, PINNED_LINK, PLAIN_LINK, rates_of
+from ...compat.device.work import HEAD_WIDTH, PUBLISHED, TIMED, Pace, Work, pace_of
 from ...compat.errors import PackError, UnsupportedError, first_line
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, saved_stages
@@ -27,7 +27,9 @@ Value = TypeVar("Value")
 Rooms = Callable[[torch.device], int | None]
 
 TEXT = "text"
-PAPER = 3.0  # times longer than on paper at most: no program reaches a data sheet's rates
+STREAMED = ("group", "sequential")
+MODEL = 2  # of time: a run that an earlier one modelled corrects nothing
+PUBLISHED_OFF = 1.34  # what a generation's shares of a data sheet may be off by; docs/performance.md counts how often
 PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
 SAME = 1.05  # by which two runs may differ in their work to be of one size
@@ -76,9 +78,13 @@ class TimeForecast:
 
 
 class Times(dict[str, TimeForecast]):
-    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
+    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is.
+
+    ``less`` says what would save time, a line each.
+    """
 
     why = ""
+    less: Sequence[object] = ()
 
     @property
     def unknown(self) -> str:
@@ -115,11 +121,10 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
         source: of the rates.
         rows: of such runs, the newest last.
     """
-    low, high = (1.0, PAPER) if source == PUBLISHED else (1 / PROBED_OFF, PROBED_OFF)
+    off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
     if not rows:
-        middle = modelled * math.sqrt(low * high)
-        return StageTime(name=stage, seconds=middle, low=modelled * low, high=modelled * high, modelled=modelled)
-    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
+        return StageTime(name=stage, seconds=modelled, low=modelled / off, high=modelled * off, modelled=modelled)
+    rows, most = [row for row in rows if not row.first] or rows, off  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
         return abs(math.log(row.modelled_seconds / modelled))
@@ -129,7 +134,7 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
 
     def ratio(row: StageCost) -> float:
         longer = row.own_seconds / row.modelled_seconds
-        return min(longer, high) if row.first else longer
+        return min(longer, most) if row.first else longer
 
     seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
     off = NEAR if same else FAR
@@ -146,6 +151,11 @@ class PlannedStage:
         work: counts its work; called where the rates of the device are known.
         weights: bytes that it needs on the device.
         key: of :func:`key_of`, from all that changes its work or its rate and that ``work`` does not count.
+        kernel: of its attention, as ``Attention.label`` names it.
+        width: of the heads of attention.
+        quicker: times as quick as the exact ones operations of a kind are, by lossy choices.
+        share: of the work that a step cache leaves to do.
+        pinned: whether streamed weights come from pinned host memory.
         calls: forwards, each of which copies streamed weights again.
         beside: bytes of activations.
     """
@@ -157,6 +167,11 @@ class PlannedStage:
     work: Callable[[], Work]
     weights: int
     key: str
+    kernel: str = ""
+    width: int = HEAD_WIDTH
+    quicker: Mapping[str, float] = field(default_factory=dict)
+    share: float = 1.0
+    pinned: bool = False
     calls: int = 1
     beside: int = 0
 
@@ -228,17 +243,17 @@ def stage_time(
     """
     mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
-    pace = pace_of(facts, stage.probes, stage.dtype)
+    pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel, stage.width)
     if pace is None:
         untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
         raise UnsupportedError(
             f"{facts.name} {untimed}, and no data sheet of it is known",
-            expected="a device that was timed, or one of compat/device/rates.py",
+            expected="a device that was timed, or one of compat/device/cards.csv",
             fix="Run a model on it once.",
         )
     rows = [] if state is None else saved_stages(state)
-    modelled = pace.seconds(stage.work())
-    if link := 0.0 if stays else link_of(facts, rows):
+    modelled = stage.share * pace.quicker(stage.quicker).seconds(stage.work())
+    if link := 0.0 if stays else link_of(facts, rows, pace, stage.pinned and mode in STREAMED):
         modelled = _with_copies(stage, modelled, link, mode, room)
     return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 
@@ -248,14 +263,20 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
     if mode == HOSTED:
         streamed = 0 if room is None else min(stage.weights, max(0, stage.weights + stage.beside - room))
         return max(computing, stage.calls * streamed / link) + (stage.weights - streamed) / link
-    if mode in ("group", "sequential"):  # copies come ahead, but where the host's memory is the device's
+    if mode in STREAMED:  # copies come ahead, but where the host's memory is the device's
         copying = stage.calls * stage.weights / link
         return computing + copying if stage.facts.unified else max(computing, copying)
     return computing + stage.weights / link
 
 
-def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
-    """Bytes per second to a device: as earlier runs copied, else on paper; 0 where nothing is copied or known."""
+def link_of(facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False) -> float:
+    """Bytes per second to a device: as it was probed, as earlier runs copied, else what links of its width reach.
+
+    0 for the host itself, and for a device that has its memory and of which no copy is known.
+
+    Args:
+        pinned: whether the host memory is; earlier runs copied from other memory, which is slower.
+    """
     device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0
@@ -265,14 +286,22 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost]) -> float:
         if row.device == str(device)
         and row.moved_bytes
         and row.moving_seconds > 0
-        and row.mode not in ("group", "sequential")  # whose seconds are those that computing waited for copies
+        and row.mode not in STREAMED  # whose seconds are those that computing waited for copies
     ]
-    published = published_rates(facts.name)
-    return median(rates) if rates else 0.0 if published is None else published.link
+    probed = 0.0 if pace is None else pace.link if pinned else pace.plain_link
+    if probed or (rates and not pinned):
+        return probed or median(rates)
+    published = rates_of(facts)
+    paper = facts.link or (0.0 if published is None else published.link)
+    if facts.unified:
+        return paper
+    reached = (paper or PCIE_3) * (PINNED_LINK if pinned else PLAIN_LINK)
+    return max(reached, *rates) if rates else reached
 
 
 def key_of(**told: Any) -> str:
     """The key of all that is ``told``: plain values, and dataclasses with all their fields; what is empty left out."""
+    told["model"] = MODEL
     return json.dumps({name: value for name, value in told.items() if value}, sort_keys=True, default=_plain)
 
 

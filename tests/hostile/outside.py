@@ -112,6 +112,7 @@ TABLE: dict[str, str] = {
         FACTS,
         "torch.cuda. get_arch_list get_device_properties",
         "torch.backends.cudnn. version",
+        "torch.backends.mps. get_name",
         "torch.version. cuda git_version hip",
         "torch._C. _cuda_getDriverVersion",
         "torch.xpu. get_arch_list get_device_properties",

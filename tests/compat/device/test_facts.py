@@ -248,3 +248,26 @@ def test_no_file_believes_is_bf16_supported_and_only_device_asks_cuda():
         if source == "compat/device/facts.py":
             found = [entry for entry in found if entry[1] == "is_bf16_supported"]
         assert not found, f"{source}: {found}"
+
+
+def test_the_link_of_a_card_is_its_slot_s_width_at_its_own_highest_speed(tmp_path, monkeypatch):
+    folder = tmp_path / "0000:41:00.0"
+    folder.mkdir()
+    for name, text in (("max_link_speed", "16.0 GT/s PCIe\n"), ("current_link_speed", "2.5 GT/s PCIe\n")):
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "current_link_width").write_text("8\n", encoding="utf-8")
+    monkeypatch.setattr(device, "PCI", str(tmp_path))
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
+    assert device._pcie(card) == pytest.approx(15.75e9, rel=1e-3)
+    (folder / "max_link_speed").write_text("5.0 GT/s PCIe\n", encoding="utf-8")
+    assert device._pcie(card) == pytest.approx(4e9), "a byte is ten bits below 8 GT/s"
+    with pytest.raises(FileNotFoundError):
+        device._pcie(SimpleNamespace(pci_domain_id=0, pci_bus_id=1, pci_device_id=0))
+
+
+def test_units_and_clocks_are_known_where_torch_states_all_of_them(monkeypatch, parsed):
+    stated = {"multi_processor_count": 114, "clock_rate": 2_520_000, "memory_clock_rate": 10_501_000}
+    nvidia(monkeypatch, 8, 9, **stated)
+    assert facts_for("cuda:0").clocks == () and facts_for("cuda:0").link == 0.0
+    nvidia(monkeypatch, 8, 9, **stated, memory_bus_width=384)
+    assert facts_for("cuda:0").clocks == (114, 2_520_000, 10_501_000, 384)

@@ -1,0 +1,133 @@
+"""Forecasts beside published times of other people's runs: `field.csv`, of which a third of the sources is sealed.
+
+A row is forecast as its run was: the published configuration on the card as its driver names it, eager and without our
+kernels, in the dtype and by the kernel of attention that the row states or assumes. `class` 1 states everything, 2
+leaves one field open, 3 more or only says "about"; `excluded` rows are kept with their reason and not forecast. Shares
+and bounds may be fitted to the rows `fit`; those `sealed` are looked at once per release.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from statistics import median, quantiles
+
+import torch
+from anygpu.compat.decision import Decision
+from anygpu.compat.device.facts import GIBIBYTE, DeviceFacts
+from anygpu.compat.device.rates import published_rates
+from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.step_cache import StepCacheSettings
+from anygpu.pipelines.base import SampleSettings
+from anygpu.pipelines.forecast.seconds import SAMPLING, planned_run
+from anygpu.pipelines.forecast.times import PUBLISHED_OFF, time_forecast
+from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.settings import snap
+from anygpu.pipelines.sizes import Size
+from anygpu.pipelines.speed import Speed, SpeedRequest
+from runner import HERE, Case, Row, write_table
+from times import opened, published
+
+FIELD = HERE / "field.csv"
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # else bf16
+OLD = ("pascal", "gtx16", "p100", "volta", "turing", "t4")  # whose SDPA is the memory-efficient kernel
+EXCLUDED, SEALED = "excluded", "sealed"
+
+
+def read() -> list[dict[str, str]]:
+    """The rows of the file."""
+    with FIELD.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def model(family: str, variant: str) -> Pipeline:
+    """A family at its published configuration, on no device."""
+    pipeline = published(opened(family), whole=True)
+    if variant == "13B":
+        layouts = json.loads((pipeline.spec.folder / "transformer.json").read_text(encoding="utf-8"))
+        large = max((each["config"] for each in layouts), key=lambda config: int(config["num_layers"]))
+        pipeline = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, "transformer": large}))
+    return pipeline
+
+
+def forecast(row: dict[str, str]) -> float:
+    """Seconds of the part of a run that a row times."""
+    said = {**dict(each.split("=") for each in filter(None, row["assumed"].split(";")) if "=" in each)}
+    said = {**said, **{name: value for name, value in row.items() if value}}
+    pipeline, dtype = model(row["family"], row["variant"]), DTYPES.get(said.get("weights", ""), torch.bfloat16)
+    size = int(float(said["memory_gb"]) * GIBIBYTE)
+    rates = published_rates(row["card"], size) or published_rates(row["card"])  # cards with more memory soldered on
+    if rates is None:
+        return math.nan
+    facts = DeviceFacts(torch.device("cuda"), "cuda", "", "cuda-sm80+", rates.name, 0, "", link=rates.link)
+    sdpa = "native_efficient" if rates.generation in OLD else "native_flash"
+    attention = Attention({"sdpa": sdpa}.get(said["attention"], said["attention"]))
+    cached = StepCacheSettings() if said.get("step_cache", "none") != "none" else None
+    speed = Speed(SpeedRequest(), {}, Decision("kernels", "off"), attention)
+    fields = ("residual", "compute", "transformer", "vae", "text")
+    precision = replace(pipeline.precision, **dict.fromkeys(fields, dtype))
+    pipeline = replace(
+        pipeline,
+        device=replace(pipeline.device, facts=facts, precision=precision, probes=None),
+        plan=replace(pipeline.plan, speed=speed, step_cache=cached),
+    )
+    steps, cfg = int(said["steps"]), float(said.get("cfg", 6.0))
+    grid = snap(pipeline.spec, int(said["width"]), int(said["height"]), int(said["frames"]))
+    settings = SampleSettings(grid.width, grid.height, grid.frames, steps=steps, cfg=cfg)
+    run = planned_run(pipeline, Size(grid.width, grid.height, grid.frames, cfg > 1.0), settings)
+    stages = {stage.name: stage.seconds for stage in time_forecast(pipeline, run, "none").stages}
+    if row["timed"] == "whole":
+        return sum(stages.values())
+    return stages[SAMPLING] / (steps if row["timed"] == "step" else 1)
+
+
+def rows(sealed: bool) -> Iterator[Row]:
+    """The rows with their forecast and its ratio to the published seconds.
+
+    Args:
+        sealed: also those of the sealed sources.
+    """
+    for row in read():
+        if row["class"] == EXCLUDED or (row["split"] == SEALED and not sealed):
+            yield dict(row)
+            continue
+        told = float(row["step_seconds"] if row["timed"] == "step" else row["seconds"])
+        seconds = forecast(row)
+        yield {**row, "forecast": f"{seconds:.4g}", "ratio": f"{seconds / told:.2f}"}
+
+
+def page(done: list[Row]) -> None:
+    """Write the file, and the table of ratios by maker and generation."""
+    with FIELD.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, done[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(done)
+    groups = defaultdict(list)
+    for row in done:
+        if row["ratio"] not in ("", "nan"):
+            rates = published_rates(row["card"])
+            for group in (rates.generation if rates else "", f"class {row['class']}", row["split"], "all"):
+                groups[group].append(float(row["ratio"]))
+    order = sorted(groups, key=lambda name: (name == "all", name in ("fit", SEALED), name.startswith("class"), name))
+    write_table("performance.md", "field", HEAD, ([name, *spread(groups[name])] for name in order), end="/field")
+
+
+HEAD = ["Cards", "Rows", "Forecast / published: median", "Middle half", "Range", "Inside the forecast's bounds"]
+
+
+def spread(ratios: Iterable[float]) -> list[str]:
+    """Number, median, quartiles, ends, and the share inside the bounds."""
+    ratios = sorted(ratios)
+    first, _, third = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    inside = sum(1 / PUBLISHED_OFF <= ratio <= PUBLISHED_OFF for ratio in ratios) / len(ratios)
+    ends = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+    return [str(len(ratios)), f"{median(ratios):.2f}", f"{first:.2f} to {third:.2f}", ends, f"{inside:.0%}"]
+
+
+CASES = [Case("field", rows, {"sealed": False}, about=dict, page=page)]

@@ -1,0 +1,141 @@
+"""Priced advice: seconds that a change of settings would save of a run, by the forecast of its time itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...compat.device.rates import LOSSY_ATTENTION, STORED
+from ...compat.device.work import PUBLISHED, pace_of
+from ...compat.errors import PackError
+from ...compat.memory.statistics import duration
+from ...compat.transforms.attention import Attention
+from ...compat.transforms.attention_kernels import reason_against
+from ...compat.transforms.fp16 import require_fp16_sums
+from ...compat.transforms.products import formats_on
+from ...compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
+from ..pipeline import Pipeline
+from ..settings import of_checkpoint, snap
+from ..sizes import TRANSFORMER
+from ..speed import Speed
+from .seconds import Run, planned_run
+from .times import Rooms, TimeForecast, free_bytes, time_forecast
+
+MOST, SHARE, LEAST_SECONDS = 3, 0.05, 20.0  # lines; the least that one saves of a run, as a share and in seconds
+STORED_AS = {"int8": "torch.int8", "fp8": "torch.float8_e4m3fn"}
+Changed = tuple[Pipeline, Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A change and its price.
+
+    Args:
+        change: in words, with the place to make it.
+        seconds: saved of a run that has the changes before it too.
+        note: beside it, such as that it is lossy.
+    """
+
+    change: str
+    seconds: float
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.change}: {duration(self.seconds)} less ({self.note})"
+
+
+def savings(
+    pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+) -> list[Saving]:
+    """At most three changes that this device can make, the largest saving first, each on top of those before it.
+
+    Their sum is what all of them save together. A shorter video, which is another one, comes only where nothing else is
+    left to change.
+
+    Args:
+        mode: of the offload; by default the pipeline's own.
+        room, rooms: as for :func:`time_forecast`.
+
+    Raises:
+        UnsupportedError: the rates of a device are unknown.
+    """
+
+    def timed(changed: Changed) -> TimeForecast:
+        return time_forecast(*changed, mode or pipeline.offloader.mode, room, rooms)
+
+    start: Changed = (pipeline, run)
+    now, found, state = timed(start), list[Saving](), start
+    least = max(LEAST_SECONDS, SHARE * now.seconds)
+    paced = pace_of(
+        pipeline.facts, pipeline.device.probes, pipeline.precision.compute or pipeline.precision.transformer
+    )
+    by = "; by the card's data sheet" if paced is not None and paced.source == PUBLISHED else ""
+    left = dict(_changes(*start))
+    while left and len(found) < MOST:
+        before = timed(state)
+        priced = {name: _saved(now, before, timed(change(*state))) for name, (_, change) in left.items()}
+        best = max(priced, key=priced.__getitem__)
+        if priced[best] <= 0 or priced[best] < least:
+            break
+        note, change = left.pop(best)
+        found.append(Saving(best, priced[best], note + by))
+        state = change(*state)
+    if not found and (shorter := _shorter(*start)) is not None:
+        saved = _saved(now, now, timed(shorter))
+        found += [Saving(f"{shorter[1].size.frames} frames", saved, f"another video{by}")] if saved >= least else []
+    return found
+
+
+def _saved(now: TimeForecast, before: TimeForecast, after: TimeForecast) -> float:
+    """Seconds less by a change, by the model of time; earlier runs corrected only ``now``."""
+    stages = zip(now.stages, before.stages, after.stages, strict=True)
+    return sum(own.seconds * (one.modelled - two.modelled) / own.modelled for own, one, two in stages if own.modelled)
+
+
+def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, tuple[str, Callable[[Pipeline, Run], Changed]]]]:
+    """The changes that act on this device and are not made yet: in words, a note, and what makes them."""
+    speed, facts = pipeline.plan.speed, pipeline.facts
+    if speed.attention.label not in LOSSY_ATTENTION and not reason_against("sage", facts):
+        yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")))
+    if not speed.request.fp16_sums and _allowed(pipeline):
+        yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True))
+    stored = STORED.get(pipeline.model.storage.get(TRANSFORMER, ""), "")
+    if stored and not speed.request.stored_products and STORED_AS[stored] in map(str, formats_on(facts)):
+        yield "stored_products on the load node", ("lossy", _sped(stored_products=True))
+    if pipeline.plan.step_cache is None:
+        note = "lossy; how many steps are alike is assumed"
+        yield "AnyGPU Step Cache, preset balanced", (note, _cached)
+
+
+def _allowed(pipeline: Pipeline) -> bool:
+    try:
+        require_fp16_sums(pipeline.facts, pipeline.precision.compute or pipeline.precision.transformer)
+    except PackError:
+        return False
+    return True
+
+
+def _sped(attention: Attention | None = None, **asked: Any) -> Callable[[Pipeline, Run], Changed]:
+    def change(pipeline: Pipeline, run: Run) -> Changed:
+        own = pipeline.plan.speed
+        request = replace(own.request, **asked)
+        kernels = {"kernels": own.kernels, "attention": attention or own.attention, "formats": own.formats}
+        speed = Speed(request, own.forms, **kernels, epilogue=own.epilogue)
+        return replace(pipeline, plan=replace(pipeline.plan, speed=speed)), run
+
+    return change
+
+
+def _cached(pipeline: Pipeline, run: Run) -> Changed:
+    return replace(pipeline, plan=replace(pipeline.plan, step_cache=StepCacheSettings(FIRST_BLOCK))), run
+
+
+def _shorter(pipeline: Pipeline, run: Run) -> Changed | None:
+    """The same run of half as many frames; None where the family's grid has no fewer."""
+    size = run.size
+    grid = snap(of_checkpoint(pipeline), size.width, size.height, max(1, size.frames // 2))
+    if grid.frames >= size.frames:
+        return None
+    asked = replace(run.settings, frames=grid.frames, guidance_steps=())
+    return pipeline, planned_run(pipeline, replace(size, frames=grid.frames, sections=0), asked)
