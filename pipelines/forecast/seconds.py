@@ -15,12 +15,13 @@ import torch
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.work import Work
+from ...compat.memory.standalone import resident_bytes
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..sizes import SPARE, VAE, Size, sampling_bytes
+from ..sizes import MARGIN, SPARE, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
@@ -47,7 +48,7 @@ class Run:
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """One of its stages: its parts, their work and how often they are called."""
-        precision, calls, beside = pipeline.precision, 1, 0
+        precision, calls, beside, stays = pipeline.precision, 1, 0, 0
         parts: tuple[str, ...]
         work: Callable[[], Work]
         if name == TEXT:
@@ -62,6 +63,8 @@ class Run:
             work = partial(counts.sampling_work, pipeline, self.size, self.settings)
             calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
             beside = sampling_bytes(pipeline, self.size)
+            each = (pipeline.weights[part] for part in parts if part in pipeline.weights)
+            stays = sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each)
         else:
             weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
             method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
@@ -77,6 +80,7 @@ class Run:
             key=work_key(pipeline, name, self),
             calls=calls,
             beside=beside,
+            stays=stays,
         )
 
 
