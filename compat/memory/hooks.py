@@ -166,7 +166,9 @@ class GroupHooks:
             return [found[index] for index in range(len(found))]
         missed = group not in self._ahead
         if missed:
-            if self._missed:
+            comes = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
+            full = self.room_bytes is not None and comes > self.room_bytes
+            if self._missed or full:
                 self._ahead.clear()  # another order than the last time; one group out of turn is not another order
             self._ahead[group] = self._copy(group, group.layout, self.copies)
         self._missed = missed and not starts
