@@ -15,6 +15,7 @@ from typing import Any
 import published
 import tiny
 import torch
+from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Silent
@@ -60,7 +61,7 @@ def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
                 pipeline = fitting.heavy(family, SCRATCH, device, mode)
                 fitting.run(pipeline)
                 cost, memory_stats = fitting.peak(pipeline), pipeline.offloader.memory_stats
-                predicted = forecast(pipeline, fitting.size_of(family)).peak
+                predicted = forecast(pipeline, fitting.size_of(family), room=free_bytes(device)).peak
                 seconds = sum(stage.seconds for stage in memory_stats.stages)
                 yield {
                     "family": family,

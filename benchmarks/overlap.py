@@ -23,7 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from anygpu.compat.device.rates import RATES, Rates
+from anygpu.compat.device.rates import PCIE_4, RATES, Rates
+from anygpu.compat.memory import standalone
 from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
@@ -41,6 +42,7 @@ FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
 PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
 DTYPE = torch.bfloat16
+CARD, LINKS, ROOMS = "RTX 4090", {"4 x16": 1.0, "4 x8 or 3 x16": 0.5, "3 x8": 0.25}, (0, 9, 20)  # room: GB for weights
 ALLOWED = 1.05  # times the slower of copying and computing
 WINDOW = 64  # uses of a group that can still be waiting, or in use, when another comes
 Some = Callable[..., Tensor]
@@ -313,8 +315,13 @@ def attainable(uses: list[tuple[int, float]], computed: float, rates: Rates, roo
     return ends[-1] if ends else computed
 
 
-def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int, float]:
-    """Seconds of the stage at ``rates``, the bytes that it moved, and the seconds that it could take at best."""
+def modelled(stage: Stage, module: nn.Module, rates: Rates, room: int = 0) -> tuple[Times, int, float]:
+    """Seconds of the stage at ``rates``, the bytes that it moved, and the seconds that it could take at best.
+
+    Args:
+        room: bytes beside a forward, where what fits stays on the device and has come before the clock starts; 0 for
+            nothing that stays.
+    """
     part = PARTS[stage.name]
     host_weights = HostWeights({} if rates.unified else {part: PINNED}, shared=rates.unified)
     with (
@@ -323,14 +330,18 @@ def modelled(stage: Stage, module: nn.Module, rates: Rates) -> tuple[Times, int,
         launched(device),
         clocked(rates, values=False, kind=Modelled) as clock,
         noted_uses() as uses,
+        mock.patch.object(standalone, "keeps", lambda *_: bool(room)),
     ):
 
         def some(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=DTYPE, device=device)
 
         parts = Parts({part: lambda _: module})
-        offloader = StandaloneOffloader(parts, device, "group", OffloadOptions(host_weights=host_weights))
+        left = max(0, standalone.free_bytes(device) - room) if room else 0
+        offloader = StandaloneOffloader(parts, device, "group", OffloadOptions({}, left, None, host_weights))
         with offloader.hold(part):  # hooks are made here, and host weights locked
+            if room:
+                stage.call(module, some)
             uses.clear()
             before, moved = clock.times(), offloader.memory_stats.moved_bytes
             for _ in range(FORWARDS[stage.name]):
@@ -374,6 +385,39 @@ def rows(families: tuple[str, ...], profiles: tuple[str, ...], missing: bool) ->
             }
 
 
+def link_rows(families: tuple[str, ...]) -> Iterator[Row]:
+    """A row per transformer, link and memory beside a forward, of a later forward at the rates of one card."""
+    for stage in STAGES:
+        if stage.name != "sampling" or stage.family not in families:
+            continue
+        module, count = on_host(stage), FORWARDS[stage.name]
+        for link, share in LINKS.items():
+            rates = replace(RATES[CARD], link=share * PCIE_4)
+            for room in ROOMS:
+                times, moved, _ = modelled(stage, module, rates, room * 10**9)
+                yield {
+                    "family": stage.family,
+                    "size": stage.size,
+                    "profile": CARD,
+                    "link": link,
+                    "room_gb": room,
+                    "compute_seconds": round(times.computing / count, 4),
+                    "overlapped_seconds": round(times.elapsed / count, 4),
+                    "moved_gb": round(moved / count / 1e9, 2),
+                }
+
+
+def link_page(rows: list[Row]) -> None:
+    """Write the table of links: a transformer per line, a link and a room per column."""
+    known: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{_seconds(str(row['overlapped_seconds']))} ({row['moved_gb']:.0f} GB)"
+        known.setdefault(f"{row['family']} {row['size']}", {})[f"{row['link']}, {row['room_gb']} GB"] = cell
+    heads = [f"{link}, {room} GB" for link in LINKS for room in ROOMS]
+    cells = [[name, *(told.get(head, "") for head in heads)] for name, told in known.items()]
+    write_table("performance.md", "links", ["Transformer", *heads], cells)
+
+
 def page(_rows: list[Row]) -> None:
     """Write the table of the last rows: a stage per line, a device per column."""
     known: dict[str, dict[str, str]] = {}
@@ -396,4 +440,15 @@ def _seconds(text: str) -> str:
 
 
 OPTIONS = {"families": tuple(FAMILIES), "profiles": PROFILES, "missing": False}
-CASES = [Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page)]
+CASES = [
+    Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page),
+    Case(
+        "overlap_links",
+        link_rows,
+        {"families": tuple(FAMILIES)},
+        "overlap_links",
+        replaces=True,
+        about=dict,
+        page=link_page,
+    ),
+]

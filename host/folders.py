@@ -103,7 +103,11 @@ def stand_in_for(name: str) -> str:
 def demo_of(name: str) -> str:
     """The demo model of the family of a published model; empty for none."""
     family = published_family(name)
-    return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "") if family else ""
+    return (
+        next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
+        if family
+        else ""
+    )
 
 
 def _family_of(folder: Path) -> FamilySpec | None:

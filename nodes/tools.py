@@ -72,9 +72,10 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
     from ..paint import forecast
 
     run = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None)
-    needs = (Forecast(mode, forecast.paint_needs(pipeline, run, mode)) for mode in MODES)
+    room = room_now(pipeline)
+    needs = (Forecast(mode, forecast.paint_needs(pipeline, run, mode, room)) for mode in MODES)
     title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
-    known = times_of(pipeline, run, MODES, room_now(pipeline))
+    known = times_of(pipeline, run, MODES, room)
     return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs), known)
 
 

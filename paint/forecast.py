@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
-from ..compat.memory.standalone import ahead_bytes
+from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
 from ..pipelines.forecast.times import PlannedStage, key_of
 from .choices import DELIGHT_STEPS, PUBLISHED
@@ -76,10 +76,11 @@ class PaintRun:
         return dict.fromkeys((need.name for need in paint_needs(pipeline, self, mode)), pipeline.offloader.device)
 
     def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
-        """One of its stages, whatever the ``room``."""
+        """One of its stages; only its copies depend on the ``room``."""
         part, precision = PARTS.get(name, "unet" if name in STEPPING.values() else "vae"), pipeline.precision
         dtypes = {"text_encoder": precision.text, "image_encoder": precision.text, "vae": precision.vae}
         computes = precision.compute if part == "unet" else None
+        needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}
         return PlannedStage(
             name=name,
             facts=pipeline.facts,
@@ -89,6 +90,7 @@ class PaintRun:
             weights=pipeline.weights[part].total,
             key=work_key(pipeline),
             calls=self.steps if part == "unet" else 1,
+            stays=needs[name].stays,
         )
 
 
@@ -111,11 +113,12 @@ def materials_of(pipeline: Any) -> int:
     return MATERIALS if pipeline.family == "paint_pbr" else 1
 
 
-def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed, ...]:
+def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None = None) -> tuple[StageNeed, ...]:
     """Memory that each stage of a paint or delight pipeline needs, in the order they run.
 
     Args:
         mode: of our own offloader; by default the pipeline's own.
+        room: bytes of the device that the run may take; None where unknown.
     """
     mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
     pictures = run.rows * run.views * materials_of(pipeline)
@@ -134,8 +137,11 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "") -> tuple[StageNeed
             continue
         kept = sum(size for other, size in stays.items() if other != part)
         size = pipeline.weights[part]
-        own, ahead = size.resident(mode, part), ahead_bytes(pipeline.offloader, size, part, mode)
-        needs.append(StageNeed(name, kept, own, activations, ahead=ahead))
+        own, stay = size.resident(mode, part), 0
+        if keeps(pipeline.offloader, part, mode):
+            stay = resident_bytes(size.total, size.passing, room, asked(activations))
+        ahead = ahead_bytes(pipeline.offloader, size, part, mode, stays=stay)
+        needs.append(StageNeed(name, kept, own, activations, ahead=ahead, stays=stay))
         if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
     return tuple(needs)

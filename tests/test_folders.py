@@ -86,7 +86,9 @@ def test_whatever_else_is_installed_a_published_name_runs_or_its_error_names_the
     assert folders.stand_in_for(name) == ""
     with pytest.raises(CheckpointError) as caught:
         folders.model_folder(name)
-    assert repr(demo) in caught.value.fix and ("download that has not ended" in caught.value.found) is (there == "empty")
+    assert repr(demo) in caught.value.fix and ("download that has not ended" in caught.value.found) is (
+        there == "empty"
+    )
 
 
 def test_a_model_of_the_published_name_wins_over_the_demo(folders, tmp_path):

@@ -161,7 +161,10 @@ def test_app_mode_has_its_inputs_and_its_result(workflow: Path) -> None:
     assert all(nodes[node]["type"] in ("SaveVideo", "SaveGLB", "Preview3D") for node in shown["outputs"])
     assert shown["outputs"] and asked
     if "text_to_video" in workflow.stem:
-        assert {("AnyGPUEncodePrompt", "text"), *(("AnyGPUSample", name) for name in ("width", "height", "frames", "seed"))} <= asked
+        assert {
+            ("AnyGPUEncodePrompt", "text"),
+            *(("AnyGPUSample", name) for name in ("width", "height", "frames", "seed")),
+        } <= asked
     if "image_to_video" in workflow.stem:
         assert {("LoadImage", "image"), ("AnyGPUEncodePrompt", "text")} <= asked
 

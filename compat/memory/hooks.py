@@ -2,8 +2,9 @@
 
 Nothing is copied back: the tensors of a group point at their host weights again, so a device that damages what it
 returns does no harm, and the traffic is half of a move there and back. While one group computes, the next ones come
-(:mod:`.prefetch`). Hooks, not patched forwards: they survive what
-others wrap around ``forward``, and a group leaves the device after an error or a cancel too.
+(:mod:`.prefetch`), and what there is room for stays between forwards (:meth:`GroupHooks.keep`). Hooks, not patched
+forwards: they survive what others wrap around ``forward``, and a group leaves the device after an error or a cancel
+too.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class GroupHooks:
         progress: informed of the bytes in a forward that lasts, and asked for a cancel before each tensor.
 
     ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
-    in use may take together, None where unknown: an embedding may be larger than the blocks that follow it.
+    in use may take together beside those that stay, None where unknown: an embedding may be larger than the blocks that
+    follow it.
     """
 
     def __init__(
@@ -115,6 +117,8 @@ class GroupHooks:
         self.room_bytes: int | None = None
         self._inner: list[WeightGroup] = []  # those inside lists of blocks
         self._ahead: dict[WeightGroup, tuple[torch.Tensor, torch.Event]] = {}
+        self._stays: set[WeightGroup] = set()
+        self._resident: dict[WeightGroup, list[torch.Tensor]] = {}  # those that stay and have come, with their copies
         self._next: dict[WeightGroup, WeightGroup] = {}
         self._last: WeightGroup | None = None
         self._missed = False  # whether the last group was not among those that came ahead
@@ -142,25 +146,54 @@ class GroupHooks:
         if self._last is not None:
             self._next[self._last] = group
         starts, self._last = self._last is None, group
+        if group in self._resident:
+            self._missed = False
+            self._tell(group.total_bytes)
+        there = self._resident.get(group) or self._brought(group, starts)
+        if group in self._stays:
+            self._resident[group] = there
+        for (tensor, _), data in zip(group.host_weights, there, strict=True):
+            set_data(tensor, data)
+        if starts and group.layout is not None and self.copies is not None:
+            self._prefetch(self.copies)
+
+    def _brought(self, group: WeightGroup, starts: bool) -> list[torch.Tensor]:
+        """The copies of a group that is not there, in the order of its tensors; ``starts``: the first of a forward."""
         if group.layout is None or self.copies is None:
             sources = [data for _, data in group.host_weights]
             with self.memory_stats.moving(group.total_bytes):
-                for index, there in send_together(sources, self.send):
-                    set_data(group.host_weights[index][0], there)
-            return
+                found = dict(send_together(sources, self.send))
+            return [found[index] for index in range(len(found))]
         missed = group not in self._ahead
         if missed:
-            if self._missed:
+            comes = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
+            full = self.room_bytes is not None and comes > self.room_bytes
+            if self._missed or full:
                 self._ahead.clear()  # another order than the last time; one group out of turn is not another order
             self._ahead[group] = self._copy(group, group.layout, self.copies)
         self._missed = missed and not starts
         memory, arrived = self._ahead.pop(group)
         with self.memory_stats.moving(0, self.device):
             self.copies.wait_for(arrived)
-        for (tensor, _), place in zip(group.host_weights, group.layout.places, strict=True):
-            set_data(tensor, place.within(memory))
-        if starts:
-            self._prefetch(self.copies)
+        return [place.within(memory) for place in group.layout.places]
+
+    def keep(self, count: int) -> None:
+        """Let groups of ``count`` bytes at most stay on the device once they have come, until :meth:`offload`.
+
+        They are spread evenly over the order of use: each copy of the others then has as much computing to hide behind
+        as any other, where a run of those that stay would leave the link idle, and the rest would wait for it.
+        """
+        self._stays, share, owed = set(), min(1.0, count / max(1, self.total_bytes)), 0.0
+        for group in self.groups:
+            owed += share * group.total_bytes
+            if group.total_bytes <= owed:
+                self._stays.add(group)
+                owed -= group.total_bytes
+        for group in sorted(self.groups, key=lambda group: -group.total_bytes):  # what is left takes smaller ones
+            if group not in self._stays and group.total_bytes <= owed:
+                self._stays.add(group)
+                owed -= group.total_bytes
+        self._resident = {group: there for group, there in self._resident.items() if group in self._stays}
 
     def leave(self, group: WeightGroup) -> None:
         """Bring the next groups ahead, behind what is computing now, and give ``group`` up."""
@@ -177,13 +210,14 @@ class GroupHooks:
         """Copy the groups that come next, as many as there is room for; those in use are there already."""
         room = self.ahead_bytes
         if self.room_bytes is not None and self._last is not None:
-            room = min(room, self.room_bytes - self._last.total_bytes)
+            room = min(room, self.room_bytes - (0 if self._last in self._resident else self._last.total_bytes))
         room -= sum(group.total_bytes for group in self._ahead)
         group = self._next.get(self._last) if self._last is not None else None
         for _ in self.groups:
             if group is None or group is self._last:
                 return
-            if not group.depth and group.layout is not None and group not in self._ahead:
+            there = group.depth or group in self._ahead or group in self._resident
+            if not there and group.layout is not None:
                 room -= group.total_bytes
                 if room < 0:
                     return
@@ -192,7 +226,7 @@ class GroupHooks:
                 except DEVICE_ERRORS as error:
                     if not is_shortage(error):
                         raise
-                    self.give_up_ahead()  # what computes needs the room
+                    self.give_up()  # what computes needs the room
                     return
             group = self._next.get(group)
 
@@ -205,11 +239,14 @@ class GroupHooks:
         self._tell(group.total_bytes)
         return arriving
 
-    def give_up_ahead(self) -> bool:
-        """Bring nothing ahead from now on; whether anything was."""
-        was, self.ahead_bytes = self.ahead_bytes > 0, 0
+    def give_up(self) -> str:
+        """Leave half of what stays on the device, then what comes ahead; returns what was done, empty for nothing."""
         self._ahead.clear()
-        return was
+        if self._stays:
+            self.keep(sum(group.total_bytes for group in self._stays) // 2)
+            return "with fewer blocks kept on the device"
+        was, self.ahead_bytes = self.ahead_bytes > 0, 0
+        return "without copying ahead" if was else ""
 
     def _require_exact(self, dtype: torch.dtype) -> None:
         """Refuse a device that damages copies of ``dtype``; it is asked once."""
@@ -237,8 +274,9 @@ class GroupHooks:
             self.progress.step(self._came, self.total_bytes, ProgressStage("moving", text, True))
 
     def offload(self) -> None:
-        """Make every tensor its host weight, whatever was cut short, and forget what came ahead."""
+        """Make every tensor its host weight, whatever was cut short, and forget what came ahead or stayed."""
         self._ahead.clear()
+        self._resident.clear()
         self._last = None
         for group in self.groups:
             group.restore()

@@ -172,8 +172,8 @@ COSTS: dict[str, str] = {
     "none": "every part stays on the device once it has been used; fastest, needs room for transformer and VAE "
     "together",
     "model": "one part at a time; needs room for the largest part, and copies it once per stage",
-    "group": "one block at a time, and the next one while it computes; needs little room, but copies the whole "
-    "transformer at every step",
+    "group": "as many blocks of the transformer as fit stay, the others come one at a time while others compute; needs "
+    "little room, but copies what does not stay at every step",
     "sequential": "one layer at a time; needs the least room, by far the slowest",
     HOSTED: "ComfyUI loads, streams and evicts the weights like those of its own models; this is auto inside ComfyUI",
 }

@@ -262,6 +262,11 @@ class PartBytes:
     single: int = 0
     dense: int = 0
 
+    @property
+    def passing(self) -> int:
+        """Bytes of the groups that come and go: a block in use and the next, or a layer that is larger."""
+        return max(2 * self.block, self.outer)
+
     def resident(self, mode: str, part: str, activations: int = 0) -> int:
         """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
 

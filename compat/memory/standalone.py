@@ -18,7 +18,7 @@ from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError, require_choice
 from .hooks import GroupHooks, hooks_on, remove_hooks
 from .offloader import CHOICES, COSTS, HOSTED, MODES, PINNED, Offloader, OffloadOptions, placement, reason_against
-from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, role_of
+from .parts import BY_BLOCK, WHOLE, Adapters, PartBytes, Parts, Silent, adapters_on, denoises, role_of
 from .prefetch import copy_stream
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
@@ -26,16 +26,37 @@ from .transfer import move, on_device, tensors_of
 STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
 
 
-def ahead_bytes(offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0) -> int:
-    """Bytes of weights that come ahead under ``mode``: none on a device without a stream for copies.
+def ahead_bytes(
+    offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0, stays: int = 0
+) -> int:
+    """Bytes of weights that come ahead or stay under ``mode``: none come on a device without a stream for copies.
 
     Args:
         weights: of ``part``.
         activations: bytes of a forward of it.
+        stays: of :func:`resident_bytes`.
     """
-    if offloader.options.host_weights.shared or copy_stream(offloader.device_of(part)) is None:
-        return 0
-    return weights.ahead(mode, part, activations)
+    streams = not offloader.options.host_weights.shared and copy_stream(offloader.device_of(part)) is not None
+    ahead = weights.ahead(mode, part, activations) if streams else 0
+    return min(ahead + stays, weights.total - weights.resident(mode, part, activations)) if stays else ahead
+
+
+def keeps(offloader: Offloader, part: str, mode: str) -> bool:
+    """True if what fits of ``part`` stays on the device between forwards: a sampler repeats them, and the device has
+    memory of its own."""
+    return mode == "group" and denoises(part) and not offloader.options.host_weights.shared
+
+
+def resident_bytes(total: int, passing: int, room: int | None, activations: int) -> int:
+    """Bytes of such a part that stay: what is left beside a forward and the groups that come and go.
+
+    Args:
+        total: bytes of the part.
+        passing: :attr:`PartBytes.passing`.
+        room: of the device; nothing stays where it is unknown.
+        activations: bytes to leave for a forward.
+    """
+    return 0 if room is None else max(0, min(total, room - activations - passing))
 
 
 @dataclass(slots=True)
@@ -190,9 +211,9 @@ class StandaloneOffloader:
             return f"with offload {mode}"
         module = self.parts.read(part)
         hooks = hooks_on(module)
-        if hooks is not None and hooks.give_up_ahead():
-            empty_cache(self.device)
-            return "without copying ahead"
+        if hooks is not None and (done := hooks.give_up()):
+            empty_cache(device)
+            return done
         progress, was = None if hooks is None else hooks.progress, self.mode
         remove_hooks(module)
         self._move(part, module, HOST)
@@ -214,14 +235,15 @@ class StandaloneOffloader:
             yield
             return
         if mode in ("group", "sequential") and part != WHOLE:
-            self._ask_for_room(activation_bytes, device)
+            own = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, mode) else 0
+            self._ask_for_room(own + activation_bytes, device)
             hooks = hooks_on(module)
             if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
                 remove_hooks(module)
                 self._move(part, module, HOST, progress)
                 hooks = self._hook(part, module, progress)
             hooks.progress = progress or Silent()
-            self._share_room(hooks, activation_bytes)
+            self._share_room(hooks, part, activation_bytes)
             try:
                 yield
             finally:
@@ -263,10 +285,16 @@ class StandaloneOffloader:
             progress=progress,
         )
 
-    def _share_room(self, hooks: GroupHooks, activation_bytes: int) -> None:
-        """Set the hooks' memory limits: one largest group prefetched, or the rest besides it and a forward."""
+    def _share_room(self, hooks: GroupHooks, part: str, activation_bytes: int) -> None:
+        """Set the hooks' memory limits beside a forward: what stays, one largest group in use, and one ahead."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
-        hooks.room_bytes = None if free is None else free - self.options.keep_free_bytes - activation_bytes
+        room = None if free is None else free - self.options.keep_free_bytes
+        passing = max(2 * largest, *(group.total_bytes for group in hooks.groups))
+        stays = (
+            resident_bytes(hooks.total_bytes, passing, room, activation_bytes) if keeps(self, part, self.mode) else 0
+        )
+        hooks.keep(stays)
+        hooks.room_bytes = None if room is None else room - activation_bytes - stays
         left = largest if hooks.room_bytes is None else hooks.room_bytes - largest
         hooks.ahead_bytes = 0 if hooks.copies is None else max(0, min(largest, left))
 

@@ -29,8 +29,9 @@ class StageNeed:
     """Memory that one stage needs on the device, in bytes: resident weights, its own weights, activations.
 
     ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
-    is what weights that come ahead take beside it, which it can do without. ``device`` is where it computes and
-    ``room`` what it may take there, for a stage that is not on the pipeline's own device.
+    is what weights that come ahead or stay between forwards take beside it, which it can do without, and ``stays`` how
+    much may stay. ``device`` is where it computes and ``room`` what it may take there, for a stage that is not on the
+    pipeline's own device.
     """
 
     name: str
@@ -41,6 +42,7 @@ class StageNeed:
     ahead: int = 0
     device: str = ""
     room: int | None = None
+    stays: int = 0
 
     @property
     def total(self) -> int:

@@ -265,7 +265,7 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
     def times(mode: str, room: int | None) -> Times:
         return times_of(pipeline, run, (mode,), room)
 
-    return "views", lambda mode, _: painting.paint_needs(pipeline, run, mode), times
+    return "views", lambda mode, room: painting.paint_needs(pipeline, run, mode, room), times
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading

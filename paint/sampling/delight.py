@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import GREY, WHITE, checked_pictures, over, recentred, resized
-from ..shortage import explained
+from ..shortage import explained, with_room
 from .painting import preview_of, stage, tell_sampled
 from .solvers import schedule_for, solver_for
 
@@ -162,7 +163,8 @@ def denoised(
         for index, time in enumerate(solver.schedule.timesteps):
             noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
             step = torch.tensor([time], dtype=torch.float32, device=device)
-            velocity = to_host(unet(torch.cat((noisy, rows), dim=1), step, text)).float()
+            forward = partial(unet, torch.cat((noisy, rows), dim=1), step, text)
+            velocity = to_host(with_room(pipeline.offloader, "unet", forward, progress)).float()
             guided = velocity[:1]
             if len(velocity) > 1:
                 guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..networks.encoders import dino_states
 from ..networks.multiview import StreamInputs
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import WHITE, checked_pictures, over, resized, squared
-from ..shortage import explained
+from ..shortage import explained, with_room
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for
 
 SIZES = (64, 2048)
@@ -252,8 +253,10 @@ def sampled(
     with stage(pipeline, "painting", "unet", need, asked_for, progress) as unet:
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
-            velocity = predicted(unet, solver.model_input(x, index).to(device), step, conditions, run)
-            velocity = to_host(velocity).float().unflatten(0, (len(rows), -1))
+            noisy = solver.model_input(x, index).to(device)
+            forward = partial(predicted, unet, noisy, step, conditions, run)
+            velocity = to_host(with_room(pipeline.offloader, "unet", forward, progress)).float()
+            velocity = velocity.unflatten(0, (len(rows), -1))
             # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
             guided = velocity[0]
             if len(rows) > 1:

@@ -10,10 +10,21 @@ import torch
 from ...compat.device.facts import free_bytes
 from ...compat.memory.offloader import MODES
 from ...compat.memory.parts import denoises
-from ...compat.memory.standalone import ahead_bytes
+from ...compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ...compat.memory.statistics import StageNeed
 from ..pipeline import Pipeline
-from ..sizes import PAIR, SPARE, TRANSFORMER, VAE, Size, decoding_bytes, sampling_bytes, text_bytes, transformer_bytes
+from ..sizes import (
+    MARGIN,
+    PAIR,
+    SPARE,
+    TRANSFORMER,
+    VAE,
+    Size,
+    decoding_bytes,
+    sampling_bytes,
+    text_bytes,
+    transformer_bytes,
+)
 from ..vae.plan import planned_decode
 from .times import Rooms, room_of
 
@@ -56,7 +67,7 @@ def forecast(
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
     own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
     stages = []
-    for need in _needs(pipeline, size, mode, places, own_rooms["decoding"]):
+    for need in _needs(pipeline, size, mode, places, own_rooms):
         own = own_rooms[need.name]
         if places[need.name] != pipeline.offloader.device:
             need = replace(need, device=str(places[need.name]), room=own)
@@ -67,13 +78,13 @@ def forecast(
 
 
 def _needs(
-    pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], decoding_room: int | None
+    pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], rooms: Mapping[str, int | None]
 ) -> list[StageNeed]:
     """Each stage beside what stays on its device from before.
 
     Args:
         places: where each stage computes.
-        decoding_room: bytes that the decode may take.
+        rooms: bytes that each may take.
     """
 
     def beside(first: str, second: str, count: int) -> int:
@@ -104,13 +115,17 @@ def _needs(
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    ahead = max(ahead_bytes(pipeline.offloader, weights[p], p, mode, forward) for p in weights if denoises(p))
+    most = max((part for part in weights if denoises(part)), key=lambda part: weights[part].total)
+    stay = 0
+    if keeps(pipeline.offloader, most, mode):
+        stay = resident_bytes(weights[most].total, weights[most].passing, rooms["sampling"], int(MARGIN * forward))
+    ahead = ahead_bytes(pipeline.offloader, weights[most], most, mode, forward, stay)
     kept = beside("sampling", "decoding", kept)
-    stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead))
+    stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead, stays=stay))
     still = beside("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
     whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
-    return [*stages, _decoding(pipeline, size, whole, decoding_room)]
+    return [*stages, _decoding(pipeline, size, whole, rooms["decoding"])]
 
 
 def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:

@@ -94,7 +94,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     lines = [f"{title}: {device} {have}", f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}"]
     for each in needs:
         stages = ", ".join(
-            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, _where(stage))))
+            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, _stays(stage), _where(stage))))
             for stage in each.stages
         )
         fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.lacks(room))}"
@@ -113,6 +113,11 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     if times:
         lines.append("Times are without reading from disk. Each run corrects those of the next.")
     return "\n".join(lines)
+
+
+def _stays(stage: StageNeed) -> str:
+    """Weights of a stage that stay on the device although it can do without, if any."""
+    return f"and {amount_of(stage.stays)} of weights kept there" if stage.stays else ""
 
 
 def _where(stage: StageNeed) -> str:

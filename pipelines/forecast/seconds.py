@@ -17,6 +17,7 @@ from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import ATTENTION, PRODUCT, quicker_by
 from ...compat.device.work import HEAD_WIDTH, Work
 from ...compat.memory.offloader import PINNED
+from ...compat.memory.standalone import resident_bytes
 from ...compat.memory.statistics import amount_of, duration
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import DEFAULT as NATIVE
@@ -24,7 +25,7 @@ from ...compat.transforms.step_cache import PYRAMID, TAYLOR
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..sizes import SPARE, TRANSFORMER, VAE, Size, sampling_bytes
+from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
@@ -52,7 +53,7 @@ class Run:
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """One of its stages: its parts, their work and how often they are called."""
-        precision, calls, beside, speed = pipeline.precision, 1, 0, dict[str, Any]()
+        precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]
         if name == TEXT:
@@ -67,6 +68,8 @@ class Run:
             work = partial(counts.sampling_work, pipeline, self.size, self.settings)
             calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
             beside, speed = sampling_bytes(pipeline, self.size), sampling_speed(pipeline, self.settings.steps)
+            each = (pipeline.weights[part] for part in parts if part in pipeline.weights)
+            stays = sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each)
         else:
             weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
             method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
@@ -83,6 +86,7 @@ class Run:
             calls=calls,
             beside=beside,
             pinned=all(pipeline.offloader.options.host_weights.kinds.get(part) == PINNED for part in parts),
+            stays=stays,
             **speed,
         )
 

@@ -158,6 +158,7 @@ class PlannedStage:
         pinned: whether streamed weights come from pinned host memory.
         calls: forwards, each of which copies streamed weights again.
         beside: bytes of activations.
+        stays: bytes of the weights that offload ``group`` leaves on the device between forwards.
     """
 
     name: str
@@ -174,6 +175,7 @@ class PlannedStage:
     pinned: bool = False
     calls: int = 1
     beside: int = 0
+    stays: int = 0
 
 
 class PlannedRun(Protocol):
@@ -264,8 +266,11 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
         streamed = 0 if room is None else min(stage.weights, max(0, stage.weights + stage.beside - room))
         return max(computing, stage.calls * streamed / link) + (stage.weights - streamed) / link
     if mode in STREAMED:  # copies come ahead, but where the host's memory is the device's
-        copying = stage.calls * stage.weights / link
-        return computing + copying if stage.facts.unified else max(computing, copying)
+        copying, calls = stage.weights / link, max(1, stage.calls)
+        if stage.facts.unified:
+            return computing + calls * copying
+        again = copying - stage.stays / link * (mode == "group")  # in each forward after the first
+        return max(computing / calls, copying) + (calls - 1) * max(computing / calls, again)
     return computing + stage.weights / link
 
 

@@ -290,7 +290,7 @@ def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch
     done = [step[0] for step in told]
     first, second = [place for place, count in enumerate(done) if count == total]
     assert done[: first + 1] == sorted(done[: first + 1]) and done[first + 1] < total
-    assert second == 2 * first + 1 and max(done[second + 1 :]) < total, "what came ahead for a third forward"
+    assert second == 2 * first + 1 and max(done[second + 1 :], default=0) < total, "what came ahead for a third forward"
     assert told[first][2].endswith(f"{total / 1e6:.1f} of {total / 1e6:.1f} MB")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.errors import PackError, parts_of
-from anygpu.compat.memory import hooks
+from anygpu.compat.memory import hooks, standalone
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
@@ -107,7 +107,11 @@ SETTINGS = SampleSettings(64, 64, 9, steps=2, seed=3)
     ("offload", "short", "behind"), [("none", 1, False), ("none", 1, True), ("group", 2, False), ("group", 0, True)]
 )
 def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monkeypatch, offload, short, behind):
-    """Hooks fail before or behind: at the step down after ``short`` forwards that ran out, or at the first use."""
+    """Hooks fail before or behind: at the step down after ``short`` forwards that ran out, or at the first use.
+
+    What stays on the device, which would leave it first, is in ``test_resident.py``.
+    """
+    monkeypatch.setattr(standalone, "keeps", lambda *_: False)
     pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload)
     prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
     wanted = stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples
