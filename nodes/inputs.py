@@ -24,7 +24,15 @@ SEED_LIMIT = 2**64 - 1
 
 
 def schema(**given: Any) -> io.Schema:
-    """A node's schema: in our category, and given its id for its progress; ``given`` may replace either."""
+    """A node's schema: in our category, and given its id for its progress; ``given`` may replace either.
+
+    From the first advanced input on nothing has to be given, so that prompts written by hand stay short and an export
+    of today runs after an input is added. None that is required may follow: core would list it first.
+    """
+    inputs = given.get("inputs", [])
+    first = next((index for index, each in enumerate(inputs) if getattr(each, "advanced", None)), len(inputs))
+    for each in inputs[first:]:
+        each.optional = True
     return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **given})
 
 

@@ -100,7 +100,7 @@ class LoadPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str, base: str, image_encoder: str, **_: Any) -> Any:
+    def fingerprint_inputs(cls, model: str, base: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
         """Changes when a file changes that the pipeline is made of, also one of another folder."""
         return folders.stamp(*requests.used_folders(model, base, image_encoder))
 
@@ -198,7 +198,7 @@ class ComposePipeline(io.ComfyNode):
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
         """Changes when a chosen file changes."""
         files = model_files.stamp_of(**{part: inputs[part] for part in requests.FILES})
-        return files + folders.stamp(folders.providers().get(inputs["base"]))
+        return files + folders.stamp(folders.providers().get(inputs.get("base")))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:

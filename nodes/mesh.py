@@ -145,7 +145,7 @@ class PaintCameras(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, choose: str, azimuths: str, elevations: str, weights: str, ortho_scale: float, mesh: Any = None,
+        cls, choose: str, azimuths: str, elevations: str, weights: str, ortho_scale: float = ORTHO_SCALE, mesh: Any = None,
         max_views: int = 8,
     ) -> io.NodeOutput:
         """The cameras."""

@@ -112,7 +112,7 @@ class LoadPaintPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, model: str, vae: str, image_encoder: str, **_: Any) -> Any:
+    def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
         """Changes when the files of the model, or of a folder that provides a part, change."""
         return folders.stamp(folders.paint_models().get(model), *map(folders.paint_providers().get, (vae, image_encoder)))
 
@@ -264,7 +264,7 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, normals: Any, positions: Any, cameras: Any, view_size: int, sigma_schedule: str,
+        cls, pipeline: Any, image: Any, normals: Any, positions: Any, cameras: Any, view_size: int, sigma_schedule: str = "auto",
         mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None, **settings: Any,
     ) -> io.NodeOutput:
         """The painted views, and their latents."""

@@ -149,14 +149,14 @@ class SampleFramePack(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, prompt: Any, image: Any, clip_seconds: float, window: int = 9, order: str = "auto",
+        cls, pipeline: Any, prompt: Any, image: Any, clip_seconds: float, fps: float = 30.0, window: int = 9, order: str = "auto",
         end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
         **settings: Any,
     ) -> io.NodeOutput:
         """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "window": window}, progress.notify)
+        settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.notify)
         framepack = FramePackSettings(
             clip_seconds=settings.pop("clip_seconds"), window=settings.pop("window"), order=order,
             end_strength=end_strength, single_frame=single_frame,
@@ -234,7 +234,8 @@ class StepCache(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, preset: str, start_percent: float, end_percent: float, cache_device: str, **settings: Any,
+        cls, pipeline: Any, preset: str, start_percent: float = 0.0, end_percent: float = 1.0,
+        cache_device: str = step_cache.DEVICES[0], **settings: Any,
     ) -> io.NodeOutput:
         """The pipeline with the cache."""
         progress = NodeProgress(cls.hidden.unique_id)

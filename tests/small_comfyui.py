@@ -44,6 +44,18 @@ class Module(ModuleType):
         return vars(self)[name]
 
 
+class NodeInput(SimpleNamespace):
+    """An input, with what it was given."""
+
+    @property
+    def advanced(self) -> bool | None:
+        return self.given.get("advanced")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name == "optional"
+        self.given[name] = value
+
+
 class Socket:
     """A kind of values: what makes its inputs and outputs, which hold what they are given."""
 
@@ -52,7 +64,7 @@ class Socket:
 
     def Input(self, id: str, **given: Any) -> SimpleNamespace:
         kinds = ",".join(kind.name for kind in given.pop("types", (self,)))
-        return SimpleNamespace(id=id, kind=kinds, given=given)
+        return NodeInput(id=id, kind=kinds, given=given)
 
     def Output(self, **given: Any) -> SimpleNamespace:
         return SimpleNamespace(kind=self.name, given=given)
@@ -391,7 +403,8 @@ def comfyui(base: Path, package: str = "anygpu") -> Iterator[Callable[[str], Any
 
 
 def run(nodes: Any, name: str, **inputs: Any) -> NodeOutput:
-    """What the node ``AnyGPU<name>`` returns; an input that is not given has its default."""
+    """What the node ``AnyGPU<name>`` returns; required inputs have their defaults, optional ones none."""
     kind = next(kind for kind in nodes.NODES if kind.GET_SCHEMA().node_id == f"AnyGPU{name}")
-    defaults = {item.id: item.given["default"] for item in kind.GET_SCHEMA().inputs if "default" in item.given}
+    required = [item for item in kind.GET_SCHEMA().inputs if not item.given.get("optional")]
+    defaults = {item.id: item.given["default"] for item in required if "default" in item.given}
     return kind.execute(**{**defaults, **inputs})

@@ -1,5 +1,6 @@
 """The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -14,8 +15,9 @@ import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.repairs import Repair, RepairStore
+from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import LoadRequest, load
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
@@ -243,3 +245,45 @@ def test_one_node_fits_what_is_connected_and_has_a_line_for_each_part(core: Comf
     assert core.said.split("  \n") == [f"{part}: {nothing}; {part} as it is" for part in ("model", "vae")]
     with pytest.raises(InputError, match="precision fp32 without a MODEL"):
         core.run("Fit", vae=loaded[2], precision="fp32")
+
+
+def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:
+    for node_id, schema in core.schemas.items():
+        inputs = schema["inputs"]
+        first = next((index for index, item in enumerate(inputs) if item.get("advanced")), len(inputs))
+        assert all(item.get("optional") for item in inputs[first:]), f"{node_id}: core lists a required one first"
+
+
+def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:
+    from anygpu.host.requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS
+    from anygpu.paint.sampling.delight import DelightSettings
+    from anygpu.paint.sampling.painting import PaintSettings
+
+    settings = {
+        "Sample": SampleSettings,
+        "SampleFramePack": SampleSettings,
+        "PaintViews": PaintSettings,
+        "DelightImage": DelightSettings,
+        "StepCache": StepCacheSettings,
+        "EncodePrompt": PromptRequest,
+        "EncodeImage": ImageRequest,
+    }
+    tables: dict[str, dict[str, Any]] = {
+        f"AnyGPU{node}": {field.name: field.default for field in dataclasses.fields(kind)}
+        for node, kind in settings.items()
+    }
+    tables["AnyGPULoadPipeline"] = {**FOLDER_INPUTS, "profile": False}
+    tables["AnyGPUComposePipeline"] = {**FILE_INPUTS, "profile": False}
+    tables["AnyGPULoadPaintPipeline"] = PAINT_INPUTS
+    others = {}
+    for kind in core.nodes.NODES:
+        node_id = kind.GET_SCHEMA().node_id
+        named = inspect.signature(kind.execute).parameters
+        for item in core.schemas[node_id]["inputs"]:
+            if not item.get("optional") or "default" not in item:
+                continue
+            name = item["name"]
+            used = named[name].default if name in named else tables.get(node_id, {}).get(name, "nothing")
+            if used != item["default"]:
+                others[f"{node_id}.{name}"] = used, item["default"]
+    assert not others, "what is used, and what the schema says"

@@ -65,6 +65,29 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
         assert np.ptp(moving.astype(np.int16)) > 0, "every pixel of every frame is the same"
 
 
+@pytest.mark.parametrize("name", ["anygpu_ltx_text_to_video", "anygpu_framepack_image_to_video"])
+def test_a_prompt_without_what_may_be_left_out_gives_the_same_video(server: Server, client: Client, name: str) -> None:
+    server.every_model()
+    whole = shrunk(replay(WORKFLOWS / f"{name}.json"), frames=9)
+    short = {node: {**made, "inputs": dict(made["inputs"])} for node, made in whole.items()}
+    left_out = []
+    for node in short.values():
+        offered = client.get(f"/object_info/{node['class_type']}")[node["class_type"]]["input"]
+        optional = {key: given[1] for key, given in offered.get("optional", {}).items() if len(given) > 1}
+        for key, options in optional.items():
+            if "default" in options and node["inputs"].get(key, []) == options["default"]:
+                left_out.append(key)
+                del node["inputs"][key]
+    assert {"variant", "base", "image_encoder", "scheduler", "shift", "cfg_start", "cfg_end"} <= set(left_out)
+    shown = []
+    for prompt in (whole, short):
+        run = client.run(prompt)
+        assert run.ending == "execution_success", run.message
+        shown.append(videos.frames(server.output(run.files()[0])))
+        client.free()
+    assert np.array_equal(*shown) and np.ptp(shown[0].astype(np.int16)) > 0
+
+
 def drawable(prompt: Prompt, name: str) -> Prompt:
     """The replay of a workflow, with the demo model where that can run it."""
     models = {folder.name: choice for choice, folder in demo_models().items()}
