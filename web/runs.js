@@ -9,6 +9,7 @@ const workflows = new Map(); // prompt id -> the workflow that was open when the
 let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
 let last = null; // the newest event of a run; its text follows
 let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
+const texts = new WeakMap(); // workflow -> node id -> the last text under that node of ours
 let before; // the workflow that was open when a graph began to be opened, which is there before its own workflow is
 let settled = 0;
 
@@ -50,12 +51,23 @@ app.registerExtension({
       told.nodes.add(String(detail.node));
     });
     const elsewhere = (prompt) => before === openWorkflow() || !isOpen(prompt);
+    // The newest frontends take all texts away when a run ends, and ours say what was done in it.
+    for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
+      api.addEventListener(end, ({ detail }) => setTimeout(() => {
+        if (elsewhere(detail?.prompt_id)) return;
+        for (const [nodeId, text] of texts.get(openWorkflow()) ?? []) dispatchCustomEvent.call(api, "progress_text", { nodeId, text });
+      }, 200));
+    }
     // Not a listener, which would be called after core's own.
     api.dispatchCustomEvent = function (kind, detail, ...rest) {
       const node = String(detail?.nodeId);
       const text = kind === "progress_text" && last;
       if (text) last = null;
-      if (text && node === String(text.node) && elsewhere(text.prompt_id)) return true;
+      if (text && node === String(text.node)) {
+        if (elsewhere(text.prompt_id)) return true;
+        const workflow = openWorkflow();
+        if (workflow) texts.set(workflow, (texts.get(workflow) ?? new Map()).set(node, detail.text));
+      }
       const picture = kind === "b_preview_with_metadata" && detail.jobId === told.prompt && told.nodes.has(node);
       if (picture && elsewhere(told.prompt)) return true;
       return dispatchCustomEvent.call(this, kind, detail, ...rest);

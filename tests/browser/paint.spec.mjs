@@ -96,7 +96,7 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 280, delight: 500, render: 400, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 320, delighting: 320 };
+const HEIGHTS = { picture: 330, delight: 500, render: 400, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
 const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] }));
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
