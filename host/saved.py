@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,27 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
     receipt: Mapping[str, Any] | None = None
 
-    def save_to(self, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
-        """Save as core does, with the receipt beside core's own metadata."""
+    def save_to(self, path: Any, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
+        """Save as core does, with the receipt beside core's own metadata.
+
+        Raises:
+            CheckpointError: the file cannot be written; nothing of it is left.
+        """
         if self.receipt is not None and not args.disable_metadata:
             metadata = {**(metadata or {}), TAG: dict(self.receipt)}
-        super().save_to(*given, metadata=metadata, **more)
+        file = Path(path) if isinstance(path, str | os.PathLike) else None  # or a stream
+        there = file is not None and file.exists()
+        try:
+            super().save_to(path, *given, metadata=metadata, **more)
+        except OSError as error:
+            if file is not None and not there:
+                with suppress(OSError):
+                    file.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"the video cannot be written to {str(path)!r}: {error.strerror or error}",
+                expected="room on the disk, and leave to write there",
+                fix="Make room and queue AnyGPU Recover Latents: what was sampled is kept, and only decoded again.",
+            ) from error
 
 
 def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
