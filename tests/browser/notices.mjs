@@ -393,7 +393,7 @@ async function openHelp(page, type) {
 }
 
 /** Found by its name in the node search, placed, and run to a video. */
-export async function subgraphRuns({ page }) {
+export async function subgraphRuns({ page }) { // alone: it saves what it makes
   await page.evaluate(() => window.app.graph.clear());
   await page.evaluate(() => window.app.canvas.setDirty(true, true));
   await page.mouse.dblclick(900, 450);
@@ -403,13 +403,10 @@ export async function subgraphRuns({ page }) {
   await page.keyboard.press("Enter");
   await page.waitForFunction(() => window.app.graph._nodes.some((node) => node.subgraph));
   await page.evaluate(() => {
-    const { app, LiteGraph } = window;
+    const { app } = window;
     const node = app.graph._nodes.find((each) => each.subgraph);
     const wanted = { model: "LTX-Video", text: "a cat", width: 64, height: 64, frames: 9, steps: 2, seed: Date.now() % 1e6 };
     for (const widget of node.widgets) if (widget.name in wanted) widget.value = wanted[widget.name];
-    const save = LiteGraph.createNode("SaveVideo");
-    app.graph.add(save);
-    node.connect(node.outputs.findIndex(({ name }) => name === "video"), save, 0);
   });
   await queue(page);
   const seen = await ended(page);

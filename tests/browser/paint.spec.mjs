@@ -96,7 +96,7 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 330, delight: 500, render: 400, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
+const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 500, render: 460, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
 const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGHTS[key] }));
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
@@ -105,7 +105,7 @@ const NOTE = [{ key: "note", width: 315, height: 380 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
-  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1700 }; // its result stands at the top of a lane
+  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1800 }; // its result stands at the top of a lane
 }
 
 const SHAPE = {

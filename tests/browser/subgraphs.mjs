@@ -9,12 +9,13 @@ const NAME = "Any model to video";
 const SPEC = {
   name: NAME,
   category: "video/AnyGPU",
-  description: "A prompt to a video with any AnyGPU model but FramePack: load, encode, sample, decode in one node.",
+  description: "A prompt to a video with any AnyGPU model but FramePack: load, encode, sample, decode and save in one node.",
   nodes: {
     load: ["AnyGPULoadPipeline", [0, 0]],
     prompt: ["AnyGPUEncodePrompt", [460, 0]],
     sample: ["AnyGPUSample", [960, 0]],
     decode: ["AnyGPUDecode", [1400, 0]],
+    save: ["SaveVideo", [1880, 0]], // or it would run only with a node behind it
   },
   links: [
     ["load", "pipeline", "prompt", "pipeline"],
@@ -22,6 +23,7 @@ const SPEC = {
     ["load", "pipeline", "decode", "pipeline"],
     ["prompt", "prompt", "sample", "prompt"],
     ["sample", "latent", "decode", "latent"],
+    ["decode", "video", "save", "video"],
   ],
   inputs: [
     ["load", "model"],

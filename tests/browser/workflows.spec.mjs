@@ -104,7 +104,7 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 500, picture: 320, prompt: 340, encoded: 320, sample: 700, decode: 400, save: 460, recover: 180, lora: 240, small: 0 };
+const ROOM = { load: 500, picture: 320, prompt: 340, encoded: 320, sample: 700, decode: 400, save: 460, recover: 260, lora: 240, small: 0 };
 const NOTE = [{ key: "note", width: 325, height: 470 }];
 const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height]) => ({ key, width, height })) });
 const LOADED = group("Load the model", 325, ["load", ROOM.load]);
