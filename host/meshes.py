@@ -20,16 +20,16 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.geometry.mesh import Mesh
     from ..paint.texturing import Texture
 
-NO_FILE = "no mesh file found"
+DEMO = "demo: ring"  # made here, so that the painting workflows run without a file
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
 
 def mesh_files() -> list[str]:
-    """Mesh files among ComfyUI's inputs, then those that were saved, marked as outputs; one entry where there are none.
+    """Mesh files among ComfyUI's inputs, then those that were saved, marked as outputs, then the demo's mesh.
 
     Of both folders the files in the folder itself and those anywhere in its folder 3d.
     """
-    return [*_meshes_in("input", ""), *_meshes_in("output", SAVED)] or [NO_FILE]
+    return [*_meshes_in("input", ""), *_meshes_in("output", SAVED), DEMO]
 
 
 def _meshes_in(kind: str, mark: str) -> list[str]:
@@ -52,11 +52,11 @@ def mesh_path(name: str) -> Path:
         CheckpointError: there is none of that name inside the input or output folder.
     """
     path, root = _place(name)
-    if name == NO_FILE or not path.is_relative_to(root) or not path.is_file():
+    if not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
-            f"no mesh {name!r} in {str(root)!r}" if name != NO_FILE else f"no mesh in {str(root)!r}",
+            f"no mesh {name!r} in {str(root)!r}",
             expected=f"a file of {', '.join(MESH_FILES)}",
-            fix="Upload one with the button on the node, or put one into input/3d and press R.",
+            fix=f"Upload one with the button on the node, or put one into input/3d and press R; {DEMO!r} needs no file.",
         )
     return path
 
@@ -69,8 +69,11 @@ def file_stamp(name: str) -> Any:
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh of a core FILE_3D, or of a listed file where that is None, and lines about it; ``check`` may cancel."""
+    from ..paint.demo import ring
     from ..paint.geometry.mesh import load_mesh
 
+    if file is None and name == DEMO:
+        return ring(), ("the ring of the demo",)
     if file is None:
         return load_mesh(mesh_path(name), check)
     source = file.get_source()

@@ -287,3 +287,11 @@ def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: Comf
             if used != item["default"]:
                 others[f"{node_id}.{name}"] = used, item["default"]
     assert not others, "what is used, and what the schema says"
+
+
+def test_the_ring_of_the_demo_needs_no_file(core: ComfyUI) -> None:
+    listed = next(item for item in core.schemas["AnyGPULoadMesh"]["inputs"] if item["name"] == "mesh_file")
+    assert listed["options"] == ["demo: ring"]
+    (mesh,) = core.run("LoadMesh", mesh_file="demo: ring").result
+    vertices, faces = mesh.given
+    assert vertices.shape[0] == 1 and faces.shape[1] == 2 * 32 * 64 and core.said == "the ring of the demo"

@@ -8,10 +8,15 @@ const NAME = "anygpu_advanced"; // of the button, which is neither saved nor sen
 /** Whether the input of a widget is linked. */
 const linked = (node, widget) => node.inputs?.some((input) => input.widget?.name === widget.name && input.link != null);
 
-/** Fold what has its usual value, or show all. Nodes 2.0 folds by itself, and would hide for good what is hidden here. */
+/** Fold what has its usual value, or show all. In the newest frontends Nodes 2.0 never shows what is hidden here. */
 function update(node, usual) {
-  const open = window.LiteGraph.vueNodesMode || node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
-  for (const [widget, value] of usual) widget.hidden = !open && widget.value === value && !linked(node, widget);
+  const open = node.showAdvanced || app.extensionManager.setting.get(ALWAYS);
+  for (const [widget, value] of usual) {
+    const folded = !open && widget.value === value && !linked(node, widget);
+    const newest = "visibility" in widget;
+    if (newest) widget.advanced = folded; // counts for the height of the node
+    widget.hidden = folded && !(newest && window.LiteGraph.vueNodesMode);
+  }
 }
 
 function fold(node) {

@@ -66,7 +66,7 @@ function build([spec, appInputs, appOutputs]) {
     const room = tallest - (group ? heading + edge : 0);
     for (const { key, height = 0, width = 340 } of nodes) {
       const [least, tall] = made[key].computeSize();
-      const node = { node: made[key], width: Math.max(least, width), height: Math.max(tall, height) };
+      const node = { node: made[key], width: Math.max(least, width), height: Math.max(tall + 10, height) }; // Nodes 2.0 is a little taller
       const filled = [...rows.at(-1), node].reduce((sum, { height }) => sum + height + title + gap, -gap);
       if (filled > room && rows.at(-1).length) rows.push([node]);
       else rows.at(-1).push(node);

@@ -129,8 +129,8 @@ function workflow(name, { title, model, text, fps, nodes, pictures = [], between
       LOADED,
       ...(pictures.length ? [group("Show", 325, ...pictures.map((key) => [key, ROOM.picture]))] : []),
       group("Describe", 325, ["prompt", ROOM.prompt], ...(nodes.encoded ? [["encoded", ROOM.encoded]] : [])),
-      group("Prepare", 325, ...[...between, "empty"].map((key) => [key, ROOM.small])),
-      group("Sample", 325, ["sample", 560]),
+      group("Prepare", 325, ...[...between, "empty"].map((key) => [key, key === "pictured" ? ROOM.small : 0])),
+      group("Sample", 325, ["sample", 505]),
       group("See", 325, ["save", ROOM.save], ["video"], ["decode"]),
     ],
   };

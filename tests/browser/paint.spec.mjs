@@ -34,7 +34,7 @@ function note(title, text, models, kinds, more = []) {
     `# ${title}`,
     text,
     "",
-    "Choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
+    "It paints a ring until you choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
       "more than 100,000 faces wants core's *Decimate Mesh* before *Unwrap Mesh*.",
     "## Get the models",
     ...places,
@@ -54,7 +54,7 @@ function note(title, text, models, kinds, more = []) {
 const load = (model, values = {}) => ({ kind: "AnyGPULoadPaintPipeline", values: { model, ...values } });
 const delighting = { ...load("hunyuan3d-delight-v2-0"), title: "AnyGPU Load Paint Pipeline: delight" };
 const picture = { kind: "LoadImage", title: "The object from its front", values: { image: "example.png" } };
-const mesh = { kind: "AnyGPULoadMesh", values: { mesh_file: "3d/example.glb" } };
+const mesh = { kind: "AnyGPULoadMesh", values: { mesh_file: "demo: ring" } };
 const clean = (from, output = "mesh") => ({ kind: "AnyGPUCleanMesh", links: { mesh: [from, output] } });
 const unwrap = (from) => ({ kind: "UnwrapMesh", values: { resolution: 2048, padding: 2 }, links: { mesh: [from, "mesh"] } });
 const delight = {
@@ -105,7 +105,7 @@ const NOTE = [{ key: "note", width: 315, height: 380 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
-  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1800 }; // its result stands at the top of a lane
+  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1900 }; // its result stands at the top of a lane
 }
 
 const SHAPE = {

@@ -7,13 +7,14 @@ const shots = process.argv.find((word) => word.startsWith("--shots="))?.slice(8)
 /** Runs in the page: the box of each node and group as the canvas shows it, and what of a node sticks out of its box. */
 function boxesOf(nodes2) {
   const { app, LiteGraph } = window;
+  const BELOW = /^(Error|Issues|Show advanced)$/; // hang below a node whose model is not here
   /** Texts of a node in Nodes 2.0 that it, or a part of it, cuts off below. What a user writes may scroll. */
   const cutTexts = (element) =>
     [...element.querySelectorAll("*")].filter((text) => {
       const written = [...text.childNodes].some((child) => child.nodeType === Node.TEXT_NODE && child.data.trim());
       const { bottom, height } = text.getBoundingClientRect();
       if (text.matches("textarea") ? !text.readOnly : !written) return false;
-      if (height < 4 || text.textContent.trim() === "Error") return false; // for screen readers; below a node whose model is not here
+      if (height < 4 || BELOW.test(text.textContent.trim())) return false; // for screen readers
       const clips = (part) => getComputedStyle(part).overflowY !== "visible";
       if (clips(text) && text.scrollHeight > text.clientHeight + 2) return true;
       for (let part = text.parentElement; element.contains(part); part = part.parentElement) {
@@ -29,7 +30,7 @@ function boxesOf(nodes2) {
       const shown = element.getBoundingClientRect();
       Object.assign(box, { width: shown.width / scale, height: shown.height / scale });
       for (const inner of element.querySelectorAll("button, video, img")) {
-        if (inner.textContent.trim() === "Error") continue; // hangs below a node whose model is not here
+        if (BELOW.test(inner.textContent.trim())) continue;
         const { bottom, right, height } = inner.getBoundingClientRect();
         if (height && (bottom > shown.bottom + 2 || right > shown.right + 2)) box.cut.push(inner.textContent || inner.tagName);
       }
