@@ -373,7 +373,7 @@ const SPECS = {
   },
 };
 
-const HEIGHTS = { positive: 180, negative: 140, prompt: 420, fit: 330, fitvae: 160, who: 330, motion: 330, first: 330 };
+const HEIGHTS = { load: 130, lora: 120, clip: 150, vae: 110, sound: 110, eyes: 110, positive: 180, negative: 140, prompt: 420, fit: 330, fitvae: 160, who: 330, motion: 330, first: 330 };
 
 const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", who: "Show", start: "Look", first: "Size", scene: "Size", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
 

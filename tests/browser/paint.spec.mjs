@@ -101,7 +101,7 @@ const sized = (width, ...keys) => keys.map((key) => ({ key, width, height: HEIGH
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
 const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];
-const NOTE = [{ key: "note", width: 315, height: 380 }];
+const NOTE = [{ key: "note", width: 315, height: 540 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };

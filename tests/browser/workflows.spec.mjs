@@ -104,7 +104,7 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 470, picture: 330, prompt: 340, encoded: 320, sample: 700, decode: 400, save: 460, recover: 260, lora: 240, small: 100 };
+const ROOM = { load: 470, picture: 330, prompt: 340, encoded: 320, sample: 700, decode: 500, save: 460, recover: 260, lora: 240, small: 100 };
 const NOTE = [{ key: "note", width: 325, height: 500 }];
 const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height]) => ({ key, width, height })) });
 const LOADED = group("Load the model", 325, ["load", ROOM.load]);
