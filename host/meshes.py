@@ -56,7 +56,7 @@ def mesh_path(name: str) -> Path:
         raise CheckpointError(
             f"no mesh {name!r} in {str(root)!r}",
             expected=f"a file of {', '.join(MESH_FILES)}",
-            fix=f"Upload one with the button on the node, or put one into input/3d and press R; {DEMO!r} needs no file.",
+            fix=f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none.",
         )
     return path
 
