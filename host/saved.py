@@ -108,7 +108,7 @@ class SignedVideo(InputImpl.VideoFromComponents):
         """
         if self.receipt is not None and not args.disable_metadata:
             metadata = {**(metadata or {}), TAG: dict(self.receipt)}
-        file = Path(path) if isinstance(path, str | os.PathLike) else None  # or a stream
+        file = Path(path) if isinstance(path, str | Path) else None  # or a stream
         there = file is not None and file.exists()
         try:
             super().save_to(path, *given, metadata=metadata, **more)

@@ -455,7 +455,7 @@ def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
 @pytest.mark.parametrize(
     ("inputs", "found"),
     [
-        ({"model": "HunyuanVideo"}, "no model 'HunyuanVideo'"),
+        ({"model": "HunyuanVideo-I2V"}, "no model 'HunyuanVideo-I2V'"),
         ({"offload": "group"}, "offload 'group' on a CPU"),
         ({"precision": "fp16-safe"}, "precision 'fp16-safe' on a CPU"),
         ({"precision": "fp8"}, "precision 'fp8'"),
