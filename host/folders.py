@@ -97,17 +97,13 @@ def stand_in_for(name: str) -> str:
         return ""
     if family.files.image_required and Path(name).name != Path(family.published.pages[0]).name:
         return ""
-    return "" if _unfinished(name) else demo_of(name)
+    return "" if _unfinished(name) else demo_of(family)
 
 
-def demo_of(name: str) -> str:
-    """The demo model of the family of a published model; empty for none."""
-    family = published_family(name)
-    return (
-        next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
-        if family
-        else ""
-    )
+def demo_of(family: FamilySpec | None) -> str:
+    """The demo model of a family; empty for none."""
+    own = (demo for demo, folder in demo_models().items() if family_of_folder(folder) is family)
+    return "" if family is None else next(own, "")
 
 
 def _family_of(folder: Path) -> FamilySpec | None:
@@ -133,11 +129,12 @@ def model_folder(name: str) -> Path:
     if name in listed:
         return path_of(name, listed, model_roots(), what, "")
     fix = remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
-    drawn = demo_of(name) or next(iter(demo_models()), "")
+    family = published_family(name)
+    drawn = demo_of(family) or next(iter(demo_models()), "")
     fix += f" {drawn!r} in the list runs at once and draws coloured shapes." if drawn else ""
-    unfinished = _unfinished(name) if published_family(name) else None
+    unfinished = None if family is None else _unfinished(name)
     if unfinished is not None:
-        found = f"{str(unfinished)!r} has no model_index.json: a download that has not ended, or an empty folder"
+        found = f"no model in {str(unfinished)!r}: an empty folder, single files, or a download that has not ended"
         raise CheckpointError(found, expected=what[1], fix=fix)
     return path_of(name, listed, model_roots(), what, fix)
 

@@ -119,7 +119,7 @@ class SignedVideo(InputImpl.VideoFromComponents):
             raise CheckpointError(
                 f"the video cannot be written to {str(path)!r}: {error.strerror or error}",
                 expected="room on the disk, and leave to write there",
-                fix="Make room and queue AnyGPU Recover Latents: what was sampled is kept, and only decoded again.",
+                fix="Make room and queue again. What AnyGPU sampled is kept: AnyGPU Recover Latents brings it back.",
             ) from error
 
 

@@ -6,6 +6,7 @@ import { app } from "../../scripts/app.js";
 const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is installed in
 
 const MARGIN = 10; // pixels around a graph that is shown whole
+let stop = () => {}; // ends the first view of the template that was opened last
 const LEGIBLE = 0.58; // of the canvas: below it the classic one draws no text
 
 /** Our workflows as core describes its own; empty where nobody can be asked. */
@@ -36,13 +37,16 @@ function showWhole() {
 
 app.registerExtension({
   name: "anygpu.templates",
+  beforeConfigureGraph() {
+    stop(); // another graph comes
+  },
   /** A template of ours opens so that all of it can be read; a copy that was saved opens where it was left. */
   afterConfigureGraph() {
     const { canvas, graph } = app.canvas;
     if (!graph.extra?.anygpu_first_view) return;
     delete graph.extra.anygpu_first_view;
-    const stop = () => clearInterval(timer);
     const timer = setInterval(showWhole, 100); // the frontend makes its own view at some time of the first second
+    stop = () => clearInterval(timer);
     setTimeout(stop, 2000);
     for (const event of ["pointerdown", "wheel"]) canvas.addEventListener(event, stop, { once: true });
   },

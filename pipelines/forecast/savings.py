@@ -66,6 +66,7 @@ def savings(
 
     start: Changed = (pipeline, run)
     now, found, state = timed(start), list[Saving](), start
+    before = now
     least = max(LEAST_SECONDS, SHARE * now.seconds)
     paced = pace_of(
         pipeline.facts, pipeline.device.probes, pipeline.precision.compute or pipeline.precision.transformer
@@ -73,14 +74,14 @@ def savings(
     by = "; by the card's data sheet" if paced is not None and paced.source == PUBLISHED else ""
     left = dict(_changes(*start))
     while left and len(found) < MOST:
-        before = timed(state)
-        priced = {name: _saved(now, before, timed(change(*state))) for name, (_, change) in left.items()}
+        after = {name: timed(change(*state)) for name, (_, change) in left.items()}
+        priced = {name: _saved(now, before, changed) for name, changed in after.items()}
         best = max(priced, key=priced.__getitem__)
         if priced[best] <= 0 or priced[best] < least:
             break
         note, change = left.pop(best)
         found.append(Saving(best, priced[best], note + by))
-        state = change(*state)
+        state, before = change(*state), after[best]
     if not found and (shorter := _shorter(*start)) is not None:
         saved = _saved(now, now, timed(shorter))
         found += [Saving(f"{shorter[1].size.frames} frames", saved, f"another video{by}")] if saved >= least else []
