@@ -13,8 +13,8 @@ from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.family import FamilySpec
-from ..pipelines.files.download import published_family, remedy
 from ..pipelines.files.models import family_of_folder, find_models
+from ..pipelines.files.offers import published_family, remedy
 from ..pipelines.latents.steps import FOLDER
 
 MODEL_KEYS = ("diffusers", "diffusion_models")

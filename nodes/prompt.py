@@ -83,6 +83,7 @@ class ImageConditioning(io.ComfyNode):
         return schema(
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
+            is_dev_only=True,
             description="Adds the picture of AnyGPU Encode Image to core's CONDITIONING, for image to video with the "
                         "MODEL of AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
             search_aliases=["image to video conditioning", "start image conditioning"],

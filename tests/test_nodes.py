@@ -1,6 +1,7 @@
 """The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -252,6 +253,15 @@ def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:
         inputs = schema["inputs"]
         first = next((index for index, item in enumerate(inputs) if item.get("advanced")), len(inputs))
         assert all(item.get("optional") for item in inputs[first:]), f"{node_id}: core lists a required one first"
+
+
+def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
+    made = [kind.GET_SCHEMA() for kind in core.nodes.NODES]
+    hidden = {schema.node_id for schema in made if getattr(schema, "is_dev_only", False)}
+    farm = {"AnyGPUQueueJobs", "AnyGPUCollect", "AnyGPUFarm"}
+    assert farm.isdisjoint(hidden) if importlib.util.find_spec("ray") else farm <= hidden
+    assert len(made) - len(hidden - farm) <= 30
+    assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
 def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:

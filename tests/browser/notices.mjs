@@ -215,6 +215,17 @@ export async function memoryIsMended({ page }) {
   await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
 }
 
+/** The button names the model of the workflow, says what its download means, and queues it; there is no network here. */
+async function downloads(page) {
+  await page.getByRole("button", { name: "Download LTX-Video…" }).evaluate((button) => button.click());
+  const dialog = page.getByRole("dialog").filter({ hasText: "Download LTX-Video" });
+  assert.match(await dialog.textContent(), /28 GB to download.* GB free on the disk.*huggingface\.co\/Lightricks\/LTX-Video .*licences/s);
+  await dialog.getByRole("button", { name: "Confirm" }).click();
+  const said = await notice(page);
+  assert.match(said.Found, /^https:..huggingface.co.Lightricks.LTX-Video cannot be reached/);
+  assert.match(said.Do, /^Go online and run again to resume/);
+}
+
 /** Run an LTX-Video workflow without LTX-Video, as it is: the demo model draws in its place, and the nodes say so. */
 async function drawsAtOnce(page, nodes2) {
   await page.evaluate(() => fetch("/free", { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) }));
@@ -274,7 +285,7 @@ export async function firstRun(nodes2) {
     await area.waitFor();
     assert.match(await area.textContent(), /^No model yet\. Workflows of LTX-Video, .* run at once: a small demo model .*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
     await page.context().grantPermissions(["clipboard-read", "clipboard-write"]);
-    await page.locator(".anygpu-first button").evaluate((button) => button.click()); // small on the canvas
+    await page.getByRole("button", { name: "Copy what to download" }).evaluate((button) => button.click()); // small on the canvas
     await page.getByRole("button", { name: "Copied" }).waitFor();
     const text = await page.evaluate(() => navigator.clipboard.readText());
     for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "a small demo model draws"]) {
@@ -285,6 +296,7 @@ export async function firstRun(nodes2) {
     const sent = await page.evaluate(async () => (await window.app.graphToPrompt()).output);
     const loader = Object.values(sent).find((node) => node.class_type === "AnyGPULoadPipeline");
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
+    await downloads(page);
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
     await loadWorkflow(page, await source("anygpu_hunyuan_video_15_image_to_video"), "anygpu_hunyuan_video_15_image_to_video");

@@ -47,7 +47,7 @@ function note(title, model, text) {
     `# ${title}`,
     text,
     "## Get the model",
-    "*AnyGPU Download Model* fetches what is needed of:",
+    "The button **Download** under *AnyGPU Load Pipeline* fetches what is needed of:",
     "",
     ...places,
     "",

@@ -13,9 +13,9 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
-from anygpu.pipelines.files.download import (
+from anygpu.pipelines.files.download import fetched
+from anygpu.pipelines.files.offers import (
     every_offer,
-    fetched,
     first_steps,
     known_page,
     offer_of,
