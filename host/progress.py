@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..compat.errors import InputError
 from ..compat.memory.statistics import time_left
 from ..pipelines.base import Preview, ProgressStage
 from .families import latent_format_of
+from .server import paused
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
 
@@ -30,7 +32,12 @@ TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
 MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
+RECENT = 10  # the share of the steps, from the last one back, whose pace the rest is taken to keep
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
+
+
+class Paused(comfy.model_management.InterruptProcessingException):
+    """Ends a prompt that pauses, as a cancel would."""
 
 
 def _window() -> str | None:
@@ -70,7 +77,8 @@ def with_an_end(node: Any) -> Any:
             return run(cls, *arguments, **inputs)
         except BaseException as error:  # a cancel is not an Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
-            entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
+            how = "paused" if isinstance(error, Paused) else "cancelled" if cancelled else "stopped by an error"
+            entry = stop(cls.hidden.unique_id, how)
             if entry is not None:
                 send(cls.hidden.unique_id, "\n".join([entry["status"], *entry["said"]]), entry)
             raise
@@ -94,6 +102,7 @@ class NodeProgress:
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
+        self._recent: dict[str, deque[tuple[float, int]]] = {}  # the same of the last steps: the load may change
         self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
@@ -106,13 +115,18 @@ class NodeProgress:
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
             self._begun.setdefault(name, (time.monotonic(), done))  # another may be told of in between: bytes that move
-        began, first = self._begun[name]
+        (began, first), moment = self._begun[name], time.monotonic()
         if name in PACED:
-            self._paced = f"{(time.monotonic() - began) / (done - first):.2g} s per step" if done > first else ""
+            self._paced = f"{(moment - began) / (done - first):.2g} s per step" if done > first else ""
+        recent = self._recent.setdefault(name, deque(maxlen=1 + max(2, total // RECENT)))
+        recent.append((moment, done))
+        left = "" if stage.counted else time_left(moment - recent[0][0], done, total, recent[0][1])
         now = text if stage.counted else f"{text} {done}/{total}"
-        self._run.at(now)
+        self._run.at(now, left)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if stage.counted else now + time_left(time.monotonic() - began, done, total, first))
+        self._text(now + left)
+        if stage.resumable and paused.is_wanted() and paused.save(now, preview and self._picture(preview)):
+            raise Paused
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""

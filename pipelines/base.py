@@ -60,7 +60,7 @@ class SubProgress:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
         if self.count > 1:
             detail = f"{stage.detail} {self.name} {self.index + 1} of {self.count}"
-            stage = ProgressStage(stage.name, detail.lstrip(), counted=True)
+            stage = ProgressStage(stage.name, detail.lstrip(), counted=True, resumable=stage.resumable)
         self.whole.step(self.index * total + done, self.count * total, stage, preview)
 
     def check(self) -> None:

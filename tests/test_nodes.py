@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,32 @@ def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> N
     finally:
         core.management.interrupted = False
     assert core.said.startswith("cancelled")
+
+
+def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prompts, monkeypatch) -> None:
+    paused, steps = core.module("host.server.paused"), DRAWN | {"steps": 4, "seed": 9}
+    whole = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
+    prompt, workflow = {"7": {"class_type": "AnyGPUSample", "inputs": {}}}, {"nodes": []}
+    running, flags = [(0, "a1", prompt, {"extra_pnginfo": {"workflow": workflow}}, ["7"])], {}
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: (running, []), set_flag=flags.__setitem__)
+    with pytest.raises(core.module("compat.errors").InputError, match="no run to pause"):
+        paused.request()
+    monkeypatch.setattr(core.messages, "prompt_queue", queue, raising=False)
+    paused.request()
+    with pytest.raises(Interrupted):
+        core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)
+    assert core.said.startswith("paused at sampling 1/4") and flags == {"unload_models": True, "free_memory": True}
+    (listed,) = paused.listing()
+    assert (listed["id"], listed["where"]) == ("a1", "sampling 1/4")
+    kept = paused.resumable("a1")
+    assert kept["prompt"] == prompt and kept["workflow"] == workflow
+    resumed = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
+    assert "goes on after step 1 of 4" in core.said and torch.equal(resumed["samples"], whole["samples"])
+    paused.forget("../a1"), paused.forget("a1")
+    assert not paused.listing()
+    paused.request()
+    running[0] = (0, "another", *running[0][2:])
+    core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)  # it began after the click
 
 
 def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:

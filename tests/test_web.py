@@ -16,7 +16,7 @@ WEB = ROOT / "web"
 SCRIPTS = sorted((*WEB.glob("*.js"), *WEB.glob("*.mjs")))
 BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
-MOST_BYTES, MOST_PICTURES = 46 * 1024, 600_000
+MOST_BYTES, MOST_PICTURES = 49 * 1024, 600_000
 LANGUAGES = ("fr", "de", "zh", "ja", "ko")
 
 script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

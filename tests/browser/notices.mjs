@@ -6,7 +6,7 @@ import { createRequire } from "node:module";
 import { join } from "node:path";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
 import { picture } from "./reporting.mjs";
-import { ended, queue, shrink, source } from "./running.mjs";
+import { ended, listen, queue, shrink, source } from "./running.mjs";
 import { isTidy } from "./tidy.mjs";
 
 const AXE = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
@@ -49,7 +49,7 @@ const unfold = (details) => details.first().evaluate((element) => (element.open 
 
 /** Open the tab the way its button does, and wait until the machine is there. */
 export async function openTab(page) {
-  if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
+  if (!(await panel(page).isVisible().catch(() => false))) await page.locator("[aria-label^='AnyGPU: ']").click();
   await part(page, "This graph").locator("article").first().waitFor();
   for (const title of ["Last run", "Saved latents", "This machine"]) await unfold(part(page, title));
   await part(page, "This graph").locator("article details").evaluateAll((all) => all.forEach((each) => (each.open = true)));
@@ -122,7 +122,7 @@ export async function tabIsAccessible({ page }) {
   await page.keyboard.press("Enter");
   assert.equal(await part(page, "Last run").first().getAttribute("open"), null, "Enter closes a part");
   await page.keyboard.press("Enter");
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
 }
 
 /** What the notice says. */
@@ -257,13 +257,13 @@ async function looksRight(page, nodes2) {
   });
   await picture(page, "first_run_1280.png", { height: 800 });
   await page.setViewportSize({ width: 420, height: 800 });
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
   await part(page, "This graph").locator("article").first().waitFor();
   await picture(page, "panel_420.png", { height: 800 });
   const { width } = await panel(page).boundingBox();
   assert.ok(width > 200 && width <= 420, `the tab is ${width} pixels wide in a window of 420`);
   assert.ok(await panel(page).evaluate((element) => element.scrollWidth <= element.clientWidth + 1), "it scrolls sideways");
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
   await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.ColorPalette", "dark"));
   await page.setViewportSize({ width: 1600, height: 900 });
 }
@@ -310,6 +310,33 @@ export async function firstRun(nodes2) {
     await open.browser.close();
     await rmdir(models);
     await rename(`${models}.away`, models);
+  }
+}
+
+/** The run pauses after a step, is listed with a picture, and goes on there when it is resumed. */
+export async function pausesAndResumes(nodes2) {
+  const { browser, page, errors } = await openPage({ nodes2 });
+  try {
+    await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
+    await shrink(page, { steps: 400, seed: nodes2 ? 71 : 72 });
+    await page.locator("[aria-label^='AnyGPU: ']").click();
+    await queue(page);
+    await page.getByRole("button", { name: "Pause after this step" }).click();
+    const { ending, texts } = await ended(page);
+    assert.equal(ending, "execution_interrupted");
+    assert.ok(texts.some((text) => /^paused at sampling \d+\/400/.test(text)), JSON.stringify(texts));
+    const cards = part(page, "Paused runs").locator("article");
+    const done = Number(/^Paused after sampling (\d+)\/400$/.exec(await cards.first().locator("h3").textContent())[1]);
+    await cards.first().locator("img").waitFor();
+    await listen(page);
+    await cards.first().getByRole("button", { name: "Resume" }).click();
+    const resumed = await ended(page);
+    assert.equal(resumed.ending, "execution_success", resumed.message);
+    assert.ok(resumed.texts.some((text) => text.includes(`goes on after step ${done} of 400`)), JSON.stringify(resumed.texts));
+    await cards.first().waitFor({ state: "detached" });
+    assert.deepEqual(errors, [], "the page reported errors");
+  } finally {
+    await browser.close();
   }
 }
 
