@@ -152,6 +152,12 @@ def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> Non
 
 
 @each
+def test_a_note_has_no_inline_code(workflow: Path) -> None:
+    notes = [str(node["widgets_values"]) for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
+    assert notes and not any("`" in note for note in notes), "blue on the note's brown in Nodes 2.0: hardly legible"
+
+
+@each
 def test_app_mode_has_its_inputs_and_its_result(workflow: Path) -> None:
     graph = graph_of(workflow)
     nodes, shown = {str(node["id"]): node for node in graph["nodes"]}, graph["extra"]["linearData"]

@@ -53,7 +53,7 @@ async function offer(node) {
   const element = make("div", { class: text ? "anygpu anygpu-first" : "anygpu" }, shown, buttons);
   const height = text ? 140 : 30;
   node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => height });
-  node.setSize?.([Math.max(node.size[0], 380), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
+  node.setSize?.([Math.max(node.size[0], 325), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
 }
 
 const isOurs = (node) => (node.comfyClass ?? node.type) === NODE;

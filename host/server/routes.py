@@ -1,5 +1,5 @@
-"""The HTTP routes of the AnyGPU tab. All are read-only except five: two ask the device and keep its answers, one
-recovers a saved latent, two pause the run and forget a paused one.
+"""The HTTP routes of the AnyGPU tab. All are read-only except six: two ask the device and keep its answers, one
+recovers a saved latent, two pause the run and forget a paused one, one draws what the templates load.
 
 Every body is small JSON and is checked here. No text from a client ever becomes a path.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ...compat.errors import InputError, PackError, json_within, parts_of
+from ...compat.errors import InputError, PackError, first_line, json_within, parts_of
 from .. import recovery
 from . import panel, paused, runs
 
@@ -145,6 +145,20 @@ async def forget(request: web.Request) -> Any:
     return {"paused": await asyncio.to_thread(paused.listing)}
 
 
+async def examples(request: web.Request) -> Any:
+    """Draw the picture and the clip that the templates load, where ComfyUI's input folder has none of these names."""
+    from .. import examples  # draws with torch: not at ComfyUI's start
+
+    await body_of(request)
+    try:
+        return {"added": await asyncio.to_thread(examples.add)}
+    except OSError as error:
+        fix = "Make room, or give ComfyUI leave to write there; or choose a file of your own."
+        raise InputError(
+            f"ComfyUI's input folder: {first_line(error)}", expected="room for two small files", fix=fix
+        ) from error
+
+
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/machine", machine),
     ("GET", "/memory", memory),
@@ -160,6 +174,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/paused", paused_runs),
     ("GET", "/paused/{id}", paused_run),
     ("POST", "/forget", forget),
+    ("POST", "/examples", examples),
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 
-from host import lora_files, videos
+from host import lora_files, single_files, videos
 from host.client import Client
 from host.prompts import (
     DEMO_RATE,
@@ -48,6 +48,7 @@ def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client:
     asked = ASKED.get(workflow.stem, 9)
     prompt = drawable(shrunk(replay(workflow), frames=asked), workflow.stem)
     lora_files.install(server, prompt)
+    single_files.install(server, prompt, workflow.stem)
     sampler = next(node for node in prompt.values() if node["class_type"].startswith("AnyGPUSample"))
     run = client.run(prompt)
     assert run.ending == "execution_success", run.message
