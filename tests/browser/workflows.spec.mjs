@@ -39,9 +39,15 @@ const DOWNLOADS = {
   mochi: ["genmo/mochi-1-preview"],
 };
 
+/** What a model takes, as its note says it. */
+function memory(model) {
+  const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
+  const counted = `bf16, counted, not measured: ${sizes.join(", ")}. *offload* auto streams what does not fit; the **AnyGPU** tab says `;
+  return `## Memory\n${counted}what this graph needs here.`;
+}
+
 /** The text of a workflow's note. */
 function note(title, model, text) {
-  const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
   const places = DOWNLOADS[model].map((page) => `- huggingface.co/${page} into **ComfyUI/models/diffusers/${page.split("/")[1]}**`);
   return [
     `# ${title}`,
@@ -52,9 +58,7 @@ function note(title, model, text) {
     ...places,
     "",
     "Press **R** afterwards, then choose it in *AnyGPU Load Pipeline*.",
-    "## Memory",
-    `bf16, counted, not measured: ${sizes.join(", ")}. *offload* auto streams what does not fit; the **AnyGPU** tab says ` +
-      "what this graph needs here.",
+    memory(model),
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -401,6 +405,8 @@ const FILES = {
   ],
 };
 
+const pageOf = (url) => url.replace("https://", "").split("/").slice(0, 3).join("/");
+
 /** The same graph with AnyGPU Compose Pipeline, whose files core's dialog of missing models offers to download. */
 function fromFiles(name, files) {
   const { title, nodes, ...spec } = SPECS[`anygpu_${name}`];
@@ -415,9 +421,9 @@ function fromFiles(name, files) {
     `# ${title}, from single files`,
     spec.text,
     "## Get the files",
-    "ComfyUI offers to download what is missing. By hand:",
-    models.map((model) => `- **${model.name}** into *ComfyUI/models/${model.directory}*`).join("\n"),
-    "Then press **R**.",
+    "ComfyUI offers to download what is missing. By hand, then press **R**:",
+    models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
+    memory(spec.model),
   ].join("\n\n");
   return made;
 }

@@ -21,6 +21,7 @@ from host.prompts import (
     WORKFLOWS,
     Prompt,
     filmed,
+    from_files,
     pictured,
     replay,
     shrunk,
@@ -30,7 +31,8 @@ from host.server import Server
 
 pytestmark = pytest.mark.host
 
-ASKED = {"anygpu_mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
+MOCHI = ("anygpu_mochi_text_to_video", "anygpu_mochi_text_to_video_from_files")
+ASKED = dict.fromkeys(MOCHI, 7)  # frames, where they are not 9: what its demo model draws
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
     "anygpu_ltx_text_to_video": "a white triangle grows on black",
     "anygpu_ltx_image_to_video": SCENE,
@@ -41,7 +43,7 @@ DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw
 }
 
 
-@pytest.mark.parametrize("workflow", filmed(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", [*filmed(), *from_files()], ids=lambda path: path.stem)
 def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client: Client, workflow: Path) -> None:
     if workflow.stem not in DRAWN:
         server.every_model()
