@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -31,7 +30,9 @@ log = logging.getLogger(__name__)
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
-MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
+# Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
+# look alike: newer frontends show an entity as it stands.
+LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 RECENT = 10  # the share of the steps, from the last one back, whose pace the rest is taken to keep
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 
@@ -57,7 +58,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     server = PromptServer.instance
     prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
     server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
-    shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+    shown = text.replace("->", "→").translate(LIKE).replace("\n", BREAK)
     server.send_progress_text(shown, node_id, sid=client)
 
 

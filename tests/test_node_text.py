@@ -27,11 +27,12 @@ def progress(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
 )
 def test_names_are_shown_as_they_are_and_lines_stay_lines(progress, name):
     node, server = progress
+    like = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
     node.notify(f"from {name}")
     node.finish("done")
     text, _ = server.texts[-1]
-    assert not set(text) & set("<>[]`*~\\"), "nothing that HTML or Markdown acts on"
-    assert html.unescape(text) == f"done  \nfrom {name}"
+    assert not set(text) & set("&<>[]`*~|\\"), "nothing that HTML or Markdown acts on, and no entity"
+    assert text == f"done  \nfrom {name.translate(like)}" and text == html.unescape(text)
 
 
 def test_the_window_that_queued_the_prompt_is_told_and_no_other(progress):

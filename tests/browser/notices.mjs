@@ -384,7 +384,7 @@ export async function markupIsText({ page }) {
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_success");
   const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
-  assert.ok(texts.some((text) => text.includes("frames 26 -> 33")), "an arrow is shown");
+  assert.ok(texts.some((text) => text.includes("frames 26 → 33")), "an arrow is shown");
   assert.ok(!texts.some((text) => /&#\d+;/.test(text)), "an entity is shown");
 }
 

@@ -410,16 +410,17 @@ const pageOf = (url) => url.replace("https://", "").split("/").slice(0, 3).join(
 /** The same graph with AnyGPU Compose Pipeline, whose files core's dialog of missing models offers to download. */
 function fromFiles(name, files) {
   const { title, nodes, ...spec } = SPECS[`anygpu_${name}`];
+  const [, , ...rest] = columns(spec);
   const models = files.map(([, directory, url]) => ({ name: url.split("/").at(-1), url, directory }));
   const values = Object.fromEntries(files.map(([input], index) => [input, models[index].name]));
   const made = workflow(`anygpu_${name}_from_files`, {
     ...spec,
-    title: `${title}, from single files`,
+    title,
+    placed: [[{ ...NOTE[0], height: 530 }], group("Load the model", 325, ["load", 435]), ...rest],
     nodes: { ...nodes, load: { kind: "AnyGPUComposePipeline", values, models } },
   });
   made.nodes.note.values.text = [
-    `# ${title}, from single files`,
-    spec.text,
+    `# ${title.split(":")[0]}, from files`,
     "## Get the files",
     "ComfyUI offers to download what is missing. By hand, then press **R**:",
     models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
