@@ -1,7 +1,7 @@
 // The side bar tab, the notices of errors, what the load node says without a model, and what axe-core says of them.
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdir, readFile, readdir, rename, rmdir } from "node:fs/promises";
+import { mkdir, readFile, readdir, rename, rm, rmdir } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
@@ -310,6 +310,30 @@ export async function firstRun(nodes2) {
     await open.browser.close();
     await rmdir(models);
     await rename(`${models}.away`, models);
+  }
+}
+
+/** Where the input folder has no example, as with --base-directory, a template offers to draw it, and then runs. */
+export async function examplesAreDrawn(nodes2) {
+  const input = join(process.env.COMFYUI_BASE, "input");
+  await rename(input, `${input}.away`);
+  await mkdir(input);
+  const { browser, page, errors } = await openPage({ nodes2 });
+  try {
+    await loadWorkflow(page, await source("anygpu_ltx_video_to_video"), "anygpu_ltx_video_to_video");
+    const dialog = page.getByRole("dialog").filter({ hasText: "Example files" });
+    assert.match(await dialog.textContent(), /has no example\.mp4\./);
+    await dialog.getByRole("button", { name: "Confirm" }).click();
+    await page.waitForFunction(() => window.app.graph._nodes.some(({ type, widgets }) => type === "LoadVideo" && widgets[0].options.values.includes("example.mp4")));
+    await shrink(page, { seed: nodes2 ? 81 : 82 });
+    await queue(page);
+    const { ending, message } = await ended(page);
+    assert.equal(ending, "execution_success", message);
+    assert.deepEqual(errors, [], "the page reported errors");
+  } finally {
+    await browser.close();
+    await rm(input, { recursive: true });
+    await rename(`${input}.away`, input);
   }
 }
 
