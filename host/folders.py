@@ -21,6 +21,7 @@ MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
+TINY_DECODER_KEYS = ("vae_approx",)
 UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
 NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"

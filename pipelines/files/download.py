@@ -24,7 +24,8 @@ from ...compat.errors import CheckpointError, InputError, MissingPackageError, j
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, ProgressStage
-from ..family import HUB, Download, FamilySpec, Offer, Quantised
+from ..family import Download, FamilySpec, Offer, Quantised
+from ..offers import HUB
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node

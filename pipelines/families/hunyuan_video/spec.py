@@ -32,6 +32,7 @@ FILES = {
     "text_encoder_2": family.FileKind("clip_l", "pooled_projection_dim"),
     "vae": family.FileKind("hunyuan_video/vae"),
 }
+TINY_DECODERS = (family.TinyDecoder("taehv", "madebyollin/taehv 1f14a568, MIT"),)
 NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
@@ -129,6 +130,7 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
     published=family.Published(
+        tiny_decoders=TINY_DECODERS,
         others=(
             family.OtherModel(
                 "HunyuanVideo-Avatar (a picture that speaks)", ("ref_in.", "audio_adapter_blocks."), runs=WAN2GP

@@ -119,6 +119,11 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("freqs_cis",), dim=0),
     ),
     published=family.Published(
+        tiny_decoders=(
+            family.TinyDecoder("taehv1_5", "madebyollin/taehv 1f14a568, MIT"),
+            # Core multiplies its latents by the scale that its publisher divides them by.
+            family.TinyDecoder("lighttaehy1_5", "lightx2v/Autoencoders", divisor=1.03682, slope=0.2, symmetric=True),
+        ),
         cautions=(
             family.Caution(
                 r"capybara",

@@ -23,7 +23,7 @@ from ...base import Latents, Progress, ProgressStage
 from ...files.formats import entries_in
 from ...files.part import construction, empty_weights
 from ...keys import listed
-from ...pipeline import Pipeline
+from ...pipeline import Pipeline, held_once
 from ...settings import SECOND_PASS
 from .spec import CHANNELS, SPATIAL_RATIO
 
@@ -70,16 +70,11 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     scale = float(pipeline.configs["vae"].get("scaling_factor", 1.0))
     low = latents.samples
     needed = COPIES * config["mid_channels"] * math.prod(low.shape[2:]) * 4 * pipeline.precision.vae.itemsize
-    pipeline.parts.readers[PART] = partial(_read, entries, config, pipeline.precision.vae)
-    try:
-        with pipeline.offloader.hold(PART, needed, progress) as network:
-            progress.step(0, 1, ProgressStage("upscaling", "latents"))
-            high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
-            high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
-    finally:
-        pipeline.offloader.release(PART)
-        pipeline.parts.drop(PART)
-        pipeline.parts.readers.pop(PART)
+    read = partial(_read, entries, config, pipeline.precision.vae)
+    with held_once(pipeline, PART, read, needed, progress) as network:
+        progress.step(0, 1, ProgressStage("upscaling", "latents"))
+        high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
+        high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
     progress.step(1, 1, ProgressStage("upscaling", "latents"))
     match: Any = Upstream.adain_filter_latent
     rows, columns = high.shape[3:]

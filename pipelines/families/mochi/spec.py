@@ -55,6 +55,7 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
     published=family.Published(
+        tiny_decoders=(family.TinyDecoder("taem1", "madebyollin/taem1 40a4cd84, MIT"),),
         pages=("https://huggingface.co/genmo/mochi-1-preview",),
         offer=family.Offer(
             (
