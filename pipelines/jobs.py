@@ -221,6 +221,7 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
             strength=picture.strength,
             previous=condition,
             seed=job.settings.seed if picture.seed < 0 else picture.seed,
+            control=picture.control,
         )
         condition = stages.encode_image(pipeline, request, job.fit, progress)
     return condition, start

@@ -171,7 +171,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         width, height = previous.width, previous.height
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
-    report_unused(family, request, ("frame", "strength", "vision", "previous"), progress)
+    report_unused(family, request, ("frame", "strength", "vision", "previous", "control"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
@@ -248,6 +248,8 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
+    if image is not None and image.beside:
+        size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     latents = _sample(

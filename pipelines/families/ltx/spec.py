@@ -120,7 +120,7 @@ SPEC = family.FamilySpec(
         ),
     ),
     recipes=family.Recipes(
-        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
+        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous", "control"},
         variants=(DEV, DISTILLED, STOCHASTIC),
         newer_variants=1,
         known=RECIPES,
@@ -191,7 +191,7 @@ SPEC = family.FamilySpec(
             family.Caution(
                 r"ic.?lora",
                 "",
-                "an IC-LoRA follows a control clip, which has no input here: it acts as a style alone",
+                "an IC-LoRA follows a control clip: give it one through AnyGPU Encode Image with control on",
                 "Lightricks/ComfyUI-LTXVideo iclora.py",
             ),
         ),
