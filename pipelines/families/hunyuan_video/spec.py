@@ -147,6 +147,13 @@ SPEC = family.FamilySpec(
                 "it was trained on a reference picture, which has no input here: it runs as plain text to video",
                 f"Tencent-Hunyuan/HunyuanCustom; {WAN2GP}",
             ),
+            family.Caution(
+                r"key.?frame|img2vid|leapfusion",
+                "",
+                "this LoRA was trained with a first frame, or a start and an end, beside the noise; that has no input "
+                "here: it acts as a style alone",
+                "dashtoon/hunyuan-video-keyframe-control-lora; leapfusion-image2vid-test",
+            ),
         ),
         pages=(
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",

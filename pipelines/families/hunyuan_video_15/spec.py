@@ -106,7 +106,7 @@ SPEC = family.FamilySpec(
             r"capybara": "capybara",
             r"1_5_lig[th]{2}x2v.*rank": "lightx2v LoRA",
             r"1_5_i2v_step_distilled.*rank": "step distilled LoRA",
-            r"(hy|hunyuan.?video).?1.5.*lightx2v.*4.?step": "lightx2v",
+            r"(hy|hunyuan.?video).?1.?5.*lightx2v.*4.?step": "lightx2v",
             r"480p_i2v_step_distilled": FEW_STEPS,
         },
     ),
@@ -125,6 +125,19 @@ SPEC = family.FamilySpec(
             family.TinyDecoder("lighttaehy1_5", "lightx2v/Autoencoders", divisor=1.03682, slope=0.2, symmetric=True),
         ),
         cautions=(
+            family.Caution(
+                r"distilled.?sparse|sparse.?cfg",
+                "",
+                "it was trained with sparse attention (flex-block-attn); here every token sees all others",
+                "Tencent-Hunyuan/HunyuanVideo-1.5 README",
+            ),
+            family.Caution(
+                r"omni.?weaving",
+                "",
+                "OmniWeaving composes from several pictures and clips, which have no input here: it runs as plain "
+                "HunyuanVideo 1.5",
+                "Tencent-Hunyuan/OmniWeaving README",
+            ),
             family.Caution(
                 r"capybara",
                 "",

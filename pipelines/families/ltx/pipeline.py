@@ -60,7 +60,7 @@ from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
 from . import conditions
-from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .spec import CONDITION, DEV, DISTILLED, ENHANCED_WORDS, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
 from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
@@ -135,6 +135,11 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
+    if not pipeline.is_demo and len(request.text.split()) < ENHANCED_WORDS:
+        progress.notify(
+            f"the published script rewrites prompts under {ENHANCED_WORDS} words (Florence-2, Llama-3.2-3B); "
+            "this one is taken as it is"
+        )
     pipe = LTXPipeline if pipeline.is_demo else LTXConditionPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)
