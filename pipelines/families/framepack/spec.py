@@ -96,7 +96,7 @@ SPEC = family.FamilySpec(
         | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
         variants=(I2V, F1),
         sections=True,
-        known={"": family.Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
+        known={"": family.Recipe("published settings", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,

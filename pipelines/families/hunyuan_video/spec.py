@@ -90,7 +90,9 @@ SPEC = family.FamilySpec(
         variants=(TENCENT, SKYREELS),
         newer_variants=2,
         known={
-            TENCENT: family.Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
+            TENCENT: family.Recipe(
+                "published settings", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50
+            ),
             SKYREELS: family.Recipe(
                 "SkyReels V1",
                 "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",

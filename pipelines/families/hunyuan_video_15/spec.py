@@ -83,7 +83,7 @@ SPEC = family.FamilySpec(
     recipes=family.Recipes(
         effective=family.GUIDED | {"guidance_rescale", "template", "vision"},
         known={
-            "": family.Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
+            "": family.Recipe("published settings, also where it needs no cfg", SOURCE, steps=50),
             FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
             "capybara": family.Recipe(
                 "capybara", WAN2GP, steps=20, guidance=(family.GuidanceStep(cfg=6.0),), shift=7.0

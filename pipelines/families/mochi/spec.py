@@ -46,7 +46,7 @@ SPEC = family.FamilySpec(
         effective=family.GUIDED,
         batched_cfg=True,
         known={
-            "": family.Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64),
+            "": family.Recipe("published settings", "genmoai/mochi demos/api_example.py", steps=64),
             "FastMochi": family.Recipe(
                 "FastMochi",
                 "FastVideo/FastMochi-diffusers model card",
