@@ -107,7 +107,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
 
 
 LAYER = "transformer_blocks.0.attn.to_q"
-NEAR = dict(atol=1e-4, rtol=1e-5)
+NEAR = dict(atol=1e-5, rtol=1e-5)
 
 
 def weight_and_bias(made: Any) -> tuple[Tensor, Tensor]:
