@@ -174,6 +174,12 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
         UnsupportedError, CheckpointError: as :func:`tiny_decoder`.
     """
     samples, dtype = latents.samples, pipeline.precision.vae
+    if pipeline.is_demo:
+        raise UnsupportedError(
+            "a draft of a demo model, whose VAE is its own",
+            expected="latents of a published model",
+            fix="Choose method auto, which takes a second.",
+        )
     require_finite(samples, "latents")
     file, network = tiny_decoder(pipeline.spec, folders)
     progress.notify(f"a draft by {file.name}: any other method makes the final video of the same latents")

@@ -150,6 +150,12 @@ SPEC = family.FamilySpec(
                 f"Tencent-Hunyuan/HunyuanCustom; {WAN2GP}",
             ),
             family.Caution(
+                r"game.?craft|voyager",
+                "",
+                "it was trained on camera moves, which have no input here: it runs as plain HunyuanVideo",
+                "Tencent-Hunyuan/Hunyuan-GameCraft-1.0, HunyuanWorld-Voyager READMEs",
+            ),
+            family.Caution(
                 r"key.?frame|img2vid|leapfusion",
                 "",
                 "this LoRA was trained with a first frame, or a start and an end, beside the noise; that has no input "

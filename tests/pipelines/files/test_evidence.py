@@ -129,7 +129,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuan_custom_720p_fp8_scaled hunyuan_video_custom_audio_720_bf16 hunyuan_video_custom_edit_720_bf16
             hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar
             HunyuanVideo_dashtoon_keyframe_lora_converted_comfy_bf16 HunyuanVideo_dashtoon_keyframe_lora_converted_bf16
-            hunyuan-video-keyframe-control-lora img2vid img2vid544p""",
+            hunyuan-video-keyframe-control-lora img2vid img2vid544p Hunyuan-GameCraft-1.0 HunyuanWorld-Voyager""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16

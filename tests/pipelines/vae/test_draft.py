@@ -14,6 +14,7 @@ from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.pipeline import DEMOS
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae import draft
@@ -203,3 +204,13 @@ def test_broken_values_of_a_draft_are_an_error(sampled: Any, tmp_path: Path) -> 
     save_file({f"decoder.{key}": tensor for key, tensor in tensors.items()}, file)
     with pytest.raises(Exception, match="values of the draft are NaN"):
         stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
+
+
+def test_the_draft_of_a_demo_model_is_refused(sampled: Any, tmp_path: Path) -> None:
+    """Its VAE was trained anew, so that published tiny decoders would draw noise of its latents."""
+    pipeline, latents = sampled
+    file_of(pipeline.family, tmp_path)
+    demo = replace(pipeline, model=replace(pipeline.model, source=DEMOS / "hunyuan_video"))
+    assert demo.is_demo
+    with pytest.raises(UnsupportedError, match="a draft of a demo model"):
+        stages.decode(demo, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
