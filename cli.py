@@ -254,7 +254,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
             return jobs.run(job, machine, progress, pipeline)
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
-        frames = stages.decode(pipeline, latents, progress, arguments.decode)
+        folders = machine.places.models
+        frames = stages.decode(pipeline, latents, progress, arguments.decode, tiny_decoders=folders)
         return jobs.Rendered(frames, latents, DecodeRequest(arguments.decode))
 
 
@@ -485,7 +486,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stored-products", action="store_true", help="multiply 8-bit weights as they are stored; lossy")
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
-    add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
+    add("--decode", choices=METHODS, default="auto", help="how; draft: roughly, by a tiny decoder in --search")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")

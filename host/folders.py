@@ -13,14 +13,15 @@ from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.family import FamilySpec
+from ..pipelines.files.catalogue import published_family, remedy
 from ..pipelines.files.models import family_of_folder, find_models
-from ..pipelines.files.offers import published_family, remedy
 from ..pipelines.latents.steps import FOLDER
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
+TINY_DECODER_KEYS = ("vae_approx",)
 UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
 NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"

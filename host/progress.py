@@ -12,7 +12,6 @@ from typing import Any
 
 import comfy.model_management
 import comfy.utils
-import latent_preview
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
@@ -20,7 +19,6 @@ from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.memory.statistics import time_left
 from ..pipelines.base import Preview, ProgressStage
-from .families import latent_format_of
 from .server import paused
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
@@ -176,10 +174,10 @@ class NodeProgress:
         if _window() is None:
             return None
         if not self._previewer_known:
+            from .tiny_preview import previewer_for
+
             self._previewer_known = True
-            latent_format = latent_format_of(self.family)
-            device = comfy.model_management.get_torch_device()
-            self._previewer = None if latent_format is None else latent_preview.get_previewer(device, latent_format)
+            self._previewer = previewer_for(self.family)
         if self._previewer is None:
             return None
         estimate = preview()

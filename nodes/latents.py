@@ -304,8 +304,8 @@ class UpscaleLatents(io.ComfyNode):
             node_id="AnyGPUUpscaleLatents",
             display_name="AnyGPU Upscale Latents",
             is_dev_only=True,
-            description="Doubles width and height of LTX-Video latents with its latent upscaler. AnyGPU Sample then "
-                        "refines them in the model's published second pass.",
+            description="Doubles width and height of LTX-Video latents with its latent upscaler, and AnyGPU Sample then "
+                        "refines them in the model's published second pass; or doubles the frame rate.",
             search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
@@ -313,7 +313,8 @@ class UpscaleLatents(io.ComfyNode):
                 io.Combo.Input(
                     "upscaler", options=folders.upscaler_choices(),
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
-                            "ltxv-spatial-upscaler-0.9.8.safetensors. Press R after adding one.",
+                            "ltxv-spatial-upscaler-0.9.8.safetensors, or ltxv-temporal-upscaler-0.9.8.safetensors for "
+                            "twice the frames. Press R after adding one.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

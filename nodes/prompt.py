@@ -142,6 +142,11 @@ class EncodeImage(io.ComfyNode):
                     tooltip="SigLIP output from core's CLIP Vision Encode. Replaces the model's own image encoder "
                             "(FramePack, HunyuanVideo 1.5).",
                 ),
+                io.Boolean.Input(
+                    "control", default=False, optional=True, advanced=True,
+                    tooltip="LTX-Video with an IC-LoRA: the clip controls the video (pose, depth, edges) instead of "
+                            "being part of it. strength is how strictly.",
+                ),
             ],
             outputs=[
                 Image.Output(display_name="image"),

@@ -12,8 +12,8 @@ from ..host.progress import NodeProgress
 from ..paint.choices import KINDS
 from ..pipelines import report as reports
 from ..pipelines.demo.stand_in import own_inputs
+from ..pipelines.files import catalogue
 from ..pipelines.files import download as downloads
-from ..pipelines.files import offers
 from ..pipelines.forecast import page as memory_plan
 from ..pipelines.forecast.memory import Forecast
 from ..pipelines.forecast.times import room_now, times_of
@@ -143,7 +143,7 @@ class DownloadModel(Uncached):
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
-                    "model", options=list(offers.every_offer()),
+                    "model", options=list(catalogue.every_offer()),
                     tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
                             "pages. The licences are on those pages; by downloading you accept them.",
                 ),
@@ -170,4 +170,4 @@ class DownloadModel(Uncached):
         for line in lines[1:]:
             progress.notify(line)
         progress.finish(lines[0])
-        return io.NodeOutput(str(offers.folder_of(offers.offer_of(model).downloads[0], roots)))
+        return io.NodeOutput(str(catalogue.folder_of(catalogue.offer_of(model).downloads[0], roots)))

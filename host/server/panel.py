@@ -16,7 +16,7 @@ from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.demo import demo_models
-from ...pipelines.files.offers import absent_offers, first_steps
+from ...pipelines.files.catalogue import absent_offers, first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 

@@ -24,7 +24,7 @@ from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, ProgressStage
 from ..family import Download
-from .offers import folder_of, free_bytes, offer_of, stored_for, variants_of
+from .catalogue import folder_of, free_bytes, offer_of, stored_for, variants_of
 
 CHOICES = ("no", "download")  # grows at the end
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # settings, vocabularies, templates of chats

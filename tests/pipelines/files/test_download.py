@@ -21,10 +21,11 @@ import pytest
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
-from anygpu.pipelines.files import download, offers
+from anygpu.pipelines.family import HUB_FILES, Download, Offer
+from anygpu.pipelines.files import catalogue, download
+from anygpu.pipelines.files.catalogue import absent_offers, every_offer
 from anygpu.pipelines.files.download import fetched, is_checked, selected
-from anygpu.pipelines.files.offers import absent_offers, every_offer
+from anygpu.pipelines.offers import HUB
 from anygpu.pipelines.registry import FAMILIES
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -133,7 +134,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one repository, which the first family's model is; its bytes come in small pieces."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 65536)
-    monkeypatch.setattr(offers, "offers", lambda: {"LTX-Video": Offer((DOWNLOAD,), {"all": 0.1})})
+    monkeypatch.setattr(catalogue, "offers", lambda: {"LTX-Video": Offer((DOWNLOAD,), {"all": 0.1})})
     monkeypatch.setattr(download, "WAIT_SECONDS", 0.01)
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
@@ -313,11 +314,11 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
         run(hub, tmp_path, choice="yes")
     other = replace(DOWNLOAD, revision="f" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr(offers, "offers", lambda: {"LTX-Video": Offer((other,), {"all": 0.1})})
+        patch.setattr(catalogue, "offers", lambda: {"LTX-Video": Offer((other,), {"all": 0.1})})
         with pytest.raises(CheckpointError, match=rf"has no commit f{{40}}; .*Update AnyGPU, or download {HUB}"):
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(offers.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
+        patch.setattr(catalogue.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
         other = tmp_path / DOWNLOAD.folder / download.PARTS / "of-something-else.incomplete"
         other.parent.mkdir(parents=True)
         with other.open("wb") as file:
