@@ -166,7 +166,7 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
         ones = {name: torch.ones(each.shape, dtype=each.dtype, device=device) for name, each in tensors.items()}
         return family.code.call_transformer(pipeline, module, replace(empty, **ones))  # type: ignore[arg-type]
 
-    return Stack(module, forward, work, dtype, sampling_bytes(pipeline, size))
+    return Stack(module, forward, work, dtype, activations=sampling_bytes(pipeline, size))
 
 
 def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Stack:
