@@ -182,9 +182,9 @@ bench: $(READY) accelerator
 	for case in $(CASES); do $(BENCH) $$case --write || exit 1; done
 	$(BENCH) peers --families ltx hunyuan_video framepack mochi --repeats 1 --write
 
-# All cases of a GPU; the machine needs torch and Triton, and diffusers for the models.
+# What this GPU is and can do, in ten minutes, offline; torch is enough. It goes on where it was interrupted.
 gpu:
-	$(GPU_PYTHON) benchmarks/runner.py gpu --write
+	$(GPU_PYTHON) cli.py prove
 
 lint: $(READY)
 	$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy --explicit-package-bases compat pipelines

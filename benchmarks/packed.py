@@ -76,5 +76,5 @@ def asked(layer_format: str) -> str:
 
 CASES = [
     Case("packed_cards", card_rows, about=dict, page=write_page),
-    Case("packed_gpu", gpu_rows, table="packed_gpu", lacks=no_gpu, gpu=True, threads=0),
+    Case("packed_gpu", gpu_rows, table="packed_gpu", lacks=no_gpu, threads=0),
 ]

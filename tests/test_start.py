@@ -94,7 +94,7 @@ def test_a_start_imports_nothing_that_only_a_run_needs():
 
 def test_a_start_imports_no_package_that_comfyui_has_not_imported():
     packages = set().union(*map(packages_of, started()))
-    assert packages == {*COMFYUI, "einops", "torch"}, "diffusers and transformers take seconds: import them late"
+    assert packages == {*COMFYUI, "torch"}, "diffusers and transformers take seconds: import them late"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,13 @@ class ModelDevice:
         return bool(self.able["conv3d"].get(name, True) and self.able["pad3d"].get(name, True))
 
     @cached_property
+    def guard(self) -> Any:
+        """The guard of runs; None on a CPU."""
+        from ...compat.transforms.guard import guard_of
+
+        return guard_of(self.probes, self.facts.device)
+
+    @cached_property
     def fp32_output(self) -> bool:
         """True if matmuls of fp16 operands can come out in fp32 here."""
         return self.probes["output.fp16_to_fp32"].status == "ok"

@@ -186,6 +186,8 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
     doctor = pipeline.run.doctor
     if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
+    for missed, path in ({} if (probes := pipeline.device.probes) is None else probes.misses()).items():
+        progress.notify(f"wrong in earlier runs on this device: {missed}; {path} instead")
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)
 
