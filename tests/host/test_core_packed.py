@@ -25,6 +25,7 @@ CHOICES = {
     "half as fast": False,
     "twice as fast": True,
     "raises for 97 to 127 rows": False,
+    "ends the process": False,
 }
 
 
@@ -101,6 +102,7 @@ def test_nothing_is_left_after_a_cancel_or_an_error(inside: Inside) -> None:
 def test_the_choice_is_right_on_every_clock_and_the_templates_finish(inside: Inside, stand_in: str) -> None:
     found = inside.play("core_packed", "chosen", stand_in=stand_in, names=list(PAST))
     assert found["unasked"] == "dequantise", "nobody has tested it yet"
+    assert found["ends"] == (stand_in == "ends the process"), "a process ended twice"
     for error, same, line in found["results"].values():
         assert same is CHOICES[stand_in] and "tested on this device" in line
         assert same or error <= CLOSE
