@@ -23,7 +23,7 @@ import comfy_kitchen.tensor.fp8 as fp8
 import torch
 from anygpu.compat import output_check
 from anygpu.compat.device import packed_paths, timed_choice
-from anygpu.compat.device.packed_rows import INT8
+from anygpu.compat.device.packed_rows import INT8, INTEGERS
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from host.inside import core_fit_vaes, core_tiny_vaes
-from host.inside.core_fit import PEAK, traces, turing
+from host.inside.core_fit import PEAK, machine_named, traces, turing
 from host.inside.core_tiny import CASES, GROUP, HOST, error, fill, louder, made, output, pack
 
 FULL = torch.float32
@@ -72,11 +72,11 @@ def empty(name: str, loaded: str) -> Any:
     return config.get_model({}, "").eval()
 
 
-def packed_twin(name: str, kind: str, loaded: str = "fp32") -> tuple[Any, Any]:
+def packed_twin(name: str, kind: str, loaded: str = "fp32", device: torch.device = HOST) -> tuple[Any, Any]:
     """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32."""
     model, plain = empty(name, loaded), made(name)
     pack_layers(model.diffusion_model, plain.model.diffusion_model, kind)
-    return comfy.model_patcher.CoreModelPatcher(model, HOST, HOST), plain
+    return comfy.model_patcher.CoreModelPatcher(model, device, HOST), plain
 
 
 @contextmanager
@@ -160,6 +160,33 @@ def packed(
         "traces": left_behind(network, unpacked=not native),
         "said": [str(decision) for decision in decisions],
     }
+
+
+def on_profile(name: str, kind: str, profile: str, lora: bool = False) -> dict[str, Any]:
+    """The same on a simulated machine with its faults and refusals, fitted as ``auto`` decides.
+
+    Args:
+        lora: whether a loud layer is patched; the error then has that of packing it anew.
+    """
+    with machine_named(profile) as machine, products_counted() as calls:
+        model, plain = packed_twin(name, kind, "fp16", machine.facts.device)
+        network, path = model.model.diffusion_model, CASES[name].loud
+        for layer in core_packed.packed_layers(network):
+            layer._full_precision_mm = layer.quant_format not in INTEGERS  # as core's loader decides there
+        before, expected = left_behind(network), output(plain, name)
+        if lora:
+            change = 0.5 * torch.randn(network.get_submodule(path).weight.shape)
+            for each in (model, plain):
+                each.add_patches({f"diffusion_model.{path}.weight": ("diff", (change,))})
+        changed = output(plain, name)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        packed = [layer.weight for layer in core_packed.packed_layers(fitted.model.diffusion_model)]
+        management.unload_all_models()
+    return {
+        "error": error(found, changed), "products": calls.total(), "said": [str(decision) for decision in decisions],
+        "traces": left_behind(network) - before, "changed": error(changed, expected), "packed": len(packed),
+    }  # fmt: skip
 
 
 class PackedLinear(torch.nn.Linear):
