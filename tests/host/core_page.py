@@ -76,9 +76,10 @@ def bound(found: dict[str, Any]) -> float:
 
 
 def worst(found: dict[str, Any], scenes: Sequence[str]) -> str:
-    """The largest error of some scenes, for the table."""
-    finite = [found[scene]["fit"] for scene in scenes if found[scene]["finite"]]
-    most = [f"{max(finite):.0e}".replace("e-0", "e-") if max(finite) else "none"] if finite else []
+    """The largest error of some scenes, for the table, and beside it what fp16 operands cost core where it is large."""
+    finite = [(found[scene]["fit"], found[scene]["own"]) for scene in scenes if found[scene]["finite"]]
+    fault, own = (f"{each:.0e}".replace("e-0", "e-") for each in max(finite, default=(0.0, 0.0)))
+    most = [(f"{fault} ({own})" if max(finite)[1] else fault) if max(finite)[0] else "none"] if finite else []
     return ", ".join(most + ["core's own is not finite"] * (len(finite) < len(scenes)))
 
 
