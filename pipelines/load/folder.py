@@ -105,9 +105,8 @@ def load(
     convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     guard = None if request.speed.compile else guard_of(probes, facts.device)  # which cannot look into compiled blocks
-    rewrites = (convolutions, safe.step(), attention_step(attention), *speed.steps(), guard_step(guard))
-    steps = (storage_step(files), *rewrites)
-    parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    parts = _parts(files, Preparation((*steps, guard_step(guard))), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
