@@ -35,8 +35,8 @@ ROWS = (
         "ltx",
         "2B dev|2B distilled 0.9.6",
         (SAMPLED, f"{VAES}test_ltx_pads_with_zeros", MASKED),
-        "schedule, guidance, STG and solver to 2e-4, text under its mask, decoder of 0.9.0",
-        f"{PICTURES}; pictures of 0.9.0 and 0.9.1 get no noise",
+        "schedule, guidance, STG and solver to 2e-4, noise on pictures, text under its mask, decoder of 0.9.0",
+        PICTURES,
     ),
     Compared(
         "ltx",

@@ -167,7 +167,8 @@ def sample(
 
     A picture wins over ``settings.latents`` and its noise mask where both want the same frames.
 
-    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32.
+    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32,
+    but for the noise on pictures, which Lightricks' configurations have for every version.
     """
     from diffusers import LTXPipeline
 
@@ -191,7 +192,7 @@ def sample(
     stepper = conditions.TokenStepper(
         schedule=schedule,
         start=start,
-        image_noise=recipe.image_noise if conditioned else 0.0,
+        image_noise=0.0 if pipeline.is_demo else recipe.image_noise,  # the demo model was trained without
         generator=generator,
         renews=renews,
     )

@@ -153,6 +153,12 @@ def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, t
     assert torch.equal(frames, expected[1]) and frames.shape == (FRAMES, SIZE, SIZE, 3)
 
 
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the recipe without noise on pictures, as diffusers' LTXImageToVideoPipeline has it."""
+    recipe = replace(RECIPES["dev"], image_noise=0.0)
+    monkeypatch.setattr("anygpu.pipelines.families.ltx.pipeline.recipe_of", lambda *_: recipe)
+
+
 # Parity -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +169,9 @@ def test_text_equals_ltx_pipeline(plain: Model, rescale: float) -> None:
     assert latents.task == "text"
 
 
-def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model) -> None:
+def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the noise on the picture, which diffusers leaves out."""
+    quiet(monkeypatch)
     latents = ours(plain, anchors=PLACES["first frame"])
     image = PICTURE.permute(0, 3, 1, 2)
     require_same(plain, latents, one_shot(plain.bare("ltx_image"), plain.prompt, image=image))
@@ -191,7 +199,11 @@ def test_frame_rate_counts_as_upstream_counts_it(plain: Model, condition: Model,
 
 
 @pytest.mark.parametrize("task", TASK)
-def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condition: Model, task: str) -> None:
+def test_own_text_encoding_equals_within_what_trimming_costs(
+    plain: Model, condition: Model, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if task == "ltx_image":
+        quiet(monkeypatch)
     model = condition if task == "ltx_condition" else plain
     anchors = PLACES["first frame"] if task == "ltx_image" else ()
     image = {"image": PICTURE.permute(0, 3, 1, 2)} if anchors else {}
@@ -320,7 +332,10 @@ def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(conditi
     assert [text for text in progress.said if "clip" in text] == ["clip at frame 16: 17 -> 9 frames (the video has 25)"]
 
 
-def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, condition: Model, recorded: Any) -> None:
+def test_previews_are_videos_with_the_picture_in_its_place(
+    plain: Model, condition: Model, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet(monkeypatch)
     for model, place in ((condition, "first and last frame"), (plain, "first frame")):
         progress, image = recorded(), encoded(model.pipeline, PLACES[place])
         latents = stages.sample(model.pipeline, model.prompt, image, SETTINGS, progress)
@@ -530,8 +545,7 @@ def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch
 def test_a_control_clip_stands_beside_the_video(
     condition: Model, monkeypatch: pytest.MonkeyPatch, picture: torch.Tensor | None, strength: float
 ) -> None:
-    quiet = replace(RECIPES["dev"], image_noise=0.0)
-    monkeypatch.setattr("anygpu.pipelines.families.ltx.pipeline.recipe_of", lambda pipeline, settings: quiet)
+    quiet(monkeypatch)
     image = None if picture is None else encoded(condition.pipeline, [(picture, 0, 1.0)])
     request = ImageRequest(CLIP, SIZE, SIZE, 0, strength, previous=image, control=True)
     image = stages.encode_image(condition.pipeline, request, "stretch", Silent())
@@ -562,3 +576,27 @@ def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_the
     other, progress = load(LoadRequest(tiny.build("framepack", tiny_folder), device="cpu")), recorded()
     stages.encode_image(other, ImageRequest(PICTURE, 64, 64, control=True), "stretch", progress)
     assert "control has no effect on FramePack" in progress.said
+
+
+@pytest.mark.parametrize("name", ["plain", "condition"])
+def test_pictures_of_every_version_get_the_published_noise(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each step clean + 0.15 t^2 noise, anew each time. Source: every config of Lightricks/LTX-Video."""
+    model, seen = request.getfixturevalue(name), []
+
+    def look(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+        seen.append((named["hidden_states"][-1, :4], float(named["timestep"][-1].max()) / 1000))
+
+    image, settings = encoded(model.pipeline, PLACES["first frame"]), replace(SETTINGS, cfg=1.0, stg=0.0)
+    with model.pipeline.offloader.hold("transformer") as module:
+        hook = module.register_forward_pre_hook(look, with_kwargs=True)
+        stages.sample(model.pipeline, model.prompt, image, settings, Silent())
+        hook.remove()
+    quiet(monkeypatch)
+    clean = stages.sample(model.pipeline, model.prompt, image, settings, Silent()).samples[0, :, 0].flatten(1).T
+    noises = [(tokens - clean) / (0.15 * level**2) for tokens, level in seen]
+    assert len(noises) == STEPS
+    for index, noise in enumerate(noises):
+        assert 0.85 < float(noise.std()) < 1.15 and abs(float(noise.mean())) < 0.15
+        assert index == 0 or not torch.allclose(noise, noises[index - 1], atol=0.1)
