@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .decision import AUTO, Decision
-from .device.facts import GIBIBYTE, DeviceFacts
+from .device.facts import GIBIBYTE, DeviceFacts, allocator_settings
 from .device.packed_paths import kitchen_decisions
 from .device.packed_rows import INTEGERS
 from .device.precision import DTYPES, NAMES, ModelPrecision, Precision, precision_for
@@ -120,6 +120,8 @@ def changes_for(
             "This build of torch supports no GPU. If you have one, install the build for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
+    if not policy.expandable_segments and "expandable_segments:True" in allocator_settings():
+        messages.append("Leave expandable_segments out of PYTORCH_ALLOC_CONF: on this card it gives NaN.")
     mended = {row.name for row in fixed(policy, probes)}
     messages += [row.remedy for row in policy.rows if row.remedy and row.name not in mended]
     expected = {*policy.wrong, *policy.costly, *OPTIONAL}

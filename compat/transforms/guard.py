@@ -21,12 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.library import FAULTS, NAMESPACE
 from ..device.execution import HOST, placed, to_host
+from ..device.facts import DeviceFacts
 from ..device.probe_store import IN_RUNS, ProbeStore
+from ..device.quirks import policy_for
 from ..device.rates import work_of
 from ..errors import UnsupportedError, first_line
 from ..memory.parts import Undo
 from .attention_chunks import chunked
 from .order import Back, Order, Step
+from .plain_calls import PlainCalls, plain_calls
 
 log = logging.getLogger(__name__)
 
@@ -318,26 +321,30 @@ def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
     return None if store is None or store.quiet or device.type == HOST.type else Guard(store)
 
 
-def guard_step(guard: Guard | None) -> Step:
-    """``guard`` around each forward of a part, of a VAE's encoder and decoder."""
+def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
+    """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its two halves."""
+    guard, calls = guard_of(store, facts.device), plain_calls(policy_for(facts))
 
     def apply(part: str, module: nn.Module) -> Back | None:
-        if guard is None:
+        if guard is None and calls is None:
             return None
         named = [getattr(module, name, None) for name in ("encoder", "decoder")] if part == "vae" else [module]
-        return Undo(back for each in filter(None, named) for back in _hooks(each, guard)).restore
+        return Undo(back for each in filter(None, named) for back in _hooks(each, guard, calls)).restore
 
     return Step(Order.GUARD, "guard", apply)
 
 
-def _hooks(module: nn.Module, guard: Guard) -> Iterator[Back]:
-    """Put ``guard`` around the forwards of ``module``; what takes it away."""
+def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> Iterator[Back]:
+    """Put both around the forwards of ``module``; what takes them away."""
     entered: list[ExitStack] = []
 
     def before(_: Any, args: Any, kwargs: Any) -> None:
         shapes = [each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         entered.append(ExitStack())
-        entered[-1].enter_context(guard.looking((id(module), tuple(shapes))))
+        if calls is not None:
+            entered[-1].enter_context(calls)
+        if guard is not None:
+            entered[-1].enter_context(guard.looking((id(module), tuple(shapes))))
 
     def after(*_: Any) -> None:
         entered.pop().close()

@@ -205,6 +205,8 @@ class FittedNetwork:
             if plain or seen.casts:
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
+            if self.machine.calls is not None:
+                stack.enter_context(self.machine.calls)
             if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
                 stack.enter_context(guard.looking((id(network), call.args[0].shape)))
             if self.fit.attention is None:

@@ -114,7 +114,7 @@ TABLE: dict[str, str] = {
         "torch.backends.cudnn. version",
         "torch.backends.mps. get_name",
         "torch.version. cuda git_version hip",
-        "torch._C. _cuda_getDriverVersion",
+        "torch._C. _accelerator_getAllocatorSettings _cuda_getDriverVersion",
         "torch.xpu. get_arch_list get_device_properties",
         "torch_xla.core.xla_model. get_memory_info",
         "torch_xla.runtime. device_type",
