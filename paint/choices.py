@@ -10,6 +10,7 @@ from pathlib import Path
 from ..compat.decision import AUTO
 
 KINDS = ("paint", "paint_pbr", "delight")
+MV_ADAPTER, IG2MV, TG2MV = "mv_adapter", "ig2mv", "tg2mv"  # a family, and its variants: with a picture, by words alone
 VARIANTS = (AUTO, "v2-0", "turbo")
 STORED_AS = (AUTO, "bin", "safetensors")
 SCHEDULERS = (AUTO, "euler_ancestral", "euler", "lcm", "unipc")
