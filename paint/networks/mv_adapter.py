@@ -260,7 +260,7 @@ def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
     for name, leaf in module.named_modules():
         if isinstance(leaf, (nn.Linear, nn.Conv2d)):
             leaf.register_forward_pre_hook(operands)
-            if not name.rpartition(".")[2].removesuffix("_mv").removesuffix("_ref").startswith(NARROW):
+            if name.rpartition(".")[2].removesuffix("_mv").removesuffix("_ref") not in NARROW:
                 leaf.register_forward_hook(stream)
 
 
