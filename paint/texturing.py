@@ -268,8 +268,15 @@ def textured(
         size = settings.paint.size if adapter else settings.texture.view_size
         maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, "auto", size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
-        words = (settings.prompt, settings.negative)
-        inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino, *words)
+        inputs = PaintInputs(
+            references=references,
+            normals=maps.normal,
+            positions=maps.position,
+            cameras=cameras,
+            dino=dino,
+            prompt=settings.prompt,
+            negative=settings.negative,
+        )
         del maps
         painted = painted_views(pipeline, inputs, settings.paint, progress)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)

@@ -102,7 +102,7 @@ def _saved(folder: Path, part: str) -> BasePart:
     """A part as diffusers or transformers saved it."""
     config = read_json(folder / "config.json", f"the configuration of the {part}")
     stored = weights_in(folder, part, "safetensors")
-    return BasePart(stored, config, {name: name for name in stored.shapes}, dict, stored.shapes)
+    return BasePart(stored, config, {name: name for name in stored.shapes}, dict, shapes=stored.shapes)
 
 
 def _of_file(path: Path) -> Base:
@@ -141,9 +141,8 @@ def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shap
     names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
-    return BasePart(
-        Weights(stored.path, inside, stored.entries, total), config(shapes) if made else {}, names, convert, shapes
-    )
+    weights = Weights(stored.path, inside, stored.entries, total)
+    return BasePart(weights, config(shapes) if made else {}, names, convert, shapes=shapes)
 
 
 def _open_clip(convert: Any, prefix: str, penultimate: bool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
