@@ -212,14 +212,13 @@ def _sampled(
         states = [state.to(dtype) for state in module(placed(maps, device, module.dtype))]
     shown = (False, True)[-run.rows :]
     layers = AdapterInputs(reference, shown, settings.reference_scale, settings.multiview_scale)
-    need = step_bytes(pipeline, VIEWS * run.rows, (side, side), run.references)
     denoising = Denoising(
         solver,
         draw,
-        run.rows,
-        settings.guidance,
-        need,
-        run,
+        rows=run.rows,
+        guidance=settings.guidance,
+        need=step_bytes(pipeline, VIEWS * run.rows, (side, side), run.references),
+        run=run,
         epsilon=pipeline.configs["adapter"]["prediction_type"] == EPSILON,
     )
     step = Rows(words, layers, states, progress)

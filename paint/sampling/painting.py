@@ -279,7 +279,7 @@ def sampled(
     )
     need = step_bytes(pipeline, views * materials * len(rows), (shape[-2], shape[-1]), references_in(conditions))
     planned = _run(settings, views, references_in(conditions))
-    denoising = Denoising(solver, draw, len(rows), settings.guidance, need, planned)
+    denoising = Denoising(solver, draw, rows=len(rows), guidance=settings.guidance, need=need, run=planned)
 
     def forward(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
         return predicted(unet, noisy, time, conditions, run)

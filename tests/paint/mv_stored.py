@@ -41,6 +41,17 @@ def unet_config(base: str) -> dict[str, Any]:
     return common
 
 
+def full_size(base: str) -> dict[str, Any]:
+    """The configuration of the published UNet."""
+    config = unet_config(base)
+    sdxl = base == "sdxl"
+    widths = [320, 640, 1280] if sdxl else [320, 640, 1280, 1280]
+    config |= {"block_out_channels": widths, "attention_head_dim": [width // 64 for width in widths]}
+    config["transformer_layers_per_block"] = [1, 2, 10] if sdxl else [1, 1, 1, 1]
+    config["cross_attention_dim"] = 2048 if sdxl else 1024
+    return config | ({"projection_class_embeddings_input_dim": 2816} if sdxl else {})
+
+
 def vae_config(base: str) -> dict[str, Any]:
     return {
         "in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2,

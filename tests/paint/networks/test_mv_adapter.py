@@ -142,19 +142,9 @@ PUBLISHED = {  # tensors and parameters of the adapter: counted by others from t
 }
 
 
-def full_size(base: str) -> dict:
-    config = mv_stored.unet_config(base)
-    sdxl = base == "sdxl"
-    widths = [320, 640, 1280] if sdxl else [320, 640, 1280, 1280]
-    config |= {"block_out_channels": widths, "attention_head_dim": [width // 64 for width in widths]}
-    config["transformer_layers_per_block"] = [1, 2, 10] if sdxl else [1, 1, 1, 1]
-    config["cross_attention_dim"] = 2048 if sdxl else 1024
-    return config | ({"projection_class_embeddings_input_dim": 2816} if sdxl else {})
-
-
 @pytest.mark.parametrize(("variant", "base"), list(PUBLISHED))
 def test_names_and_sizes_are_those_of_the_published_files(variant, base):
-    config = full_size(base)
+    config = mv_stored.full_size(base)
     with torch.device("meta"):
         unet, encoder = unet_for(config, variant), encoder_for(base, widths_for(base, config["block_out_channels"]))
     tensors = {name: each for name, each in unet.state_dict().items() if ".processor." in name} | encoder.state_dict()
