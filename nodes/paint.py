@@ -242,7 +242,7 @@ class PaintViews(io.ComfyNode):
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto",
                     tooltip="auto: as published, which is euler_ancestral for v2-0, lcm for turbo, unipc for PBR and "
-                            "euler for MV-Adapter.",
+                            "euler for MV-Adapter, on SD2.1 euler_ancestral.",
                 ),
                 io.Combo.Input(
                     "sigma_schedule", options=list(SPACINGS), default="auto", advanced=True,

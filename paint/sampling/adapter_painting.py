@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,10 @@ def paint_six_views(
         CheckpointError: no tokenizer.
     """
     progress = progress or Silent()
-    settings = completed(pipeline, settings, progress)
     base = str(pipeline.configs["adapter"]["base"])
+    if settings.scheduler == "auto" and base == "sd21":
+        settings = replace(settings, scheduler="euler_ancestral")  # the step of the recommended DDPM
+    settings = completed(pipeline, settings, progress)
     if settings.size != TAUGHT_SIZES[base]:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")
     prompt = _prompt(pipeline, inputs)
