@@ -22,11 +22,15 @@ ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
 TINY_DECODER_KEYS = ("vae_approx",)
+BASE_KEYS = ("checkpoints", "diffusers")
+ADAPTER_KEYS = ("diffusion_models", "model_patches", "controlnet", "diffusers")
+ADAPTER_WORDS = ("mvadapter", "mv-adapter", "mv_adapter", "ig2mv", "tg2mv")
 UPSCALER_KEYS = ("latent_upscale_models", "upscale_models")
 NO_MODEL, NO_PAINT_MODEL, NO_LORA = "no model found", "no paint model found", "no LoRA found"
-NO_FILE, NO_UPSCALER = "no file found", "no upscaler found"
-NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE, NO_UPSCALER)  # entries of lists that have no other
+NO_FILE, NO_UPSCALER, NO_ADAPTER = "no file found", "no upscaler found", "no MV-Adapter found"
+NOTHING = (NO_MODEL, NO_PAINT_MODEL, NO_LORA, NO_FILE, NO_UPSCALER, NO_ADAPTER)  # entries of lists that have no other
 AUTO, NONE = "auto", "none"
+DEPTHS = ("*.safetensors", "*/*.safetensors")
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
 _listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
@@ -200,6 +204,52 @@ def paint_provider_folder(name: str) -> Path | None:
         return None
     what = "folder", "one from the list"
     return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
+
+
+def base_models() -> dict[str, Path]:
+    """Name to path of what MV-Adapter may stand on: checkpoint files, and folders of diffusers with a UNet."""
+    searched = roots(BASE_KEYS)
+    files = (file for root in roots(BASE_KEYS[:1]) for each in DEPTHS for file in _matches(root, each))
+    units = (config for root in searched for config in _matches(root, "*/unet/config.json"))
+    saved = (config.parent.parent for config in units)
+    return _named(searched, (*files, *(folder for folder in saved if not is_paint_folder(folder))))
+
+
+def base_choices() -> list[str]:
+    """The choices of what MV-Adapter stands on; a single entry that says so if there are none."""
+    return list(base_models()) or [NO_MODEL]
+
+
+def base_path(name: str) -> Path:
+    """The file or folder of a listed checkpoint, as :func:`path_of` finds it."""
+    searched = roots(BASE_KEYS)
+    what = "checkpoint", "a .safetensors of Stable Diffusion XL or 2.1, or a diffusers folder of it"
+    return path_of(name, base_models(), searched, what, f"Put one into {searched[0]} and press R.")
+
+
+def adapters() -> dict[str, Path]:
+    """Name to path of the files that may hold an MV-Adapter, by their names."""
+    searched = roots(ADAPTER_KEYS)
+    files = (file for root in searched for each in DEPTHS for file in _matches(root, each))
+    return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
+
+
+def adapter_choices() -> list[str]:
+    """The choices of the node that loads MV-Adapter; a single entry that says so if there are none."""
+    return list(adapters()) or [NO_ADAPTER]
+
+
+def adapter_path(name: str) -> Path:
+    """The file of a listed MV-Adapter, as :func:`path_of` finds it."""
+    searched = roots(ADAPTER_KEYS)
+    what = "MV-Adapter", "a file such as mvadapter_ig2mv_sdxl.safetensors"
+    fix = f"Download one from huanngzh/mv-adapter into {searched[0]} and press R."
+    return path_of(name, adapters(), searched, what, fix)
+
+
+def base_lora_choices() -> list[str]:
+    """The choices of a LoRA for such a checkpoint, none first."""
+    return [NONE, *loras()]
 
 
 def loras() -> dict[str, Path]:

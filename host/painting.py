@@ -41,10 +41,14 @@ class PaintProgress(NodeProgress):
         picture = Image.fromarray(row)
         return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
 
-    def sampled(self, latents: torch.Tensor, family: str, seed: int) -> None:
-        """Save what was sampled, (B, 4, h, w), for AnyGPU Recover Latents, before it is decoded."""
+    def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
+        """Save what was sampled, (B, 4, h, w), for AnyGPU Recover Latents, before it is decoded.
+
+        Args:
+            latent_format: name of core's class for them.
+        """
         height, width = (side * 8 for side in latents.shape[-2:])
-        kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format="SD15")
+        kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format=latent_format)
         recovery.save_plain_recovery(saved_folder(), kept, self.notify)
 
 

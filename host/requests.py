@@ -18,6 +18,7 @@ from ..pipelines.requests import LOAD_INPUTS, LoadRequest, load_request
 from . import folders, memory_manager, model_files
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.adapter_loading import AdapterRequest
     from ..paint.loading import PaintRequest
     from ..pipelines.records.places import Machine
 
@@ -31,6 +32,9 @@ FILE_INPUTS = {**FILES, "base": AUTO, "task": AUTO, **SHARED}
 PAINT_CHOICES = ("variant", "weights", "precision", "offload", "attention")
 PAINT_INPUTS = {"model": folders.NO_PAINT_MODEL, **dict.fromkeys(("vae", "image_encoder", *PAINT_CHOICES), AUTO)}
 PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
+ADAPTER_CHOICES = ("variant", "precision", "offload", "attention")
+ADAPTER_INPUTS = {"model": folders.NO_MODEL, "adapter": folders.NO_ADAPTER, "lora": folders.NONE, "lora_strength": 1.0}
+ADAPTER_INPUTS |= dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO)
 Inputs = Mapping[str, Any]
 
 
@@ -91,6 +95,23 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
         image_encoder=folders.paint_provider_folder(given["image_encoder"]),
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
         **{name: given[name] for name in PAINT_CHOICES},
+        **_here(machine),
+    )
+
+
+def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
+    """The request of AnyGPU Load MV-Adapter; arguments as of :func:`folder_request`."""
+    from ..paint.adapter_loading import AdapterRequest
+
+    given = {**ADAPTER_INPUTS, **inputs}
+    return AdapterRequest(
+        folders.base_path(given["model"]),
+        folders.adapter_path(given["adapter"]),
+        tokenizer=model_files.tokenizers().get("clip_l"),
+        vae=folders.paint_provider_folder(given["vae"]),
+        lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),
+        lora_strength=given["lora_strength"],
+        **{name: given[name] for name in ADAPTER_CHOICES},
         **_here(machine),
     )
 

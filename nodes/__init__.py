@@ -23,6 +23,7 @@ from .latents import (
 )
 from .loaders import ApplyLoRA, ComposePipeline, LoadPipeline
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
+from .mv_adapter import LoadMVAdapter
 from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
 from .replay import Replay
@@ -46,6 +47,7 @@ NODES = (
     WatchDoctor,
     QueueJobs, Collect, Farm,
     Replay,
+    LoadMVAdapter,
 )
 
 

@@ -25,6 +25,7 @@ SAVES, LOADS = Capability((OUTPUT,), (OUTPUT,)), Capability((INPUT, OUTPUT))
 SHOWS = Capability((), (TEMP,))  # a preview
 CAPABILITIES = {
     **dict.fromkeys(("AnyGPULoadPipeline", "AnyGPUComposePipeline", "AnyGPULoRA", "AnyGPULoadPaintPipeline"), RUNS),
+    "AnyGPULoadMVAdapter": RUNS,
     **dict.fromkeys(("AnyGPUEncodePrompt", "AnyGPUEncodeImage", "AnyGPUEncodeVideo", "AnyGPUDecode"), RUNS),
     **dict.fromkeys(("AnyGPUSample", "AnyGPUSampleFramePack", "AnyGPUUpscaleLatents", "AnyGPUMemoryPlan"), RUNS),
     **dict.fromkeys(("AnyGPUDelightImage", "AnyGPUPaintViews", "AnyGPUTextureMesh", "AnyGPUHardwareReport"), RUNS),

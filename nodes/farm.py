@@ -16,7 +16,7 @@ from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
 FARM = f"{CATEGORY}/farm"
-NO_RAY = importlib.util.find_spec("ray") is None  # then the menu needs none of the three
+NO_RAY = importlib.util.find_spec("ray") is None  # then the menu needs none of these nodes
 Jobs = io.Custom("ANYGPU_JOBS")
 
 
@@ -164,7 +164,7 @@ class Collect(Uncached):
         return schema(
             node_id="AnyGPUCollect",
             display_name="AnyGPU Collect",
-            is_dev_only=NO_RAY,
+            is_dev_only=True,
             category=FARM,
             description="Brings back the videos of finished jobs, in the order they were queued, and says why others "
                         "failed. Cancel stops the waiting, not the jobs.",

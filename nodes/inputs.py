@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat.checkpoints import packed
+from ..compat.device import precision
 from ..compat.memory import offloader
+from ..compat.transforms import attention, fused
 from ..compat.transforms import compile as compiling
-from ..compat.transforms import fused
 from ..host.api import io
 from ..pipelines.family import SCHEDULERS
 from ..pipelines.latents.batch import MOST_VIDEOS
@@ -179,3 +180,32 @@ def weight_inputs() -> list[Any]:
                     "one-line error.",
         ),
     ]
+
+
+def precision_input() -> Any:
+    """Dtypes of the networks."""
+    return io.Combo.Input(
+        "precision", options=list(precision.CHOICES), default="auto",
+        tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: "
+                "exact, twice the memory. bf16: the range of fp32. fp16-safe: multiplies in fp16 but "
+                "keeps the residual in fp32; not on a CPU.",
+    )
+
+
+def offload_input() -> Any:
+    """The time at which weights leave the device."""
+    return io.Combo.Input(
+        "offload", options=list(offloader.CHOICES), default="auto",
+        tooltip="auto: the fastest that fits. "
+        + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
+        + " On a CPU only auto and none work.",
+    )
+
+
+def attention_input() -> Any:
+    """The kernel of the attentions."""
+    return io.Combo.Input(
+        "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+        tooltip="Which kernel computes attention, for this pipeline only. "
+        + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items()),
+    )

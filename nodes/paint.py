@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..compat.device import precision
 from ..compat.device.execution import to_host
-from ..compat.memory import offloader
-from ..compat.transforms import attention
+from ..compat.errors import InputError
 from ..compat.transforms.compile import MOST_CACHED
 from ..host import folders, memory_manager, meshes, painting, preview
 from ..host.api import GraphBuilder, io
 from ..host.painting import PaintProgress
 from ..host.requests import paint_request
-from ..paint.choices import CACHE_LIMIT, SCHEDULERS, SPACINGS, STORED_AS, VARIANTS
-from .inputs import DEFAULT, SEED_LIMIT, Cameras, Paint, schema, seed_input
+from ..paint.choices import CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
+from .inputs import (
+    DEFAULT,
+    SEED_LIMIT,
+    Cameras,
+    Paint,
+    attention_input,
+    offload_input,
+    precision_input,
+    schema,
+    seed_input,
+)
 from .mesh import CATEGORY
 
 LICENCE = (
-    "The weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South "
+    "Hunyuan3D's weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South "
     "Korea, with limits on use and on very large services. This pack neither ships nor downloads them; read the "
     "licence first."
 )
@@ -26,7 +34,21 @@ LICENCE = (
 
 def steps_input() -> Any:
     """Denoising steps of the views."""
-    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15. " + DEFAULT)
+    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15, MV-Adapter 50. " + DEFAULT)
+
+
+def word_inputs() -> list[Any]:
+    """The prompts of MV-Adapter."""
+    return [
+        io.String.Input(
+            "prompt", default="", multiline=True, optional=True,
+            tooltip="MV-Adapter: the object in words. tg2mv needs it; ig2mv takes an empty one as high quality.",
+        ),
+        io.String.Input(
+            "negative_prompt", default=NEGATIVE, optional=True, advanced=True,
+            tooltip="MV-Adapter: what to avoid. The default is the published one.",
+        ),
+    ]
 
 
 def vision_input() -> Any:
@@ -55,18 +77,8 @@ class LoadPaintPipeline(io.ComfyNode):
                     "model", options=folders.paint_choices(),
                     tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
                 ),
-                io.Combo.Input(
-                    "precision", options=list(precision.CHOICES), default="auto",
-                    tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: "
-                            "exact, twice the memory. bf16: the range of fp32. fp16-safe: multiplies in fp16 but "
-                            "keeps the residual in fp32; not on a CPU.",
-                ),
-                io.Combo.Input(
-                    "offload", options=list(offloader.CHOICES), default="auto",
-                    tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
-                    + " On a CPU only auto and none work.",
-                ),
+                precision_input(),
+                offload_input(),
                 io.Combo.Input(
                     "variant", options=list(VARIANTS), default="auto", advanced=True,
                     tooltip="v2-0 and turbo have the same tensors, so auto looks for the word turbo in the path.",
@@ -85,11 +97,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     "image_encoder", options=providers, default="auto", advanced=True,
                     tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
                 ),
-                io.Combo.Input(
-                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel computes attention, for this pipeline only. "
-                    + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items()),
-                ),
+                attention_input(),
                 io.Boolean.Input(
                     "compile", default=False, optional=True, advanced=True,
                     tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on "
@@ -209,30 +217,36 @@ class PaintViews(io.ComfyNode):
                         "the latent, raise view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
-                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
-                io.Image.Input("image", tooltip="The object from the front, ideally in even light. If there are several pictures, all are used."),
+                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline, or AnyGPU Load MV-Adapter."),
+                io.Image.Input(
+                    "image", optional=True,
+                    tooltip="The object from the front, ideally in even light. If there are several pictures, all are used. "
+                            "tg2mv alone does without.",
+                ),
                 io.Image.Input("normals", tooltip="From AnyGPU Render Views."),
                 io.Image.Input("positions", tooltip="From AnyGPU Render Views."),
                 Cameras.Input("cameras", tooltip="From AnyGPU Render Views: the cameras of the maps."),
                 io.Int.Input(
                     "view_size", default=512, min=64, max=2048, step=64,
-                    tooltip="Size of each painted view in pixels. The models were made for 512, PBR also for 768.",
+                    tooltip="Size of each painted view in pixels. The models were made for 512, PBR also for 768; "
+                            "MV-Adapter for 768 on SDXL, 512 on SD2.1.",
                 ),
                 steps_input(),
                 io.Float.Input(
                     "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
                     tooltip="How closely the views follow the picture. 1 is off and halves the time; turbo uses 1, "
-                            "v2-0 2, PBR 3. "
+                            "v2-0 2, PBR and ig2mv 3, tg2mv 7. "
                     + DEFAULT,
                 ),
                 seed_input(),
                 io.Combo.Input(
                     "scheduler", options=list(SCHEDULERS), default="auto",
-                    tooltip="auto: as published, which is euler_ancestral for v2-0, lcm for turbo and unipc for PBR.",
+                    tooltip="auto: as published, which is euler_ancestral for v2-0, lcm for turbo, unipc for PBR and "
+                            "euler for MV-Adapter, on SD2.1 euler_ancestral.",
                 ),
                 io.Combo.Input(
                     "sigma_schedule", options=list(SPACINGS), default="auto", advanced=True,
-                    tooltip="How the noise levels are spaced. auto: trailing, as published. lcm always uses its own "
+                    tooltip="How the noise levels are spaced. auto: as published, trailing, of MV-Adapter leading. lcm always uses its own "
                             "spacing.",
                 ),
                 io.Mask.Input(
@@ -254,6 +268,7 @@ class PaintViews(io.ComfyNode):
                     "multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
                     tooltip="How strongly the views attend to one another.",
                 ),
+                *word_inputs(),
             ],
             outputs=[
                 io.Image.Output(display_name="images"),
@@ -264,23 +279,24 @@ class PaintViews(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, normals: Any, positions: Any, cameras: Any, view_size: int, sigma_schedule: str = "auto",
-        mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None, **settings: Any,
+        cls, pipeline: Any, normals: Any, positions: Any, cameras: Any, view_size: int, sigma_schedule: str = "auto",
+        image: Any = None, mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None,
+        prompt: str = "", negative_prompt: str = NEGATIVE, **settings: Any,
     ) -> io.NodeOutput:
         """The painted views, and their latents."""
         from ..paint import texturing
-        from ..paint.pictures import cut_out
         from ..paint.sampling.delight import DelightSettings
-        from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, paint_views, to_latent
+        from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, to_latent
 
         progress = PaintProgress(cls.hidden.unique_id)
-        references = texturing.references_of(pipeline, cut_out(image, mask), None, DelightSettings(), progress)
+        pictures = pictures_for(pipeline, image, mask)
+        references = texturing.references_of(pipeline, pictures, None, DelightSettings(), progress)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         start = latents_of(pipeline, latent)
         chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
-        inputs = PaintInputs(references=references, normals=normals, positions=positions, cameras=cameras, dino=dino)
-        painted = paint_views(pipeline, inputs, chosen, progress)
+        inputs = PaintInputs(references, normals, positions, cameras, dino=dino, prompt=prompt, negative=negative_prompt)
+        painted = texturing.painted_views(pipeline, inputs, chosen, progress)
         progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
         shown = preview.sheet(painted.views, cls)
         return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)
@@ -300,8 +316,11 @@ class TextureMesh(io.ComfyNode):
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
                 io.Mesh.Input("mesh", tooltip="One mesh. If it has no UVs, it is unwrapped with core's Unwrap Mesh."),
-                io.Image.Input("image", tooltip="The object from the front. If there are several pictures, all are used."),
-                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline."),
+                io.Image.Input(
+                    "image", optional=True,
+                    tooltip="The object from the front. If there are several pictures, all are used. tg2mv alone does without.",
+                ),
+                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline, or AnyGPU Load MV-Adapter."),
                 io.Int.Input(
                     "view_size", default=512, min=64, max=2048, step=64, tooltip="Size of each painted view in pixels.",
                 ),
@@ -319,6 +338,7 @@ class TextureMesh(io.ComfyNode):
                     tooltip="PBR: six views, plus extra views that show most of the unseen surface, up to this many.",
                 ),
                 vision_input(),
+                *word_inputs(),
             ],
             outputs=[
                 io.Mesh.Output(display_name="mesh"),
@@ -333,12 +353,12 @@ class TextureMesh(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, mesh: Any, image: Any, pipeline: Any, view_size: int, texture_size: int, seed: int, steps: int,
-        mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
+        cls, mesh: Any, pipeline: Any, view_size: int, texture_size: int, seed: int, steps: int,
+        image: Any = None, mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
+        prompt: str = "", negative_prompt: str = NEGATIVE,
     ) -> io.NodeOutput:
         """The textured mesh and its maps; where UVs are missing, the same node behind core's Unwrap Mesh."""
         from ..paint import texturing
-        from ..paint.pictures import cut_out
         from ..paint.sampling.painting import PaintSettings
 
         if mesh.uvs is None:
@@ -347,11 +367,28 @@ class TextureMesh(io.ComfyNode):
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         paint = PaintSettings(view_size, steps, seed=seed)
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
-        settings = texturing.OneStep(paint, baking, max_views)
-        given = (meshes.from_core(mesh), cut_out(image, mask), pipeline, delight)
+        settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
+        given = (meshes.from_core(mesh), pictures_for(pipeline, image, mask), pipeline, delight)
         texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.saved_views)
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
+
+
+def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
+    """The pictures of an input; none where words alone are painted after.
+
+    Raises:
+        InputError: none for a pipeline that needs one.
+    """
+    from ..paint.pictures import cut_out
+
+    if image is None and pipeline.variant != TG2MV:
+        raise InputError(
+            f"no image for {pipeline.family} {pipeline.variant}",
+            expected="a picture of the object",
+            fix="Connect one; only MV-Adapter tg2mv paints after words alone.",
+        )
+    return [] if image is None else cut_out(image, mask)
 
 
 def unwrapped_first(given: dict[str, Any]) -> io.NodeOutput:

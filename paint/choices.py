@@ -10,7 +10,10 @@ from pathlib import Path
 from ..compat.decision import AUTO
 
 KINDS = ("paint", "paint_pbr", "delight")
+IG2MV, TG2MV = "ig2mv", "tg2mv"  # variants of MV-Adapter: after a picture, after words alone
 VARIANTS = (AUTO, "v2-0", "turbo")
+ADAPTER_VARIANTS = (AUTO, IG2MV, TG2MV)
+PROMPT, NEGATIVE = "high quality", "watermark, ugly, deformed, noisy, blurry, low contrast"  # as published
 STORED_AS = (AUTO, "bin", "safetensors")
 SCHEDULERS = (AUTO, "euler_ancestral", "euler", "lcm", "unipc")
 SPACINGS = (AUTO, "trailing", "leading", "linspace", "karras")
@@ -52,14 +55,19 @@ class PublishedSampler:
     steps: int
     guidance: float
     background: float
+    spacing: str = "trailing"
 
 
 PUBLISHED = {
     "v2-0": PublishedSampler("euler_ancestral", 30, 2.0, GREY),
     "turbo": PublishedSampler("lcm", 10, 1.0, GREY),
     "v2-1": PublishedSampler("unipc", 15, 3.0, WHITE),
+    IG2MV: PublishedSampler("euler", 50, 3.0, 0.5, spacing="leading"),
+    TG2MV: PublishedSampler("euler", 50, 7.0, 0.5, spacing="leading"),
 }
-PUBLISHED_SPACING, DELIGHT_STEPS = "trailing", 50
+DELIGHT_STEPS = 50
+SHIFT = 8.0  # of the noise table of MV-Adapter: six views of one object keep more of it through the same noise
+TAUGHT_SIZES = {"sdxl": 768, "sd21": 512}  # pixels of a view, by the base
 
 
 @functools.cache

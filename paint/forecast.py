@@ -13,21 +13,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
+from ..compat.memory.parts import role_of
 from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
 from ..pipelines.forecast.times import PlannedStage, key_of
-from .choices import DELIGHT_STEPS, PUBLISHED
+from .choices import DELIGHT_STEPS, PUBLISHED, TAUGHT_SIZES, TG2MV
 from .loading import PaintPipeline
-from .networks import vae
-from .networks.encoders import CROPPED, TOKENS, encoder_without_weights
+from .networks import mv_adapter, vae
+from .networks.encoders import CLASSES, CROPPED, TOKENS, encoder_without_weights
 from .networks.layers import FED_TOKENS, Dtypes
 from .networks.multiview import LATENT_CHANNELS, StreamInputs
+from .networks.mv_adapter import VIEWS
 from .networks.pbr import MATERIALS
 from .networks.published import DELIGHT_CHANNELS, networks_for, stored_dtype
+from .networks.stable_diffusion import SIZES
 from .networks.unet import set_attention
 
 MARGIN = 1.15  # what a forecast may be off by
@@ -35,7 +38,13 @@ ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its 
 TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
 STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
-PARTS = {"text": "text_encoder", "image": "image_encoder", "reference": "reference"}  # others: the UNet or the VAE
+PARTS = {  # others: the UNet or the VAE
+    "text": "text_encoder",
+    "text_2": "text_encoder_2",
+    "image": "image_encoder",
+    "maps": "adapter",
+    "reference": "reference",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,22 @@ ATTENDING = Copies(12.3, 1.3)  # while the views look at one another
 FEEDING = {"paint": Copies(7.0, 3.1), "paint_pbr": Copies(9.1, 3.1), "delight": Copies(7.0, 3.1)}
 FED = Copies(0, 19.6)  # of the tokens that the feed-forward takes at once
 LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
+ADAPTER_COPIES = {  # by the base of MV-Adapter: of a step, of the states of its maps, and of the reference
+    "sdxl": {
+        "step": Copies(12.6, 3.5),
+        "states": Copies(1.25, 0),
+        "maps": Copies(3.25, -1.0),
+        "kept": Copies(20.0, 0),
+        "looking": Copies(32.4, 3.5),
+    },
+    "sd21": {
+        "step": Copies(10.3, 16.0),
+        "states": Copies(1.8, 0),
+        "maps": Copies(6.0, -2.0),
+        "kept": Copies(8.8, 0),
+        "looking": Copies(18.9, 16.0),
+    },
+}
 ATTENDED, KEPT = Copies(0, 16.7), Copies(0, 8.4)  # of the reference's own map while it is attended to, and all the time
 
 
@@ -62,7 +87,7 @@ class PaintRun:
         views: cameras.
         steps: of the sampler.
         rows: of guidance in a step, beside one another.
-        references: pictures of the object.
+        references: pictures of the object; 0 where words alone describe it.
     """
 
     steps: int
@@ -77,8 +102,8 @@ class PaintRun:
 
     def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
         """One of its stages; only its copies depend on the ``room``."""
-        part, precision = PARTS.get(name, "unet" if name in STEPPING.values() else "vae"), pipeline.precision
-        dtypes = {"text_encoder": precision.text, "image_encoder": precision.text, "vae": precision.vae}
+        part, precision, steps = part_of(pipeline, name), pipeline.precision, name in STEPPING.values()
+        dtypes = {"vae": precision.vae, **dict.fromkeys(CLASSES, precision.text)}
         computes = precision.compute if part == "unet" else None
         needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}
         return PlannedStage(
@@ -89,7 +114,7 @@ class PaintRun:
             work=partial(stage_work, pipeline, name, self),
             weights=pipeline.weights[part].total,
             key=work_key(pipeline),
-            calls=self.steps if part == "unet" else 1,
+            calls=self.steps if steps else 1,
             stays=needs[name].stays,
         )
 
@@ -105,7 +130,18 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     if guided is None:
         guided = int(own is not None and own.guidance != 1)
     usual = DELIGHT_STEPS if own is None else own.steps
-    return PaintRun(steps or usual, 1 + guided, size or TAUGHT_SIZE, 1 if delight else views or TAUGHT_VIEWS)
+    taught = (
+        TAUGHT_SIZES.get(pipeline.configs["adapter"]["base"], 0) if pipeline.family == "mv_adapter" else TAUGHT_SIZE
+    )
+    references = 0 if pipeline.variant == TG2MV else 1
+    views = 1 if delight else views or TAUGHT_VIEWS
+    return PaintRun(steps or usual, 1 + guided, size or taught, views=views, references=references)
+
+
+def part_of(pipeline: Any, stage: str) -> str:
+    """The part that runs in a stage: MV-Adapter has no second UNet for the reference."""
+    part = PARTS.get(stage, "unet" if stage in STEPPING.values() else "vae")
+    return "unet" if part == "reference" and pipeline.family == "mv_adapter" else part
 
 
 def materials_of(pipeline: Any) -> int:
@@ -123,11 +159,14 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
     mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
     pictures = run.rows * run.views * materials_of(pipeline)
     side, dtype = run.size // vae.REDUCTION, pipeline.precision.vae
+    looking = looking_bytes(pipeline, run.references, (side, side))
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
-        ("encoding", "vae", vae_bytes(ENCODED, run.size, dtype)),
+        ("text_2", "text_encoder_2", 0),
+        *([("encoding", "vae", vae_bytes(ENCODED, run.size, dtype))] if run.references else []),
         ("image", "image_encoder", 0),
-        ("reference", "reference", looking_bytes(pipeline, run.references, (side, side))),
+        *([("reference", part_of(pipeline, "reference"), looking)] if run.references else []),
+        *([("maps", "adapter", map_encoder_bytes(pipeline, run.size))] if pipeline.family == "mv_adapter" else []),
         (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else run.references)),
         ("decoding", "vae", vae_bytes(DECODED, run.size, dtype)),
     ]
@@ -142,7 +181,7 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
             stay = resident_bytes(size.total, size.passing, room, asked(activations))
         ahead = ahead_bytes(pipeline.offloader, size, part, mode, stays=stay)
         needs.append(StageNeed(name, kept, own, activations, ahead=ahead, stays=stay))
-        if mode == "none" and not part.endswith("_encoder"):  # these leave after their one use
+        if mode == "none" and not role_of(part).endswith("_encoder"):  # these leave after their one use
             stays[part] = pipeline.weights[part].total
     return tuple(needs)
 
@@ -156,6 +195,11 @@ def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: 
         references: pictures kept; 0 for delight.
     """
     area, maps = size[0] * size[1], partial(map_bytes, pipeline, size)
+    if pipeline.family == "mv_adapter":
+        copies = _adapter_copies(pipeline)
+        return sum(
+            maps(count, copies[kind]) for kind, count in (("step", pictures), ("states", VIEWS), ("kept", references))
+        )
     fed = min(pictures * area, max(FED_TOKENS, area)) / area
     attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
     feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
@@ -164,7 +208,18 @@ def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: 
 
 def looking_bytes(pipeline: Any, references: int, size: tuple[int, int]) -> int:
     """Activations at the peak of the reference stream, what it keeps among them."""
-    return map_bytes(pipeline, size, references, LOOKING)
+    copies = _adapter_copies(pipeline)["looking"] if pipeline.family == "mv_adapter" else LOOKING
+    return map_bytes(pipeline, size, references, copies)
+
+
+def map_encoder_bytes(pipeline: Any, size: int) -> int:
+    """Activations at the peak of MV-Adapter's encoder of maps of ``size`` pixels."""
+    side = size // vae.REDUCTION
+    return map_bytes(pipeline, (side, side), VIEWS, _adapter_copies(pipeline)["maps"])
+
+
+def _adapter_copies(pipeline: Any) -> dict[str, Copies]:
+    return ADAPTER_COPIES[pipeline.configs["adapter"]["base"]]
 
 
 def map_bytes(pipeline: Any, size: tuple[int, int], pictures: float, copies: Copies) -> int:
@@ -199,14 +254,20 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     """The work of one stage."""
-    if stage in PARTS and stage != "reference":
+    if stage in PARTS and PARTS[stage] in CLASSES:
         config = pipeline.configs[PARTS[stage]]
         return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
         pictures = 1 if pipeline.family == "delight" else run.references + 2 * run.views
+        pictures = run.references if pipeline.family == "mv_adapter" else pictures
         return _vae_work(pipeline, run.size, "encode").times(pictures)
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
+    if pipeline.family == "mv_adapter":
+        key = (stage, pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision), run)
+        return counted_once(key, partial(_adapter_work, pipeline, run, stage)).times(
+            run.steps if stage in STEPPING.values() else 1
+        )
     key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
     return reference if stage == "reference" else step.times(run.steps)
@@ -260,6 +321,42 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
     with counting_on_meta() as work:
         made["unet"](*given)
     return looked, work
+
+
+def _adapter_work(pipeline: PaintPipeline, run: PaintRun, stage: str) -> Work:
+    """The work of MV-Adapter in encoding the maps, in looking at the reference, or in one step."""
+    side, widths, base = run.size // vae.REDUCTION, pipeline.shape.widths, pipeline.configs["adapter"]["base"]
+    with META:
+        encoder = mv_adapter.encoder_for(base, mv_adapter.widths_for(base, widths))
+        unet = mv_adapter.unet_for(pipeline.configs["unet"], pipeline.variant)
+    dtypes = Dtypes(pipeline.precision.compute, pipeline.precision.residual)
+    for network in (encoder, unet):
+        for name, weight in network.named_parameters():
+            weight.data = weight.data.to(stored_dtype(name, dtypes))
+        mv_adapter.set_dtypes(network, dtypes)
+    mv_adapter.set_kernel(unet, functional.scaled_dot_product_attention)
+    make = partial(empty, dtype=dtypes.residual)
+    pooled = pipeline.configs.get("text_encoder_2", {}).get("projection_dim")
+
+    def words(rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+        added = {"text_embeds": make(rows, pooled), "time_ids": make(rows, SIZES)} if pooled else {}
+        return make(rows, TOKENS, pipeline.shape.text_width), added
+
+    with counting_on_meta() as work:
+        states = encoder(empty(VIEWS, mv_adapter.MAP_CHANNELS, run.size, run.size, dtype=dtypes.compute))
+    if stage == "maps":
+        return work
+    reference: dict[str, Tensor] = {}
+    if run.references:
+        with counting_on_meta() as work:
+            reference = mv_adapter.looked_at(unet, make(run.references, LATENT_CHANNELS, side, side), *words(1))
+    if stage == "reference":
+        return work
+    inputs = mv_adapter.AdapterInputs(reference, (False, True)[-run.rows :])
+    given = (make(VIEWS * run.rows, LATENT_CHANNELS, side, side), empty(1), *words(run.rows), inputs)
+    with counting_on_meta() as work:
+        mv_adapter.forward(unet, *given, [state.to(dtypes.residual) for state in states])
+    return work
 
 
 def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:

@@ -78,13 +78,14 @@ class PaintPipeline(KnownToHost):
     """A paint pipeline that is ready to run.
 
     Args:
-        family: ``paint``, ``paint_pbr`` or ``delight``.
-        variant: ``v2-0``, ``turbo``, ``v2-1``.
+        family: ``paint``, ``paint_pbr``, ``delight`` or ``mv_adapter``.
+        variant: ``v2-0``, ``turbo``, ``v2-1``; ``ig2mv``, ``tg2mv``.
         parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
         weights: bytes of each part on the device.
         probes: what the device answered; None where nothing is kept.
         stands_in_for: as :class:`PaintRequest` has it.
         attention: what runs, in a word or two.
+        tokenizers: folder of the tokenizer of each text encoder, of ``mv_adapter``.
     """
 
     family: str
@@ -102,6 +103,17 @@ class PaintPipeline(KnownToHost):
     probes: ProbeStore | None = None
     stands_in_for: str = ""
     attention: str = ""
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def latent_scale(self) -> float:
+        """By how much latents are multiplied for the UNet."""
+        return float(self.configs["vae"]["scaling_factor"]) if self.family == "mv_adapter" else vae.SCALE
+
+    @property
+    def latent_format(self) -> str:
+        """The name of core's class for the latents."""
+        return "SDXL" if self.configs.get("adapter", {}).get("base") == "sdxl" else "SD15"
 
     @property
     def is_demo(self) -> bool:
@@ -152,13 +164,13 @@ def load_paint(
         part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
         for part, module in made.items()
     }
-    configs, weights = {"unet": config}, {part: _bytes_of(module, dtypes) for part, module in made.items()}
+    configs, weights = {"unet": config}, {part: network_bytes(module, dtypes) for part, module in made.items()}
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size
     compiled = {} if request.compiled is None else {part: Blocks(request.compiled) for part in PARTS if part in readers}
     parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
-    offloader, offload = _offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
+    offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
     return PaintPipeline(
         family=kind,
@@ -179,15 +191,15 @@ def load_paint(
     )
 
 
-def _offloader(
-    request: PaintRequest,
+def paint_offloader(
+    request: Any,
     parts: Parts,
     facts: DeviceFacts,
     weights: Mapping[str, PartBytes],
     make_room: Callable[[int, torch.device], None] | None,
     hosted: Callable[..., Offloader] | None,
 ) -> tuple[Offloader, Decision]:
-    """Compiled, ``auto`` keeps everything on the device; else every part leaves it after its stage.
+    """The offloader of a request: compiled, ``auto`` keeps all on the device; else parts leave it after their stage.
 
     Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
     """
@@ -273,12 +285,12 @@ def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) 
     return remarks
 
 
-def _bytes_of(module: nn.Module, dtypes: Dtypes) -> PartBytes:
+def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:
     named = module.state_dict().items()
     return paint_bytes({key: t.numel() * networks.stored_dtype(key, dtypes).itemsize for key, t in named})
 
 
-def _reader(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
+def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
     """Reader of a part: ``build`` makes the module and reports the bytes that it has read to its argument."""
 
     def read(progress: Any) -> nn.Module:
@@ -313,7 +325,7 @@ def _unet_reader(
         set_attention(module, attention)
         return module
 
-    return _reader(part, stored.total_bytes * count // len(stored.shapes), build)
+    return reader_of(part, stored.total_bytes * count // len(stored.shapes), build)
 
 
 def _beside(place: Path, name: str) -> Path | None:
@@ -338,28 +350,11 @@ def _vae_reader(
 
     def build(advance: Callable[[int], None]) -> nn.Module:
         tensors = stored.read(stored.shapes, lambda _name: precision.vae, advance)
-        with torch.device("meta"):
-            module = vae.autoencoder(config)
-        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        named = {vae.OLD.sub(lambda old: vae.OLD_NAMES[old[1]], name): tensor for name, tensor in tensors.items()}
-        # Old files hold the attention's projections as 1x1 convolutions.
-        named = {
-            name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
-            for name, tensor in named.items()
-        }
-        read = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        if read != wanted:
-            wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
-            raise CheckpointError(
-                f"{wrong!r} of the VAE in {str(stored.path)!r} is {read.get(wrong, 'missing')}",
-                expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
-                fix="Download config.json and weights of the VAE from the same place.",
-            )
-        module.load_state_dict(named, assign=True)
+        module = vae.filled(config, tensors, str(stored.path))
         vae.set_vae_attention(module, exact)
         return module
 
-    return _reader("vae", stored.total_bytes, build), config, paint_bytes(stored.bytes_as(precision.vae))
+    return reader_of("vae", stored.total_bytes, build), config, paint_bytes(stored.bytes_as(precision.vae))
 
 
 def _encoders(
@@ -376,4 +371,4 @@ def _encoders(
     size = paint_bytes(stored.bytes_as(precision.text))
     build = partial(encoder, name, folder, stored, precision.text)
     config = read_json(folder / "config.json", f"the configuration of the {name}")
-    return {name: (_reader(name, stored.total_bytes, build), config, size)}
+    return {name: (reader_of(name, stored.total_bytes, build), config, size)}

@@ -19,12 +19,14 @@ from ..compat.errors import InputError, PackError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
+from .choices import NEGATIVE
 from .choices import NORMALS as NORMALS
-from .geometry.cameras import DEFAULT_VIEWS, CameraTable
+from .geometry.cameras import CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
 from .loading import PaintPipeline
 from .pictures import recentred, saved
+from .sampling.adapter_painting import paint_six_views
 from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 from .shortage import explained
@@ -57,12 +59,15 @@ class OneStep:
 
     Args:
         max_views: 6..12, PBR only: the six fixed views and those that show most of what is not seen.
+        prompt, negative: as :class:`sampling.PaintInputs` has them.
     """
 
     paint: PaintSettings = field(default_factory=PaintSettings)
     texture: BakeSettings = field(default_factory=BakeSettings)
     max_views: int = 8
     delight: DelightSettings = field(default_factory=DelightSettings)
+    prompt: str = ""
+    negative: str = NEGATIVE
 
 
 def raster_size(view_size: int, texture_size: int) -> int:
@@ -82,19 +87,19 @@ def maps_of(
     """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
 
     Args:
-        cameras: None for the six fixed views.
+        cameras: None for the six fixed views of the family.
         family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so, and
             smooth for others.
 
     Raises:
-        InputError: an unusable mesh, an unknown choice, or a size out of range.
+        InputError: an unusable mesh, an unknown choice, a size out of range, or cameras that the family does not know.
     """
     require_choice("normals", normals, NORMALS, "Choose auto.")
-    table = cameras or DEFAULT_VIEWS
+    table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
     what = f"rendering maps of {size} pixels"
     with Checked((progress or Silent()).check), explained(what, device or HOST, "Lower size."):
-        surface = Surface.of(mesh, device)
+        surface = Surface.of(mesh, device, table.frame)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
 
 
@@ -121,7 +126,7 @@ def texture_of(
     count = counted(progress, total, "baking")
     what = f"baking a texture of {settings.texture_size} pixels"
     with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
-        surface = Surface.of(mesh, target)
+        surface = Surface.of(mesh, target, cameras.frame)
         baked = bake(surface, cameras, pictures, settings, count)
         colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
         metallic = roughness = None
@@ -177,6 +182,12 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
     return table
 
 
+def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Painted:
+    """The views, painted by the network of the pipeline's family."""
+    paint = paint_six_views if pipeline.family == "mv_adapter" else paint_views
+    return paint(pipeline, inputs, settings, progress)
+
+
 def references_of(
     pipeline: PaintPipeline,
     pictures: list[Tensor],
@@ -186,9 +197,10 @@ def references_of(
 ) -> list[Tensor]:
     """The reference pictures as the pipeline wants them: in the middle of a square, and in even light.
 
-    The PBR model takes them as they are: it was taught with shading, and finds the light itself.
+    The PBR model takes them as they are: it was taught with shading, and finds the light itself. MV-Adapter paints the
+    light that they have, and has a square of its own.
     """
-    if pipeline.family == "paint_pbr":
+    if pipeline.family in ("paint_pbr", "mv_adapter"):
         return pictures
     centred = [recentred(picture) for picture in pictures]
     if delight is None:
@@ -244,22 +256,29 @@ def textured(
         InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
     """
     progress = progress or Silent()
-    device = pipeline.offloader.device
+    device, adapter = pipeline.offloader.device, pipeline.family == "mv_adapter"
     with Checked(progress.check):
-        surface = Surface.of(mesh, device)
+        surface = Surface.of(mesh, device, views_for(pipeline.family, None).frame)
         surface.with_uvs()
     for note in surface.notes:
         progress.notify(note)
     with torch.no_grad():
         greedy = pipeline.family == "paint_pbr"
-        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else DEFAULT_VIEWS
-        maps, _, _ = maps_of(mesh, cameras, pipeline.family, "auto", settings.texture.view_size, progress, device)
+        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else None
+        size = settings.paint.size if adapter else settings.texture.view_size
+        maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, "auto", size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
         inputs = PaintInputs(
-            references=references, normals=maps.normal, positions=maps.position, cameras=cameras, dino=dino
+            references=references,
+            normals=maps.normal,
+            positions=maps.position,
+            cameras=cameras,
+            dino=dino,
+            prompt=settings.prompt,
+            negative=settings.negative,
         )
         del maps
-        painted = paint_views(pipeline, inputs, settings.paint, progress)
+        painted = painted_views(pipeline, inputs, settings.paint, progress)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)
         with saving(painted):
             texture = texture_of(*given, settings.texture, progress, device)

@@ -12,7 +12,7 @@ from anygpu.pipelines.registry import FAMILIES, register
 from test_layers import SOURCES, imported, tree_of
 
 MAY_NAME = ("pipelines/families/", "host/families.py")
-PAINT = {"paint", "paint_pbr", "delight"}  # and KINDS, which has all three: kinds of another pipeline
+PAINT = {"paint", "paint_pbr", "delight", "mv_adapter"}  # and KINDS, which has all three: kinds of another pipeline
 OTHERS = [source for source in SOURCES if not source.startswith(MAY_NAME)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 NODES = Path(__file__).resolve().parent.parent / "nodes"
 FOR_PEOPLE = {  # words and numbers that a model or a reader is given
-    *("text", "negative", "negative_prompt", "section_prompts", "template", "caption", "prompts"),
+    *("text", "negative", "negative_prompt", "section_prompts", "template", "caption", "prompts", "prompt"),
     *("seeds", "azimuths", "elevations", "weights", "precision", "blocks"),
 }
 CHECKED = {  # names: what keeps them where they belong

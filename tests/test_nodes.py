@@ -285,14 +285,14 @@ def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:
 def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     made = [kind.GET_SCHEMA() for kind in core.nodes.NODES]
     hidden = {schema.node_id for schema in made if getattr(schema, "is_dev_only", False)}
-    farm = {"AnyGPUQueueJobs", "AnyGPUCollect", "AnyGPUFarm"}
+    farm = {"AnyGPUQueueJobs", "AnyGPUFarm"}
     assert farm.isdisjoint(hidden) if importlib.util.find_spec("ray") else farm <= hidden
     assert len(made) - len(hidden - farm) <= 30
     assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
 def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:
-    from anygpu.host.requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS
+    from anygpu.host.requests import ADAPTER_INPUTS, FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS
     from anygpu.paint.sampling.delight import DelightSettings
     from anygpu.paint.sampling.painting import PaintSettings
 
@@ -312,6 +312,7 @@ def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: Comf
     tables["AnyGPULoadPipeline"] = {**FOLDER_INPUTS, "profile": False}
     tables["AnyGPUComposePipeline"] = {**FILE_INPUTS, "profile": False}
     tables["AnyGPULoadPaintPipeline"] = PAINT_INPUTS
+    tables["AnyGPULoadMVAdapter"] = ADAPTER_INPUTS
     others = {}
     for kind in core.nodes.NODES:
         node_id = kind.GET_SCHEMA().node_id

@@ -38,7 +38,7 @@ from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.stages import picture_size
 from PIL import Image
 
-from paint import stored
+from paint import mv_stored, stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
 STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
@@ -99,7 +99,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     memory = SimpleNamespace(
         compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
     )
-    files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"))
+    files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"), tokenizers=dict)
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(tmp_path / "kept"),
         load=lambda name: store.load(tmp_path / "kept", name, print),
@@ -369,6 +369,23 @@ def test_a_pipeline_that_paints_is_told_too(pack):
     small, large = found["forecasts"]
     assert [stage["stage"] for stage in small["stages"]] == ["encoding", "reference", "painting", "decoding"]
     assert small["stages"][2]["peak"] < large["stages"][2]["peak"] and large["found"] == "views, offload none"
+
+
+def test_mv_adapter_is_told_at_the_size_and_with_the_guidance_of_its_variant(pack):
+    mv_stored.folder("sd21", pack.home / "models", "mine")
+    prompt = {}
+    for node, variant in (("1", "ig2mv"), ("2", "tg2mv")):
+        file = mv_stored.adapter_file(variant, "sd21", pack.home / "models").name
+        prompt[node] = {"class_type": "AnyGPULoadMVAdapter", "inputs": {"model": "mine", "adapter": file}}
+        prompt[f"{node}0"] = {"class_type": "AnyGPUPaintViews", "inputs": {"pipeline": [node, 0], "view_size": 64}}
+    prompt["3"] = {"class_type": "AnyGPULoadMVAdapter", "inputs": {"model": "mine", "adapter": "none"}}
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    cards = found["pipelines"]
+    assert status == 200 and [card.get("title") for card in cards] == ["MV-Adapter", "MV-Adapter", None]
+    assert "no MV-Adapter 'none'" in str(cards[2]["error"])
+    stages = [[stage["stage"] for stage in each["stages"]] for each in found["forecasts"]]
+    assert stages[0] == ["text", "encoding", "reference", "maps", "painting", "decoding"]
+    assert stages[1] == ["text", "maps", "painting", "decoding"]
 
 
 @pytest.mark.parametrize(

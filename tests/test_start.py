@@ -13,7 +13,7 @@ from host.launch import AFTER_IMPORT
 
 CODE = re.compile(r"pipelines\.families\..*\.pipeline")
 ROOT = Path(__file__).resolve().parent.parent
-MOST = 207  # modules; 237 before painting was left out
+MOST = 208  # modules; 237 before painting was left out
 COMFYUI = {"aiohttp", "comfy", "comfy_api", "comfy_execution", "folder_paths", "latent_preview", "server"}
 LATER = (  # module, with all below it -> what is imported when a node runs or the tab is opened
     "cli",

@@ -17,7 +17,7 @@ from pathlib import Path
 import packing
 import torch
 from anygpu.compat.guidance import classifier_free_guidance
-from anygpu.paint.choices import DEMO_SIZE, MODELS, PUBLISHED, PUBLISHED_SPACING
+from anygpu.paint.choices import DEMO_SIZE, MODELS, PUBLISHED
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_ids
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rendered_maps
@@ -194,7 +194,7 @@ def painted(parts: dict[str, torch.nn.Module], one: Shown, picture: Tensor, seed
     """
     own, draws = PUBLISHED["v2-0"], torch.Generator().manual_seed(seed)
     shape = one.maps.shape[0], 4, *one.maps.shape[2:]
-    solver = solver_for(own.scheduler, schedule_for(PUBLISHED_SPACING, own.steps, zero_snr=True))
+    solver = solver_for(own.scheduler, schedule_for(own.spacing, own.steps, zero_snr=True))
     run = StreamInputs(views=VIEWS, reference=parts["reference"](picture[None]), scales=(0.0, 1.0))
     ids, x = torch.tensor(camera_ids(DEFAULT_VIEWS)), solver.begin(torch.randn(shape, generator=draws), None)
     for index, time in enumerate(solver.schedule.timesteps):

@@ -14,6 +14,7 @@ from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.probe_results import probe_results_of
 from ...paint import forecast as painting
+from ...paint.adapter_loading import AdapterRequest, load_adapter
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...pipelines.base import FramePackSettings, SampleSettings
@@ -29,7 +30,17 @@ from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager
-from ..requests import FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS, TASKS, files_request, folder_request, paint_request
+from ..requests import (
+    ADAPTER_INPUTS,
+    FILE_INPUTS,
+    FOLDER_INPUTS,
+    PAINT_INPUTS,
+    TASKS,
+    adapter_request,
+    files_request,
+    folder_request,
+    paint_request,
+)
 from .panel import error_message, facts
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
@@ -112,7 +123,7 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
         }
         request = request_for(values, device=facts(), state=folders.state_folder(), quiet=True)
-        read = load_paint if isinstance(request, PaintRequest) else load_placed
+        read = READERS.get(type(request), load_placed)
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
@@ -272,7 +283,9 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     "AnyGPULoadPipeline": (FOLDER_INPUTS, folder_request),
     "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
     "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
+    "AnyGPULoadMVAdapter": (ADAPTER_INPUTS, adapter_request),
 }
+READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[
     str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn, TimesIn]]
 ] = {  # the size of a run, its stages and their time

@@ -21,10 +21,9 @@ from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
 from ..geometry.raster import Fragments, face_ids, fragments
-from ..geometry.views import VIEW_SIZE, View, on_screen, rasterised
+from ..geometry.views import VIEW_SIZE, View, rasterised
 
 MIN_COSINE = math.cos(math.radians(75))
-EXPONENT = 4  # of the cosine: the view that looks straight at the surface decides
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
 SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
@@ -116,7 +115,7 @@ def bake(
     """The texture that ``pictures`` make on ``surface``, not filled yet.
 
     Args:
-        surface: with UVs.
+        surface: with UVs, in the frame of the ``table``.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
 
@@ -137,12 +136,13 @@ def bake(
     project = gathered if settings.form == "gather" else scattered
     for index, camera in enumerate(table):
         check()
-        view = rasterised(surface, camera, settings.view_size, table.ortho_scale)
+        view = rasterised(surface, camera, settings.view_size, table.ortho_scale, table.frame.pixel_centres)
         picture = pictures[index, ..., :3].to(uvs.device, torch.float32)
         colour, cosine, trust = project(surface, view, picture, texels, settings.exact)
-        weight = camera.weight * cosine**EXPONENT * trust
+        weight = camera.weight * cosine**table.frame.exponent * trust
         sure = (weight > 0) & (trust == 1)
-        if float((sure & (total > 0)).sum()) > SEEN_BEFORE * float(sure.sum()) and bool(sure.any()):
+        seen = float((sure & (total > 0)).sum()) > SEEN_BEFORE * float(sure.sum())
+        if table.frame.skips and seen and bool(sure.any()):
             skipped.append(index)
             continue
         total += weight
@@ -174,7 +174,7 @@ def gathered(
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
     for first in range(0, count, POINTS_AT_ONCE):
         part = slice(first, first + POINTS_AT_ONCE)
-        screen = on_screen(texels.place[part], view.camera, view.size, view.ortho_scale)
+        screen = view.on_screen(texels.place[part])
         seen = sight.exact(screen, texels.shown.face[part]) if exact else sight.of(screen, texels.shown.face[part])
         chosen = (seen[0] > 0).nonzero()[:, 0]
         place = texels.shown.pixel[part][chosen]

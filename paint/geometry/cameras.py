@@ -48,11 +48,53 @@ class Camera:
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """A family's way to frame the mesh, draw its maps and weigh the painted views; by default Hunyuan3D's.
+
+    Args:
+        centred: the box centre is at 0 and the farthest vertex at ``reach``; else the mesh stays where it is, and its
+            largest coordinate is at ``reach``.
+        pixel_centres: (column + 0.5) / W; else the first and the last centre lie on the edges of the picture.
+        gain: of positions in their map.
+        background: of both maps.
+        eight_bits: values of the maps are cut to 8 bits, and a normal has the length that interpolation leaves it.
+        by_angle: a vertex normal is the mean of its faces weighted by their angles.
+        exponent: of the cosine by which a view counts.
+        skips: a view that shows next to nothing new is left out.
+    """
+
+    centred: bool = True
+    reach: float = RADIUS
+    pixel_centres: bool = False
+    gain: float = 1 / (2 * RADIUS)
+    background: float = 1.0
+    eight_bits: bool = True
+    by_angle: bool = False
+    exponent: int = 4
+    skips: bool = True
+
+
+HUNYUAN = Frame()
+ADAPTER = Frame(
+    centred=False,
+    reach=0.5,
+    pixel_centres=True,
+    gain=1.0,
+    background=0.5,
+    eight_bits=False,
+    by_angle=True,
+    exponent=3,
+    skips=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
 class CameraTable:
-    """Cameras in the order they are painted and merged, and the width they see in units of the frame."""
+    """Cameras in the order they are painted and merged, the width they see in units of the frame, and the frame."""
 
     cameras: tuple[Camera, ...]
     ortho_scale: float = ORTHO_SCALE
+    frame: Frame = HUNYUAN
 
     def __len__(self) -> int:
         return len(self.cameras)
@@ -62,6 +104,11 @@ class CameraTable:
 
 
 DEFAULT_VIEWS = CameraTable(tuple(Camera(*view) for view in VIEWS))
+ADAPTER_VIEWS = CameraTable(  # from above the front is the upper edge: MV-Adapter's rows and columns rely on it
+    (*(Camera(azimuth, 0) for azimuth in (0, 90, 180, 270)), Camera(180, 90), Camera(180, -90)),
+    1.1,
+    ADAPTER,
+)
 RING_VIEWS = tuple(
     Camera(azimuth, elevation, 0.01) for azimuth in range(0, 360, AZIMUTH_STEP) for elevation in (20, -20)
 )
@@ -130,6 +177,25 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
             fix='For example "0, 90, 180, 270".',
         )
     return numbers
+
+
+def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
+    """The cameras of a family: ``cameras``, or its own where they are None.
+
+    Raises:
+        InputError: cameras that its weights do not know.
+    """
+    own = ADAPTER_VIEWS if family == "mv_adapter" else DEFAULT_VIEWS
+    table = cameras or own
+    if family is not None and (table != own if family == "mv_adapter" else table.frame != HUNYUAN):
+        raise InputError(
+            f"{len(table)} cameras of another family for {family}",
+            expected="front, right, back, left, top, bottom, which are all that MV-Adapter knows"
+            if family == "mv_adapter"
+            else "cameras in the frame of Hunyuan3D",
+            fix="Connect the pipeline that paints to Render Views, without other cameras.",
+        )
+    return table
 
 
 def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:

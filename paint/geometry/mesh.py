@@ -22,7 +22,7 @@ from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError, PackError, reading_budget
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
-from .cameras import RADIUS
+from .cameras import HUNYUAN, Frame
 from .mesh_cost import cost_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
@@ -35,6 +35,7 @@ TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each
 MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
 TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 CALLS = 4096  # of trimesh between two checks: a millisecond
+OFF_CENTRE = 0.1  # of the box, in units of a frame that leaves the mesh where it is
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
 _naming = threading.Lock()
@@ -60,10 +61,10 @@ class Surface:
     """A checked mesh in the frame of the views.
 
     Args:
-        vertices: (N, 3) float32, box centre at 0, farthest vertex at 0.575.
+        vertices: (N, 3) float32, where its frame has them.
         faces: (M, 3) int64, none without area.
         uvs: (N, 2) float32 in 0..1, or None.
-        vertex_normals: (N, 3), unit, the unweighted mean of the faces round a vertex; 0 where there are none.
+        vertex_normals: (N, 3), unit, the mean of the faces round a vertex; 0 where there are none.
         face_normals: (M, 3), unit.
         centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
     """
@@ -78,8 +79,8 @@ class Surface:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh: Mesh, device: torch.device | str | None = None) -> Surface:
-        """``mesh`` checked and prepared on ``device``, or where it is.
+    def of(cls, mesh: Mesh, device: torch.device | str | None = None, frame: Frame = HUNYUAN) -> Surface:
+        """``mesh`` checked and prepared on ``device``, or where it is, in the ``frame`` of a family.
 
         Raises:
             InputError: empty, not finite, indices outside, or no face with an area.
@@ -95,11 +96,11 @@ class Surface:
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = to_host(mesh.vertices).double(), to_host(mesh.faces).long()
         used = vertices[named_by(faces, len(vertices))]
-        centre = (used.amax(0) + used.amin(0)) / 2
-        radius = float((used - centre).norm(dim=1).max())
+        centre = (used.amax(0) + used.amin(0)) / 2 * frame.centred
+        radius = float((used - centre).norm(dim=1).max() if frame.centred else used.abs().max())
         if radius == 0:
             raise InputError("a mesh whose vertices are all in one place", expected="a surface", fix="Export it again.")
-        scale = RADIUS / radius
+        scale = frame.reach / radius
         vertices = (vertices - centre) * scale
         corners = vertices[faces]
         normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
@@ -111,12 +112,18 @@ class Surface:
                 f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Export it again."
             )
         faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
-        sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), face_normals.repeat_interleave(3, 0))
+        by_corner = face_normals.repeat_interleave(3, 0)
+        if frame.by_angle:
+            by_corner = by_corner * corner_angles(corners[solid]).reshape(-1, 1)
+        sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), by_corner)
         vertex_normals = torch.nn.functional.normalize(sums, dim=1)
         target = torch.device(device) if device is not None else mesh.vertices.device
         uvs = None if mesh.uvs is None else mesh.uvs.detach().to(target, torch.float32)
         own = [tensor.to(torch.float32).to(target) for tensor in (vertices, vertex_normals, face_normals)]
         notes = _notes(mesh, faces, int((~solid).sum()), centre, radius)
+        low, high = used.amin(0) * scale, used.amax(0) * scale
+        if not frame.centred and float((low + high).abs().max()) / 2 > OFF_CENTRE:
+            notes += ("the mesh lies beside the origin, so the views show it small: centre it for more detail",)
         return cls(own[0], faces.to(target), uvs, own[1], own[2], centre, scale, notes)
 
     def areas(self) -> Tensor:
@@ -146,6 +153,12 @@ class Surface:
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
             raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
         return replace(self, uvs=uvs), uvs
+
+
+def corner_angles(corners: Tensor) -> Tensor:
+    """(M, 3): the angle at each corner of triangles (M, 3, 3), in radians."""
+    ahead, back = corners.roll(-1, 1) - corners, corners.roll(1, 1) - corners
+    return torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
 
 
 def named_by(faces: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compat.errors import InputError
-from .cameras import DEFAULT_VIEWS, ORTHO_SCALE, RADIUS, RING_VIEWS, Camera, CameraTable
+from .cameras import DEFAULT_VIEWS, ORTHO_SCALE, RING_VIEWS, Camera, CameraTable, Frame
 from .mesh import Surface
 from .raster import Fragments, face_ids, fragments
 
@@ -26,7 +26,7 @@ class View:
     """One camera's raster.
 
     Args:
-        camera, size, ortho_scale: as asked; the picture is ``size`` pixels high and wide.
+        camera, size, ortho_scale, pixel_centres: as asked; the picture is ``size`` pixels high and wide.
         ids: (H, W) int32, the face in front or -1.
         shown: where a face is, and the place inside it.
         depth: (P,) float32, towards the camera, of each covered pixel.
@@ -38,6 +38,11 @@ class View:
     ids: Tensor
     shown: Fragments
     depth: Tensor
+    pixel_centres: bool = False
+
+    def on_screen(self, points: Tensor) -> Tensor:
+        """:func:`on_screen` of ``points`` (P, 3) in this view."""
+        return on_screen(points, self.camera, self.size, self.ortho_scale, self.pixel_centres)
 
     def image(self, values: Tensor, background: float = 0.0) -> Tensor:
         """(H, W, C) or (H, W) with ``values`` (P, C) or (P,) at the covered pixels."""
@@ -49,31 +54,38 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Maps:
-    """Pictures for the UNet: ``position`` and ``normal`` (V, H, W, 3), 0..1, 8-bit values; ``mask`` (V, H, W) bool."""
+    """Pictures for the UNet: ``position`` and ``normal`` (V, H, W, 3), 0..1; ``mask`` (V, H, W) bool."""
 
     position: Tensor
     normal: Tensor
     mask: Tensor
 
 
-def on_screen(points: Tensor, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE) -> Tensor:
+def on_screen(
+    points: Tensor, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False
+) -> Tensor:
     """(P, 3): column and row in pixels and depth away from the camera, of ``points`` (P, 3) in the frame.
 
-    The first and last pixel centres lie on the edges of the picture, as in the published maps.
+    Args:
+        pixel_centres: as :class:`Frame` has it.
     """
     axes = torch.tensor(camera.axes(), dtype=points.dtype, device=points.device)
     right, up, towards = (points @ axis for axis in axes)
-    column, row = (right / ortho_scale + 0.5) * (size - 1), (0.5 - up / ortho_scale) * (size - 1)
-    return torch.stack((column, row, -towards), dim=1)
+    column, row = right / ortho_scale + 0.5, 0.5 - up / ortho_scale
+    if pixel_centres:
+        return torch.stack((column * size - 0.5, row * size - 0.5, -towards), dim=1)
+    return torch.stack((column * (size - 1), row * (size - 1), -towards), dim=1)
 
 
-def rasterised(surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE) -> View:
+def rasterised(
+    surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False
+) -> View:
     """Rasterise ``surface`` as ``camera`` sees it in a picture of ``size`` pixels."""
-    screen = on_screen(surface.vertices, camera, size, ortho_scale)
+    screen = on_screen(surface.vertices, camera, size, ortho_scale, pixel_centres)
     ids = face_ids(screen, surface.faces, size, size)
     shown = fragments(screen, surface.faces, ids)
     depth = -shown.interpolated(screen[:, 2:], surface.faces)[:, 0]
-    return View(camera=camera, size=size, ortho_scale=ortho_scale, ids=ids, shown=shown, depth=depth)
+    return View(camera, size, ortho_scale, ids=ids, shown=shown, depth=depth, pixel_centres=pixel_centres)
 
 
 def rendered_maps(
@@ -91,7 +103,7 @@ def rendered_maps(
         collected: where the maps go, one after the other; None: the surface's device.
 
     Returns:
-        Maps there; background exactly 1; values cut, not rounded, to 8 bits.
+        Maps there; values of Hunyuan3D's are cut, not rounded, to 8 bits.
 
     Raises:
         InputError: a size out of range.
@@ -105,20 +117,24 @@ def rendered_maps(
     positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
     masks = torch.empty(shape, dtype=torch.bool, device=target)
     for index, camera in enumerate(table):
-        view = rasterised(surface, camera, size, table.ortho_scale)
+        view = rasterised(surface, camera, size, table.ortho_scale, table.frame.pixel_centres)
         place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
-        positions[index] = _map(view, place, 1 / (2 * RADIUS))
-        normals[index] = _map(view, normal, 0.5)
+        if not table.frame.eight_bits:
+            normal = torch.nn.functional.normalize(normal, dim=1)
+        positions[index] = _map(view, place, table.frame.gain, table.frame)
+        normals[index] = _map(view, normal, 0.5, table.frame)
         masks[index] = view.ids >= 0
     return Maps(positions, normals, masks)
 
 
-def _map(view: View, values: Tensor, gain: float) -> Tensor:
+def _map(view: View, values: Tensor, gain: float, frame: Frame) -> Tensor:
     """Colours of a map: the maps' axes are X, -Z, Y of glTF."""
-    colours = torch.stack((values[:, 0], -values[:, 2], values[:, 1]), dim=1) * gain + 0.5
-    return view.image((colours.clamp(0, 1) * 255).floor() / 255, background=1.0)
+    colours = (torch.stack((values[:, 0], -values[:, 2], values[:, 1]), dim=1) * gain + 0.5).clamp(0, 1)
+    if frame.eight_bits:
+        colours = (colours * 255).floor() / 255
+    return view.image(colours, background=frame.background)
 
 
 def chosen_views(surface: Surface, most: int = 6, size: int = SELECTION_SIZE) -> tuple[CameraTable, float]:

@@ -1,4 +1,4 @@
-"""The two small encoders: DINOv2 for the reference picture of the PBR model, CLIP for the prompts of delight."""
+"""The small encoders: DINOv2 for the reference picture of the PBR model, CLIP for the prompts of delight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute, beginning, empty_encoder, fill, names_in
 from .weights import Weights
 
-CLASSES = {"image_encoder": "Dinov2Model", "text_encoder": "CLIPTextModel"}
+CLASSES = {
+    "image_encoder": "Dinov2Model",
+    "text_encoder": "CLIPTextModel",
+    "text_encoder_2": "CLIPTextModelWithProjection",
+}
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 RESIZED, CROPPED = 256, 224
 FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an empty prompt holds no other

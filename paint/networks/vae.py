@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.execution import placed, to_host
+from ...compat.errors import CheckpointError
 from ...compat.memory.parts import ProgressStage
 from ...compat.packages import attribute
 from ..pictures import shown, signed
@@ -24,6 +25,33 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
     """The module of a ``config.json``, without values worth anything."""
     cls: Any = attribute("diffusers", "AutoencoderKL")
     return cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
+
+
+def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> nn.Module:
+    """The module of a ``config.json`` with these tensors, old names and shapes among them.
+
+    Raises:
+        CheckpointError: they are not those of the configuration.
+    """
+    with torch.device("meta"):
+        module = autoencoder(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    named = {OLD.sub(lambda old: OLD_NAMES[old[1]], name): tensor for name, tensor in tensors.items()}
+    # Old files hold the attention's projections as 1x1 convolutions.
+    named = {
+        name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
+        for name, tensor in named.items()
+    }
+    read = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    if read != wanted:
+        wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
+        raise CheckpointError(
+            f"{wrong!r} of the VAE in {path!r} is {read.get(wrong, 'missing')}",
+            expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
+            fix="Download config.json and weights of the VAE from the same place.",
+        )
+    module.load_state_dict(named, assign=True)
+    return module
 
 
 class PictureAttention:

@@ -18,9 +18,9 @@ from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ...pipelines.forecast.times import expected
-from ..choices import DEMO_SIZE, PUBLISHED, PUBLISHED_SPACING, is_demo
+from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, is_demo
 from ..forecast import DECODED, ENCODED, PaintRun, asked, looking_bytes, step_bytes, vae_bytes
-from ..geometry.cameras import CameraTable, camera_ids, camera_notes
+from ..geometry.cameras import CameraTable, camera_ids, camera_notes, views_for
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
@@ -28,15 +28,25 @@ from ..networks.multiview import StreamInputs
 from ..networks.pbr import MATERIALS, rotary_by_tokens
 from ..pictures import WHITE, checked_pictures, over, resized, squared
 from ..shortage import explained, with_room
-from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for
+from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES = (64, 2048)
-PREVIEW = (  # Stable Diffusion's latents as colours, roughly
-    (0.3512, 0.2297, 0.3227),
-    (0.3250, 0.4974, 0.2350),
-    (-0.2829, 0.1762, 0.2721),
-    (-0.2120, -0.2616, -0.7177),
-)
+PREVIEW = {  # latents as colours, roughly, by the name of core's class for them; the last row is added
+    "SD15": (
+        (0.3512, 0.2297, 0.3227),
+        (0.3250, 0.4974, 0.2350),
+        (-0.2829, 0.1762, 0.2721),
+        (-0.2120, -0.2616, -0.7177),
+        (0.0, 0.0, 0.0),
+    ),
+    "SDXL": (
+        (0.3651, 0.4232, 0.4341),
+        (-0.2533, -0.0042, 0.1068),
+        (0.1076, 0.1111, -0.0362),
+        (-0.3165, -0.2492, -0.2188),
+        (0.1084, -0.0175, -0.0011),
+    ),
+}
 LATENT_KEY = "anygpu"
 
 
@@ -49,6 +59,7 @@ class PaintInputs:
         normals, positions: maps of the views, (V, H, W, 3), 0..1, background exactly 1.
         cameras: of the views, in the same order.
         dino: last hidden states (1, N, 1536) of the first reference, in place of the pipeline's own DINOv2.
+        prompt, negative: of MV-Adapter alone; an empty prompt means its own where it has a picture.
     """
 
     references: Tensor | Sequence[Tensor]
@@ -56,6 +67,8 @@ class PaintInputs:
     positions: Tensor
     cameras: CameraTable
     dino: Tensor | None = None
+    prompt: str = ""
+    negative: str = NEGATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,28 @@ class Conditions:
     dino: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Denoising:
+    """A way from noise to clean latents.
+
+    Args:
+        draw: fresh noise, (V, 4, h, w).
+        rows: of guidance in a step.
+        guidance: 1 for one row.
+        need: bytes of the activations of a step.
+        run: what it is a part of.
+        epsilon: True where the network predicts noise, not velocities.
+    """
+
+    solver: Any
+    draw: Callable[[], Tensor]
+    rows: int
+    guidance: float
+    need: int
+    run: PaintRun
+    epsilon: bool = False
+
+
 @contextmanager
 def stage(
     pipeline: PaintPipeline, name: str, part: str, activations: int, run: PaintRun, progress: Any
@@ -148,7 +183,7 @@ def paint_views(
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
         latents = sampled(pipeline, conditions, settings, progress)
         tell_sampled(pipeline, latents, settings.seed, progress)
-        painted = _decoded(pipeline, latents, len(ids), settings, progress)
+        painted = decoded(pipeline, latents, len(ids), settings, progress)
     for part, blocks in pipeline.compiled.items():
         progress.notify(f"{part}: {blocks}")
     return painted
@@ -159,8 +194,8 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     if pipeline.variant not in PUBLISHED or pipeline.family == "delight":
         raise InputError(
             f"a {pipeline.family} pipeline for painting views",
-            expected="a paint or paint_pbr pipeline",
-            fix="Load a Hunyuan3D paint folder; the delight model has its own node.",
+            expected="a pipeline that paints",
+            fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
         )
     own = PUBLISHED[pipeline.variant]
     settings = _as_demo(pipeline, settings, progress)
@@ -181,7 +216,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
     scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
-    spacing = PUBLISHED_SPACING if settings.spacing == "auto" else settings.spacing
+    spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
@@ -204,15 +239,15 @@ def _as_demo(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) ->
     return replace(settings, size=size)
 
 
-def plan_of(settings: PaintSettings) -> NoiseSchedule:
+def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) -> NoiseSchedule:
     """The schedule of completed settings; with ``denoise`` below 1 the end of a longer one."""
     if settings.sigmas is not None:
-        return schedule_of(settings.sigmas, zero_snr=True)
+        return schedule_of(settings.sigmas, zero_snr, shift)
     if settings.scheduler == "lcm":
-        whole = lcm_schedule(settings.steps, zero_snr=True)
+        whole = lcm_schedule(settings.steps, zero_snr, shift)
         return whole.tail(max(1, round(settings.steps * settings.denoise)))
     steps = max(settings.steps, int(settings.steps / settings.denoise))
-    return schedule_for(settings.spacing, steps, zero_snr=True).tail(settings.steps)
+    return schedule_for(settings.spacing, steps, zero_snr, shift).tail(settings.steps)
 
 
 def sampled(
@@ -227,16 +262,11 @@ def sampled(
     Args:
         noise: draws each noise in turn; from the seed when None.
     """
-    device = pipeline.offloader.device
     views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
     shape = (materials * views, 4, *conditions.maps.shape[-2:])
     generator = generator_for(settings.seed)
     draw = noise or (lambda: torch.randn(shape, generator=generator, dtype=torch.float32))
     solver = solver_for(settings.scheduler, plan_of(settings))
-    start = None
-    if settings.latents is not None and settings.denoise < 1:
-        start = to_host(settings.latents).float() * vae.SCALE
-    x = solver.begin(draw(), start)
     rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
     run = StreamInputs(
         views=views,
@@ -247,23 +277,55 @@ def sampled(
         dino=None,
         rotary=conditions.rotary,
     )
-    size, count = (shape[-2], shape[-1]), len(solver.schedule)
-    need = step_bytes(pipeline, views * materials * len(rows), size, references_in(conditions))
-    asked_for = _run(settings, views, references_in(conditions))
-    with stage(pipeline, "painting", "unet", need, asked_for, progress) as unet:
+    need = step_bytes(pipeline, views * materials * len(rows), (shape[-2], shape[-1]), references_in(conditions))
+    planned = _run(settings, views, references_in(conditions))
+    denoising = Denoising(solver, draw, rows=len(rows), guidance=settings.guidance, need=need, run=planned)
+
+    def forward(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
+        return predicted(unet, noisy, time, conditions, run)
+
+    return denoised(pipeline, denoising, begun(pipeline, solver, draw, settings), forward, progress)
+
+
+def begun(pipeline: PaintPipeline, solver: Any, draw: Callable[[], Tensor], settings: PaintSettings) -> Tensor:
+    """Latents to start from: noise, or those of an earlier pass with some."""
+    start = None
+    if settings.latents is not None and settings.denoise < 1:
+        start = to_host(settings.latents).float() * pipeline.latent_scale
+    return solver.begin(draw(), start)  # type: ignore[no-any-return]
+
+
+def denoised(
+    pipeline: PaintPipeline,
+    denoising: Denoising,
+    x: Tensor,
+    forward: Callable[[Any, Tensor, Tensor], Tensor],
+    progress: Any,
+) -> Tensor:
+    """Clean latents from noisy ``x``, scaled, fp32, on the CPU.
+
+    Args:
+        forward: from the UNet, latents and time (1,) to the predictions of all rows, (R * V, 4, h, w).
+    """
+    solver, device, planned = denoising.solver, pipeline.offloader.device, denoising.run
+    count, rows = len(solver.schedule), denoising.rows
+    with stage(pipeline, "painting", "unet", denoising.need, planned, progress) as unet:
         for index, time in enumerate(solver.schedule.timesteps):
             step = torch.tensor([time], dtype=torch.float32, device=device)
-            noisy = solver.model_input(x, index).to(device)
-            forward = partial(predicted, unet, noisy, step, conditions, run)
-            velocity = to_host(with_room(pipeline.offloader, "unet", forward, progress)).float()
-            velocity = velocity.unflatten(0, (len(rows), -1))
+            noisy = solver.model_input(x, index)
+            forward_once = partial(forward, unet, noisy.to(device), step)
+            velocity = to_host(with_room(pipeline.offloader, "unet", forward_once, progress)).float()
+            velocity = velocity.unflatten(0, (rows, -1))
             # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
             guided = velocity[0]
-            if len(rows) > 1:
-                guided = classifier_free_guidance(velocity[1], velocity[0], settings.guidance)
+            if rows > 1:
+                guided = classifier_free_guidance(velocity[1], velocity[0], denoising.guidance)
+            if denoising.epsilon:
+                guided = velocity_of(guided, noisy, solver.schedule.sigmas[index])
             clean = solver.clean(guided, index, x)
-            x = solver.step(guided, index, x, draw)
-            progress.step(index + 1, count, ProgressStage("painting"), lambda clean=clean: preview_of(clean))
+            x = solver.step(guided, index, x, denoising.draw)
+            shown = partial(preview_of, clean, pipeline.latent_format)
+            progress.step(index + 1, count, ProgressStage("painting"), shown)
             progress.check()
     require_finite(x, "painted latents")
     return x
@@ -273,7 +335,7 @@ def tell_sampled(pipeline: PaintPipeline, latents: Tensor, seed: int, progress: 
     """Give scaled latents to a progress that keeps them, so that a failure to decode does not lose them."""
     tell = getattr(progress, "sampled", None)
     if tell is not None:
-        tell(latents / vae.SCALE, pipeline.family, seed)
+        tell(latents / pipeline.latent_scale, pipeline.family, seed, pipeline.latent_format)
 
 
 def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: StreamInputs) -> Tensor:
@@ -299,9 +361,10 @@ def references_in(conditions: Conditions) -> int:
     return most // (conditions.maps.shape[-2] * conditions.maps.shape[-1])
 
 
-def preview_of(latents: Tensor) -> Tensor:
+def preview_of(latents: Tensor, latent_format: str = "SD15") -> Tensor:
     """Rough pictures (V, h, w, 3) in 0..1 of scaled latents."""
-    return (torch.einsum("bchw,cr->bhwr", latents, torch.tensor(PREVIEW)) * 0.5 + 0.5).clamp(0, 1)
+    *colours, added = torch.tensor(PREVIEW[latent_format])
+    return ((torch.einsum("bchw,cr->bhwr", latents, torch.stack(colours)) + added) * 0.5 + 0.5).clamp(0, 1)
 
 
 def _run(settings: PaintSettings, views: int, references: int) -> PaintRun:
@@ -320,6 +383,7 @@ def _checked(
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """References, normals and positions as (B, size, size, 3), and the camera ids."""
     background = PUBLISHED[pipeline.variant].background
+    views_for(pipeline.family, inputs.cameras)
     ids = camera_ids(inputs.cameras, pipeline.family)
     for line in camera_notes(inputs.cameras, pipeline.family):
         progress.notify(line)
@@ -398,8 +462,9 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
     return dino_states(pipeline, reference, progress, expected(pipeline, "image", run))
 
 
-def _decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
-    device, plain = pipeline.offloader.device, latents / vae.SCALE
+def decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
+    """The pictures of ``latents``; those behind the first ``views`` are metal and roughness."""
+    device, plain = pipeline.offloader.device, latents / pipeline.latent_scale
     need = vae_bytes(DECODED, settings.size, pipeline.precision.vae)
     with stage(pipeline, "decoding", "vae", need, _run(settings, views, 1), progress) as module:
         pictures = vae.decoded(module, plain, device, progress)

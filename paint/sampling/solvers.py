@@ -56,8 +56,12 @@ class NoiseSchedule:
         )
 
 
-def sigma_table(zero_snr: bool) -> Tensor:
-    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64."""
+def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
+    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64.
+
+    Args:
+        shift: by which the squared level of the last step is multiplied, and those before it by less.
+    """
     first, last = (beta**0.5 for beta in BETAS)
     shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
     if zero_snr:  # in fp32, as upstream: the last levels are differences of nearly equal numbers
@@ -65,10 +69,21 @@ def sigma_table(zero_snr: bool) -> Tensor:
         shares = ((roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))) ** 2
         shares[-1] = LAST_SHARE
     shares = shares.double()
-    return ((1 - shares) / shares).sqrt()
+    ramp = torch.arange(TRAIN_STEPS, dtype=torch.float64) / (TRAIN_STEPS - 1)
+    return ((1 - shares) / shares).sqrt() * shift ** (ramp / 2)
 
 
-def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
+def velocity_of(noise: Tensor, unit: Tensor, sigma: float) -> Tensor:
+    """The velocity that a prediction of the noise means.
+
+    Args:
+        unit: latents of unit variance, as the network took them.
+        sigma: their noise level.
+    """
+    return noise * math.sqrt(sigma**2 + 1) - unit * sigma
+
+
+def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule of ``steps`` steps.
 
     Args:
@@ -82,12 +97,12 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
             f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
         )
     require_choice("sigma schedule", spacing, SPACINGS)
-    table = sigma_table(zero_snr)
+    table = sigma_table(zero_snr, shift)
     if spacing == "karras":
         low, high, rho = KARRAS
         ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
         levels = (high ** (1 / rho) + ramp * (low ** (1 / rho) - high ** (1 / rho))) ** rho
-        return schedule_of([*levels.tolist(), 0.0], zero_snr)
+        return schedule_of([*levels.tolist(), 0.0], zero_snr, shift)
     if spacing == "trailing":
         times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
     elif spacing == "leading":
@@ -99,7 +114,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool) -> NoiseSchedule:
     return NoiseSchedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
 
 
-def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> NoiseSchedule:
+def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule that goes through ``sigmas``, from noise to 0.
 
     Raises:
@@ -111,7 +126,7 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> NoiseSchedule:
             expected="at least two noise levels falling towards 0",
             fix="Use a scheduler node for Stable Diffusion, such as Basic Scheduler.",
         )
-    table = sigma_table(zero_snr)
+    table = sigma_table(zero_snr, shift)
     logs, times = table.log(), []
     for sigma in sigmas[:-1]:
         level = min(max(math.log(max(sigma, 1e-9)), float(logs[0])), float(logs[-1]))
@@ -121,7 +136,7 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool) -> NoiseSchedule:
     return NoiseSchedule(tuple(times), tuple(map(float, sigmas)), table, float(sigmas[0]))
 
 
-def lcm_schedule(steps: int, zero_snr: bool) -> NoiseSchedule:
+def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule of the distillation: ten steps are 989, 890, 791, ... 98.
 
     Raises:
@@ -136,7 +151,7 @@ def lcm_schedule(steps: int, zero_snr: bool) -> NoiseSchedule:
     stride = TRAIN_STEPS // LCM_GRID
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
     times = [grid[index * LCM_GRID // steps] for index in range(steps)]
-    table = sigma_table(zero_snr)
+    table = sigma_table(zero_snr, shift)
     return NoiseSchedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
 
 

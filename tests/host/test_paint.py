@@ -16,6 +16,7 @@ from host import paint_models
 from host.client import Client, Run
 from host.prompts import Graph, painted, replay
 from host.server import Server
+from paint import mv_stored
 
 pytestmark = pytest.mark.host
 
@@ -125,6 +126,39 @@ def baking(graph: Graph, **changed: Any) -> Graph:
     bake = graph.add("AnyGPUBakeTexture", **{**given, "view_size": 64, **changed})
     graph.add("SaveGLB", mesh=graph.link(bake), filename_prefix="3d/test")
     return graph
+
+
+@pytest.mark.parametrize(("variant", "base"), [("ig2mv", "sdxl"), ("tg2mv", "sd21")])
+def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, variant: str, base: str) -> None:
+    """Through ComfyUI's own memory manager; twice, so that parts come back after they left."""
+    paint_models.install(server)
+    models = server.base / "models"
+    name = mv_stored.FILES[variant, base]
+    if not (models / "diffusers" / f"mine-{base}").exists():
+        mv_stored.folder(base, models / "diffusers", f"mine-{base}")
+    (models / "diffusion_models").mkdir(exist_ok=True)
+    mv_stored.adapter_file(variant, base, models / "diffusion_models")
+    graph = Graph()
+    chosen = {"model": f"mine-{base}", "adapter": name, "lora": "none", "lora_strength": 1.0}
+    pipeline = graph.add("AnyGPULoadMVAdapter", **chosen, precision="auto", offload="auto")
+    mesh = graph.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
+    given = {
+        "mesh": graph.link(mesh),
+        "pipeline": graph.link(pipeline),
+        "view_size": 64,
+        "texture_size": 64,
+        "steps": 2,
+    }
+    if variant == "ig2mv":
+        given["image"] = graph.link(graph.add("LoadImage", image="example.png"))
+    textured = graph.add("AnyGPUTextureMesh", **given, seed=1, prompt="a red cat")
+    graph.add("SaveGLB", mesh=graph.link(textured), filename_prefix="3d/mv")
+    for seed in (1, 2):
+        graph.prompt[textured]["inputs"]["seed"] = seed
+        run = client.run(graph.prompt)
+        assert run.ending == "execution_success", run.message
+    latents = client.get("/anygpu/latents")["latents"][0]
+    assert ", mv_adapter, 64x64, 6 frames, seed 2" in latents["title"]
 
 
 def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) -> None:

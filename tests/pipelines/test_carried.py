@@ -50,6 +50,8 @@ OWN_EXCUSES: dict[str, dict[str, str]] = {
     "AnyGPUEncodeVideo": dict.fromkeys(("width", "height", "fit", "seed"), MISSING),
     "AnyGPUDecode": {"fps": "the rate of the file, not a pixel of it"},
     "AnyGPULoadPaintPipeline": {"variant": "follows the model", "weights": FOUND, "vae": FOUND},
+    "AnyGPUPaintViews": {"negative_prompt": "of MV-Adapter, which no job has"},
+    "AnyGPUTextureMesh": {"negative_prompt": "of MV-Adapter, which no job has"},
     "AnyGPUDelightImage": {"recenter": "of the picture: a job has it as it is"},
 }
 

@@ -1,0 +1,275 @@
+"""Builds the pipeline of MV-Adapter from its file and the user's checkpoint of Stable Diffusion XL or 2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat.checkpoints.headers import reading
+from ..compat.decision import AUTO, CHOSEN, Decision
+from ..compat.device.facts import facts_for
+from ..compat.device.precision import FP16, FP32, PAINT, Precision, copies_decision, precision_for
+from ..compat.errors import CheckpointError, require_choice
+from ..compat.memory.offloader import Offloader
+from ..compat.memory.parts import PartBytes, Parts, Reader, Silent
+from ..compat.packages import attribute, empty_encoder, fill, names_in
+from ..compat.probe_results import probe_results_of
+from ..compat.transforms.attention import Attention, attention_for, avoided_by
+from ..compat.transforms.compile import CompileSettings
+from .choices import ADAPTER_VARIANTS
+from .loading import PaintPipeline, network_bytes, paint_bytes, paint_offloader, reader_of
+from .networks import base_lora, vae
+from .networks import mv_adapter as networks
+from .networks.encoders import CLASSES
+from .networks.layers import Dtypes
+from .networks.published import stored_dtype
+from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in
+from .networks.unet import UNetShape
+from .networks.weights import Advance, Weights, weights_in
+
+TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRequest:
+    """User's choices for loading.
+
+    Args:
+        model: the checkpoint: a ``.safetensors`` file, or a folder as diffusers saves it.
+        adapter: the published file of MV-Adapter.
+        variant: ``ig2mv`` or ``tg2mv``, where the file's name does not say it.
+        tokenizer: folder of CLIP's tokenizer, for a checkpoint that is one file.
+        vae: folder of another VAE; None for the checkpoint's own.
+        lora: file of a LoRA of the base; None for none.
+        lora_strength: by how much it counts; 1 as it was made.
+        precision, offload, attention, device, state, quiet: as :class:`loading.PaintRequest` has them.
+    """
+
+    model: Path
+    adapter: Path
+    variant: str = AUTO
+    tokenizer: Path | None = None
+    vae: Path | None = None
+    lora: Path | None = None
+    lora_strength: float = 1.0
+    precision: str = AUTO
+    offload: str = AUTO
+    attention: str = AUTO
+    device: Any = None
+    state: Path | None = None
+    quiet: bool = False
+    compiled: CompileSettings | None = None  # nothing of it is compiled
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A checked request: the checkpoint, the adapter's tensors, and the variant that they are of."""
+
+    request: AdapterRequest
+    base: Base
+    stored: Weights
+    variant: str
+
+
+def load_adapter(
+    request: AdapterRequest,
+    progress: Any = None,
+    make_room: Callable[[int, torch.device], None] | None = None,
+    hosted: Callable[..., Offloader] | None = None,
+) -> PaintPipeline:
+    """The pipeline of a checkpoint with an adapter; only names and shapes are read now.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of another model, which is named.
+        InputError, UnsupportedError: a choice that this model or machine cannot do.
+    """
+    files, made = _checked(request)
+    configs = {part: found.config for part, found in files.base.parts.items()}
+    configs["adapter"] = {"prediction_type": files.base.prediction, "base": files.base.kind}
+    (progress or Silent()).check()
+    facts, shape = facts_for(request.device), UNetShape.of(configs["unet"])
+    probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
+    precision = _with_wide_vae(precision_for(PAINT, facts, request.precision, probes), configs["vae"])
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
+    attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
+    readers, weights = _readers(files, made, precision, attention)
+    parts = Parts(readers)
+    offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
+    remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
+    return PaintPipeline(
+        family="mv_adapter",
+        variant=files.variant,
+        parts=parts,
+        facts=facts,
+        precision=precision,
+        offloader=offloader,
+        shape=shape,
+        configs=configs,
+        source=request.model,
+        decisions=(precision.decision, offload, attention.decision, *remarks),
+        weights=weights,
+        probes=probes,
+        attention=attention.label,
+        tokenizers=_tokenizers(files),
+    )
+
+
+def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module]]:
+    """The files of a request, and its UNet and map encoder without weights, whose tensors are all there."""
+    require_choice("adapter variant", request.variant, ADAPTER_VARIANTS, "Choose auto.")
+    with reading(request.adapter):
+        stored = weights_in(request.adapter, "adapter")
+    with reading(request.model):
+        base = base_in(request.model, request.vae)
+    declared = "" if request.variant == AUTO else request.variant
+    variant = networks.variant_of(stored.shapes, base.kind, request.adapter.name, declared)
+    config = base.parts["unet"].config
+    with torch.device("meta"):
+        made = {
+            "unet": networks.unet_for(config, variant),
+            "adapter": networks.encoder_for(base.kind, networks.widths_for(base.kind, config["block_out_channels"])),
+        }
+    networks.require_tensors(stored.shapes, made["unet"], made["adapter"], request.adapter.name)
+    _require_complete(base.parts["unet"], made["unet"])
+    return AdapterFiles(request, base, stored, variant), made
+
+
+def _readers(
+    files: AdapterFiles, made: Mapping[str, nn.Module], precision: Precision, attention: Attention
+) -> tuple[dict[str, Reader], dict[str, PartBytes]]:
+    """The reader and the bytes of each part."""
+    dtypes, parts = Dtypes(precision.compute, precision.residual), files.base.parts
+    readers = {
+        "unet": _unet_reader(files, dtypes, attention),
+        "adapter": _map_reader(made["adapter"], files.stored, dtypes),
+        "vae": _vae_reader(parts["vae"], precision, attention),
+    }
+    weights = {part: network_bytes(module, dtypes) for part, module in made.items()}
+    weights["vae"] = _bytes_as(parts["vae"], precision.vae)
+    for part in (part for part in TOKENIZERS if part in parts):
+        readers[part] = _encoder_reader(files, part, precision)
+        weights[part] = _bytes_as(parts[part], precision.text)
+    return readers, weights
+
+
+def _with_wide_vae(precision: Precision, config: Mapping[str, Any]) -> Precision:
+    """``precision`` with the VAE in fp32 where fp16 overflows in it, as its configuration says."""
+    if precision.vae is not FP16 or not config.get("force_upcast"):
+        return precision
+    why = f"{precision.why}; VAE in fp32, since fp16 overflows in SDXL's own: choose a folder with its fp16 fix as vae"
+    return replace(precision, vae=FP32, conv=FP32, why=why)
+
+
+def _require_complete(part: BasePart, unet: nn.Module) -> None:
+    """Raise unless a checkpoint has exactly the tensors of the stock UNet of its configuration."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in unet.state_dict().items() if networks.PROCESSOR not in name}
+    wrong = sorted(name for name in wanted.keys() | part.shapes.keys() if wanted.get(name) != part.shapes.get(name))
+    if wrong:
+        raise CheckpointError(
+            f"{wrong[0]!r} of the UNet in {part.stored.path.name!r} is {part.shapes.get(wrong[0], 'missing')}",
+            expected=str(wanted.get(wrong[0], "no such tensor")),
+            fix="Choose a complete checkpoint of Stable Diffusion XL or 2.1.",
+        )
+
+
+def _tokenizers(files: AdapterFiles) -> dict[str, Path]:
+    """Folder of the tokenizer of each text encoder; what is not there is missed when a prompt is encoded."""
+    request = files.request
+    beside = {part: request.model / name for part, name in TOKENIZERS.items() if part in files.base.parts}
+    given = request.tokenizer or request.model.parent / "tokenizer"
+    return {part: folder if folder.is_dir() else given for part, folder in beside.items()}
+
+
+def _remarks(files: AdapterFiles) -> list[Decision]:
+    remarks, request = [], files.request
+    if files.base.prediction == VELOCITY:
+        why = "the adapter was taught on noise; its velocities are converted"
+        remarks.append(Decision("base", "predicts velocities", why, AUTO))
+    if request.lora is not None:
+        remarks.append(Decision("LoRA", f"{request.lora.name} at {request.lora_strength:g}", "merged", CHOSEN))
+    return remarks
+
+
+def _bytes_as(part: BasePart, dtype: torch.dtype) -> PartBytes:
+    return paint_bytes({name: torch.Size(shape).numel() * dtype.itemsize for name, shape in part.shapes.items()})
+
+
+def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> Reader:
+    """Reader of the checkpoint's UNet with the adapter's layers in it."""
+    part, adapter = files.base.parts["unet"], files.stored
+    own = [name for name in adapter.shapes if networks.PROCESSOR in name]
+
+    def build(advance: Advance) -> nn.Module:
+        tensors = part.convert(
+            part.stored.read(part.stored.shapes, lambda name: stored_dtype(part.names[name], dtypes), advance)
+        )
+        tensors |= adapter.read(own, lambda name: stored_dtype(name, dtypes), advance)
+        with torch.device("meta"):
+            module = networks.unet_for(part.config, files.variant)
+        module.load_state_dict(tensors, assign=True)
+        module = _with_lora(files, "unet", module)
+        networks.set_kernel(module, attention)
+        networks.set_dtypes(module, dtypes)
+        return module
+
+    return reader_of("unet", part.stored.total_bytes + adapter.total_bytes, build)
+
+
+def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
+    """Reader of the encoder of the maps."""
+    names = list(made.state_dict())
+
+    def build(advance: Advance) -> nn.Module:
+        module: Any = type(made).from_config(made.config)  # type: ignore[attr-defined]
+        tensors = adapter.read(names, lambda name: stored_dtype(name, dtypes), advance)
+        module.load_state_dict(tensors, assign=True)
+        networks.set_dtypes(module, dtypes)
+        return module  # type: ignore[no-any-return]
+
+    return reader_of("adapter", adapter.total_bytes * len(names) // len(adapter.shapes), build)
+
+
+def _vae_reader(part: BasePart, precision: Precision, attention: Attention) -> Reader:
+    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+
+    def build(advance: Advance) -> nn.Module:
+        tensors = part.convert(part.stored.read(part.stored.shapes, lambda _name: precision.vae, advance))
+        module = vae.filled(part.config, tensors, str(part.stored.path))
+        vae.set_vae_attention(module, exact)
+        return module
+
+    return reader_of("vae", part.stored.total_bytes, build)
+
+
+def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:
+    part, dtype = files.base.parts[name], precision.text
+
+    def build(advance: Advance) -> nn.Module:
+        cls: Any = attribute("transformers", CLASSES[name])
+        module = empty_encoder(cls, cls.config_class.from_dict(dict(part.config)), dtype)
+        tensors = part.convert(part.stored.read(part.stored.shapes, lambda _name: dtype, advance))
+        there = names_in(module, tensors)
+        missing = fill(module, {there[key]: tensor for key, tensor in tensors.items() if key in there}, dtype)
+        if missing:
+            raise CheckpointError(
+                f"no {missing[0]!r} in the {name} of {part.stored.path.name!r}",
+                expected="a complete text encoder",
+                fix="Choose another checkpoint, or download this one again.",
+            )
+        return _with_lora(files, name, module)
+
+    return reader_of(name, part.stored.total_bytes, build)
+
+
+def _with_lora(files: AdapterFiles, part: str, module: nn.Module) -> nn.Module:
+    request, base = files.request, files.base
+    if request.lora is None or request.lora_strength == 0:
+        return module
+    given = (request.lora, request.lora_strength, base.kind, base.parts["unet"].config)
+    return base_lora.merge(part, module, *given)

@@ -1,0 +1,311 @@
+"""MV-Adapter: attention between six views and to a reference picture on diffusers' UNet of Stable Diffusion XL or 2.1.
+
+The base UNet, its VAE and the encoder of the maps are diffusers' own classes. The adapter adds two attentions to each
+self-attention: tensors have their published names, ``...attn1.processor.to_q_mv.weight``. Source: huanngzh/MV-Adapter,
+Apache-2.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.errors import CheckpointError
+from ...compat.packages import attribute
+from ...compat.transforms.attention import Attention as Kernel
+from ..choices import IG2MV, TG2MV
+from .layers import Attend, Dtypes, joined
+from .multiview import grouped
+
+VIEWS = (
+    6  # front, right, back, left, top, bottom: rows and columns of the attention between them are tied to this order
+)
+IN_ROWS, IN_COLUMNS = (0, 1, 2, 3), (0, 2, 4, 5)
+MAP_CHANNELS = 6  # position, normal
+UNSHUFFLE = {"sdxl": 16, "sd21": 8}
+ENCODERS = {"sdxl": "full_adapter_xl", "sd21": "full_adapter"}
+NARROW = ("to_q", "to_k", "to_v", "proj")  # their results are operands again, not part of the residual stream
+ADAPTER, PROCESSOR = "adapter.", ".processor."
+PAGE = "huanngzh/mv-adapter: mvadapter_ig2mv_sdxl.safetensors, or the one for tg2mv or sd21"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInputs:
+    """Inputs shared by the layers in one forward.
+
+    Args:
+        reference: kept tokens by layer name, (1, R * N, D); empty for tg2mv.
+        rows: for each guidance row, whether it sees the reference. One that does not attends to zeros: the bias of the
+            output projection is all that is added.
+        recorded: gets the kept tokens; nothing is added then. None while painting.
+    """
+
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: tuple[bool, ...] = (True,)
+    reference_scale: float = 1.0
+    multiview_scale: float = 1.0
+    recorded: dict[str, Tensor] | None = None
+
+
+class TextAttention:
+    """A stock attention with a kernel of ours."""
+
+    def __init__(self) -> None:
+        self.attend: Attend = Kernel()
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Any = None,
+        run: Any = None,
+    ) -> Tensor:
+        """(B, N, D) from queries (B, N, D) and what is attended to, themselves when None."""
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        heads = (
+            split(layer(x), attn.heads)
+            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, seen), (attn.to_v, seen))
+        )
+        return attn.to_out[0](joined(self.attend(*heads)))
+
+
+class ViewAttention(nn.Module):
+    """A self-attention with the adapter's two.
+
+    Args:
+        name: of the layer, by which its tokens are kept.
+        reference: True for ig2mv.
+    """
+
+    def __init__(self, name: str, width: int, reference: bool) -> None:
+        super().__init__()
+        self.name, self.stock = name, TextAttention()
+        for kind in ("mv", "ref") if reference else ("mv",):
+            for part in "qkv":
+                setattr(self, f"to_{part}_{kind}", nn.Linear(width, width, bias=False))
+            setattr(self, f"to_out_{kind}", nn.ModuleList([nn.Linear(width, width)]))
+        self.sees_reference = reference
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Any = None,
+        run: AdapterInputs = AdapterInputs(),
+    ) -> Tensor:
+        """(B * V, N, D) from the same, normalised: what is added to the stream. Diffusers reads this signature."""
+        added = self.stock(attn, hidden_states)
+        if run.recorded is not None:
+            run.recorded[self.name] = hidden_states
+            return added
+        added = added + run.multiview_scale * self._between_views(hidden_states, attn.heads)
+        if self.sees_reference:
+            added = added + run.reference_scale * self._to_reference(hidden_states, attn.heads, run)
+        return added
+
+    def _between_views(self, seen: Tensor, heads: int) -> Tensor:
+        """Each pixel attends to its row in the four views around, and to its column in front, back, top and bottom.
+
+        The front is mirrored in the columns: its right is the left of the other three.
+        """
+        side = math.isqrt(seen.shape[1])
+        maps = [  # (B, V, H, W, heads, D)
+            layer(seen).unflatten(1, (side, side)).unflatten(0, (-1, VIEWS)).unflatten(-1, (heads, -1))
+            for layer in (self.to_q_mv, self.to_k_mv, self.to_v_mv)
+        ]
+        rows = self._lines([x[:, IN_ROWS].permute(0, 2, 4, 1, 3, 5) for x in maps])  # (B, H, heads, views, W, D)
+        rows = rows.permute(0, 3, 1, 4, 2, 5)
+        columns = self._lines([mirrored(x[:, IN_COLUMNS]).permute(0, 3, 4, 1, 2, 5) for x in maps])
+        columns = mirrored(columns.permute(0, 3, 4, 1, 2, 5))
+        both = ((rows[:, 0] + columns[:, 0]) / 2, rows[:, 1], (rows[:, 2] + columns[:, 1]) / 2, rows[:, 3])
+        views = torch.stack((*both, columns[:, 2], columns[:, 3]), dim=1)
+        return self.to_out_mv[0](views.flatten(0, 1).flatten(1, 2).flatten(2))
+
+    def _lines(self, maps: Sequence[Tensor]) -> Tensor:
+        """Attention within each line: maps and result are (B, lines, heads, views, line length, D)."""
+        lines = (x.flatten(3, 4).flatten(0, 1) for x in maps)
+        return self.stock.attend(*lines).unflatten(0, maps[0].shape[:2]).unflatten(3, maps[0].shape[3:5])
+
+    def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
+        """(B * V, N, D): all views of a row ask for the same tokens, so together they need its keys once."""
+        tokens, kept = grouped(seen, VIEWS), run.reference[self.name]
+        key, value = (split(layer(kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
+        added = [
+            self.to_out_ref[0](
+                joined(self.stock.attend(split(self.to_q_ref(row), heads), key, value))
+                if shown
+                else row.new_zeros(1, 1, row.shape[2])
+            ).expand(1, tokens.shape[1], -1)
+            for row, shown in zip(tokens.split(1), run.rows, strict=True)
+        ]
+        return torch.cat(added).unflatten(1, (VIEWS, -1)).flatten(0, 1)
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """(B, heads, N, D) from (B, N, heads * D)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def mirrored(views: Tensor) -> Tensor:
+    """``views`` (B, V, H, W, ...) with the first of them flipped left to right."""
+    return torch.cat((views[:, :1].flip(3), views[:, 1:]), dim=1)
+
+
+def unet_for(config: Mapping[str, Any], variant: str) -> nn.Module:
+    """The base UNet of a ``config.json`` with the adapter's layers; make it under ``torch.device("meta")``."""
+    cls: Any = attribute("diffusers", "UNet2DConditionModel")
+    unet = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
+    for name, module in unet.named_modules():
+        if hasattr(module, "to_q"):
+            own = name.endswith(".attn1")
+            width = module.to_q.in_features
+            module.set_processor(ViewAttention(name, width, variant == IG2MV) if own else TextAttention())
+    return unet  # type: ignore[no-any-return]
+
+
+def encoder_for(base: str, widths: Sequence[int]) -> nn.Module:
+    """The encoder of position and normal maps: diffusers' T2IAdapter."""
+    cls: Any = attribute("diffusers", "T2IAdapter")
+    return cls(  # type: ignore[no-any-return]
+        in_channels=MAP_CHANNELS,
+        channels=list(widths),
+        num_res_blocks=2,
+        downscale_factor=UNSHUFFLE[base],
+        adapter_type=ENCODERS[base],
+    )
+
+
+def widths_for(base: str, widths: Sequence[int]) -> list[int]:
+    """Widths of the four states that the map encoder makes for a UNet of ``widths``: SDXL's last goes to its middle."""
+    return [*widths, widths[-1]] if base == "sdxl" else list(widths)
+
+
+def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, declared: str = "") -> str:
+    """``ig2mv`` or ``tg2mv``, of an adapter file with tensors of these shapes.
+
+    Args:
+        base: of the checkpoint under it, ``sdxl`` or ``sd21``.
+        name: of the file: its tensors do not tell maps of a mesh from maps of camera rays.
+        declared: ``ig2mv`` or ``tg2mv``, where the user says which of them a renamed file is.
+
+    Raises:
+        CheckpointError: a foreign file, one for another base, or one for pictures without a mesh.
+    """
+    first = shapes.get("adapter.conv_in.weight")
+    if first is None or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
+        raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")
+    made_for = {MAP_CHANNELS * factor**2: kind for kind, factor in UNSHUFFLE.items()}.get(first[1], "another base")
+    if made_for != base:
+        raise CheckpointError(
+            f"{name!r} is made for {made_for}, and the checkpoint is {base}",
+            expected="adapter and checkpoint of one base",
+            fix=f"Choose a checkpoint of {made_for}, or the adapter for {base}.",
+        )
+    variant = IG2MV if any(f"{PROCESSOR}to_q_ref" in tensor for tensor in shapes) else TG2MV
+    if declared and declared != variant:
+        raise CheckpointError(
+            f"{name!r} declared as {declared} has the layers of {variant}", expected=variant, fix="Choose auto."
+        )
+    if not declared and variant not in name.lower():
+        rays = variant.replace("g2", "2")
+        raise CheckpointError(
+            f"{name!r} may be {rays}, which is made for camera rays and has the same tensors",
+            expected=f"{variant} in the name, as published",
+            fix=f"Use {variant}; for a renamed file of it choose variant {variant}.",
+        )
+    return variant
+
+
+def require_tensors(shapes: Mapping[str, tuple[int, ...]], unet: nn.Module, encoder: nn.Module, name: str) -> None:
+    """Raise unless an adapter file has exactly the tensors of its layers and of its map encoder."""
+    named = {**unet.state_dict(), **encoder.state_dict()}
+    wanted = {key: tuple(tensor.shape) for key, tensor in named.items() if PROCESSOR in key or key.startswith(ADAPTER)}
+    wrong = sorted(key for key in wanted.keys() | shapes.keys() if wanted.get(key) != shapes.get(key))
+    if wrong:
+        found, expected = (str(each.get(wrong[0], "missing")) for each in (shapes, wanted))
+        raise CheckpointError(
+            f"{wrong[0]!r} in {name!r} is {found}",
+            expected=f"{expected.replace('missing', 'no such tensor')}, as each of {len(wanted)} tensors",
+            fix=f"The file is not complete, or the checkpoint has other layers. Download {PAGE}.",
+        )
+
+
+def set_kernel(unet: nn.Module, attend: Attend) -> None:
+    """Make every attention of the UNet call ``attend``."""
+    for processor in unet.attn_processors.values():  # type: ignore[operator]
+        getattr(processor, "stock", processor).attend = attend
+
+
+def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
+    """Make the leaves compute in one dtype around a residual stream in another; the norms compute in the latter.
+
+    The weights are in these dtypes already. Nothing changes where both are one.
+    """
+    if dtypes.compute is dtypes.residual:
+        return
+
+    def operands(_leaf: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (dtypes.narrow(given[0]), *given[1:])
+
+    def stream(_leaf: nn.Module, _given: Any, result: Tensor) -> Tensor:
+        return dtypes.wide(result)
+
+    for name, leaf in module.named_modules():
+        if isinstance(leaf, (nn.Linear, nn.Conv2d)):
+            leaf.register_forward_pre_hook(operands)
+            if name.rpartition(".")[2].removesuffix("_mv").removesuffix("_ref") not in NARROW:
+                leaf.register_forward_hook(stream)
+
+
+def looked_at(unet: Any, latents: Tensor, text: Tensor, added: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tokens to keep, (1, R * N, D) by layer, of clean reference latents (R, 4, H, W).
+
+    Args:
+        text: of the prompt, (1, M, D).
+        added: SDXL's pooled text and sizes, of one row; empty for SD2.1.
+    """
+    recorded: dict[str, Tensor] = {}
+    start = torch.zeros(1, dtype=torch.float32, device=latents.device)
+    forward(unet, latents, start, text, added, AdapterInputs(recorded=recorded))
+    return {name: tokens.flatten(0, 1)[None] for name, tokens in recorded.items()}
+
+
+def forward(
+    unet: Any,
+    x: Tensor,
+    time: Tensor,
+    text: Tensor,
+    added: Mapping[str, Tensor],
+    run: AdapterInputs,
+    states: Sequence[Tensor] = (),
+) -> Tensor:
+    """The prediction (B * V, 4, H, W).
+
+    Args:
+        x: noisy latents (B * V, 4, H, W).
+        time: (1,).
+        text: (B, M, D), which is repeated for the views of a row.
+        added: of B rows.
+        states: of the map encoder, (V, C, h, w) each, the same for every row.
+    """
+    rows = text.shape[0]
+    per_row = x.shape[0] // rows
+    residuals = {}
+    if states:  # the UNet takes them off the list
+        residuals["down_intrablock_additional_residuals"] = [state.repeat(rows, 1, 1, 1) for state in states]
+    return unet(  # type: ignore[no-any-return]
+        x,
+        time,
+        text.repeat_interleave(per_row, dim=0),
+        added_cond_kwargs={name: value.repeat_interleave(per_row, dim=0) for name, value in added.items()} or None,
+        cross_attention_kwargs={"run": run},
+        return_dict=False,
+        **residuals,
+    )[0]

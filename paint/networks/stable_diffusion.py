@@ -1,0 +1,272 @@
+"""A checkpoint of Stable Diffusion XL or 2.1 under a paint family: one file, or a folder as diffusers saves it.
+
+Configurations of a single file are read off its shapes; diffusers' own converters give its tensors diffusers' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.checkpoints.weights import read_json
+from ...compat.errors import CheckpointError
+from ...compat.packages import imported
+from .weights import Weights, weights_in
+
+HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
+UNET, VAE = "model.diffusion_model.", "first_stage_model."
+TEXT = {  # part -> what its tensors may begin with
+    "sdxl": {
+        "text_encoder": ("conditioner.embedders.0.transformer.",),
+        "text_encoder_2": ("conditioner.embedders.1.model.",),
+    },
+    "sd21": {"text_encoder": ("cond_stage_model.model.", "conditioner.embedders.0.model.")},
+}
+SCALES = {"sdxl": 0.13025, "sd21": 0.18215}  # of the latents
+VELOCITY_SPREAD = (  # comfy/supported_models.py, SD20: a model of velocities has more than 0.09 of it
+    "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias",
+    0.09,
+)
+EPSILON, VELOCITY = "epsilon", "v_prediction"
+WANTED = "a complete checkpoint of Stable Diffusion XL or 2.1"
+Shapes = Mapping[str, tuple[int, ...]]
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class BasePart:
+    """One part of a checkpoint.
+
+    Args:
+        names: name in the file to name in the module, where the tensor is the same; others are made by ``convert``.
+        convert: from tensors of the file to those of the module.
+        shapes: of the module's tensors.
+    """
+
+    stored: Weights
+    config: Mapping[str, Any]
+    names: Mapping[str, str]
+    convert: Convert
+    shapes: Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A checkpoint.
+
+    Args:
+        kind: ``sdxl`` or ``sd21``.
+        prediction: of its UNet, ``epsilon`` or ``v_prediction``.
+        parts: ``unet``, ``vae``, ``text_encoder``, of SDXL ``text_encoder_2``.
+    """
+
+    kind: str
+    prediction: str
+    parts: Mapping[str, BasePart]
+
+
+def base_in(path: Path, vae: Path | None = None) -> Base:
+    """The checkpoint at ``path``; names and shapes alone are read.
+
+    Args:
+        vae: folder of another VAE for it.
+
+    Raises:
+        CheckpointError: another kind of model, which is named, or parts missing.
+    """
+    base = _of_folder(path) if path.is_dir() else _of_file(path)
+    if vae is None:
+        return base
+    return Base(base.kind, base.prediction, {**base.parts, "vae": _saved(vae, "VAE")})
+
+
+def _of_folder(path: Path) -> Base:
+    unet = _saved(path / "unet", "UNet")
+    scheduler = path / "scheduler" / "scheduler_config.json"
+    noted = read_json(scheduler, "the configuration of the scheduler") if scheduler.is_file() else {}
+    edm = "EDM" in str(noted.get("_class_name")) or noted.get("prediction_type") == "edm"
+    kind = _kind(unet.shapes, path, edm)
+    parts = {part: _saved(path / part, part) for part in ("vae", *TEXT[kind])}
+    return Base(kind, str(noted.get("prediction_type", EPSILON)), {"unet": unet, **parts})
+
+
+def _saved(folder: Path, part: str) -> BasePart:
+    """A part as diffusers or transformers saved it."""
+    config = read_json(folder / "config.json", f"the configuration of the {part}")
+    stored = weights_in(folder, part, "safetensors")
+    return BasePart(stored, config, {name: name for name in stored.shapes}, dict, shapes=stored.shapes)
+
+
+def _of_file(path: Path) -> Base:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path.name!r} is no .safetensors", expected=WANTED, fix="Use its .safetensors file.")
+    stored, ldm = weights_in(path, "checkpoint"), imported("diffusers.loaders.single_file_utils")
+    added = f"{UNET}label_emb.0.0.weight" in stored.shapes
+    rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
+    unet = _part(stored, UNET, partial(ldm.convert_ldm_unet_checkpoint, config=rules), unet_config)
+    kind = _kind(unet.shapes, path, any(name.startswith("edm_") for name in stored.shapes))
+    levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
+    blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)
+    convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
+    parts = {"unet": unet, "vae": _part(stored, VAE, convert, partial(vae_config, kind=kind))}
+    for part, prefixes in TEXT[kind].items():
+        prefix = next((one for one in prefixes if any(name.startswith(one) for name in stored.shapes)), prefixes[0])
+        if prefix.endswith("transformer."):
+            convert, activation = ldm.convert_ldm_clip_checkpoint, "quick_gelu"
+        else:
+            convert, activation = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix, kind == "sd21"), "gelu"
+        parts[part] = _part(stored, prefix, convert, partial(text_config, activation=activation))
+    for part, found in parts.items():
+        if not found.shapes:
+            raise CheckpointError(
+                f"no {part} in {path.name!r}", expected=WANTED, fix="Choose a file that has it, or a diffusers folder."
+            )
+    return Base(kind, _prediction(stored, kind), parts)
+
+
+def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
+    """The tensors of ``stored`` that begin with ``prefix``, converted on the meta device to learn names and shapes."""
+    inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
+    made = convert(tensors) if tensors else {}
+    by_tensor = {id(tensor): name for name, tensor in made.items()}
+    names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
+    weights = Weights(stored.path, inside, stored.entries, total)
+    return BasePart(weights, config(shapes) if made else {}, names, convert, shapes=shapes)
+
+
+def _open_clip(convert: Any, prefix: str, penultimate: bool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a text encoder of OpenCLIP by the names of transformers.
+
+    Args:
+        penultimate: leave the last layer out: SD2 was taught with the state before it, as its folders have it.
+    """
+    layers = f"{prefix}transformer.resblocks."
+    last = max((int(name[len(layers) :].split(".")[0]) for name in tensors if name.startswith(layers)), default=0)
+    if penultimate:
+        tensors = {name: each for name, each in tensors.items() if not name.startswith(f"{layers}{last}.")}
+    embedding = f"{prefix}positional_embedding"
+    width = tensors[embedding].shape[1] if embedding in tensors else 0
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+    return convert(model, tensors, prefix=prefix)  # type: ignore[no-any-return]
+
+
+def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
+    """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names.
+
+    Raises:
+        CheckpointError: another kind, by its name.
+    """
+    first, widths = shapes.get("conv_in.weight", (0, 0)), _widths(shapes)
+    projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
+    added, levels = "add_embedding.linear_1.weight" in shapes, len(widths)
+    named = {
+        "no Stable Diffusion checkpoint": not widths or not projection,
+        "an inpainting checkpoint": first[1] == 9,
+        f"a checkpoint whose UNet takes {first[1]} channels": first[1] != 4,
+        "an EDM checkpoint": edm,
+        "Stable Diffusion 1.5": len(projection) == 4,
+        "the refiner of Stable Diffusion XL": added and levels == 4,
+        "another UNet than that of Stable Diffusion XL or 2.1": (added, levels) not in ((True, 3), (False, 4)),
+    }
+    wrong = next((name for name, found in named.items() if found), "")
+    if wrong:
+        raise CheckpointError(
+            f"{path.name!r} is {wrong}", expected=WANTED, fix="The adapter has its layers; choose one of these."
+        )
+    return "sdxl" if added else "sd21"
+
+
+def _prediction(stored: Weights, kind: str) -> str:
+    """The prediction of a single file: a mark in newer files of SDXL; of SD2.1 by one tensor, as ComfyUI tells it."""
+    name, limit = VELOCITY_SPREAD
+    if kind == "sdxl":
+        return VELOCITY if "v_pred" in stored.shapes else EPSILON
+    if name not in stored.shapes:
+        return EPSILON
+    spread = stored.read([name], lambda _name: torch.float32, lambda _size: None)[name].std(unbiased=False)
+    return VELOCITY if float(spread) > limit else EPSILON
+
+
+def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:
+    """The width of each level."""
+
+    def found() -> Iterator[int]:
+        for level in count():
+            if pattern.format(level) not in shapes:
+                return
+            yield shapes[pattern.format(level)][0]
+
+    return list(found())
+
+
+def unet_config(shapes: Shapes) -> dict[str, Any]:
+    """The ``config.json`` of a UNet with linear projections, from its shapes in diffusers' names."""
+    widths, depths = _widths(shapes), []
+    for level in range(len(widths)):
+        blocks = f"down_blocks.{level}.attentions.0.transformer_blocks."
+        depths.append(len({name[len(blocks) :].split(".")[0] for name in shapes if name.startswith(blocks)}))
+    text = shapes.get("mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight", (0, 0))
+    config = {
+        "in_channels": shapes.get("conv_in.weight", (0, 0))[1],
+        "out_channels": shapes.get("conv_out.weight", (0,))[0],
+        "block_out_channels": widths,
+        "layers_per_block": 2,
+        "down_block_types": ["CrossAttnDownBlock2D" if depth else "DownBlock2D" for depth in depths],
+        "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
+        "transformer_layers_per_block": [depth or 1 for depth in depths],
+        "attention_head_dim": [width // HEAD_WIDTH for width in widths],
+        "cross_attention_dim": text[1],
+        "norm_num_groups": 32,
+        "use_linear_projection": True,
+    }
+    added = shapes.get("add_embedding.linear_1.weight")
+    if added is not None:
+        config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": TIME_WIDTH}
+        config["projection_class_embeddings_input_dim"] = added[1]
+    return config
+
+
+def vae_config(shapes: Shapes, kind: str) -> dict[str, Any]:
+    """The ``config.json`` of a VAE, from its shapes: that of SDXL is to be taken for the one that overflows in fp16."""
+    widths = _widths(shapes, "encoder.down_blocks.{}.resnets.0.conv1.weight")
+    return {
+        "in_channels": 3,
+        "out_channels": 3,
+        "latent_channels": 4,
+        "layers_per_block": 2,
+        "block_out_channels": widths,
+        "down_block_types": ["DownEncoderBlock2D"] * len(widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(widths),
+        "norm_num_groups": 32,
+        "scaling_factor": SCALES[kind],
+        "force_upcast": kind == "sdxl",
+    }
+
+
+def text_config(shapes: Shapes, activation: str) -> dict[str, Any]:
+    """The ``config.json`` of a CLIP text encoder, from its shapes."""
+    shapes = {name.removeprefix("text_model."): shape for name, shape in shapes.items()}
+    rows, width = shapes["embeddings.token_embedding.weight"]
+    layers = {name.split(".")[2] for name in shapes if name.startswith("encoder.layers.")}
+    return {
+        "vocab_size": rows,
+        "hidden_size": width,
+        "max_position_embeddings": shapes["embeddings.position_embedding.weight"][0],
+        "num_hidden_layers": len(layers),
+        "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
+        "num_attention_heads": width // HEAD_WIDTH,
+        "projection_dim": shapes.get("text_projection.weight", (width,))[0],
+        "hidden_act": activation,
+        "eos_token_id": 2,  # as published: the pooled text is at the highest token, which the end is
+    }

@@ -1,0 +1,217 @@
+"""MV-Adapter on a user's checkpoint: single files and folders, what is refused, LoRAs, dtypes, memory."""
+
+import json
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
+from anygpu.paint.networks.stable_diffusion import base_in, unet_config
+from safetensors.torch import load_file, save_file
+
+from paint import mv_stored
+
+BASES = ("sdxl", "sd21")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {base: mv_stored.folder(base, tmp_path_factory.mktemp(base)) for base in BASES}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return {base: mv_stored.single_file(base, tmp_path_factory.mktemp(base) / f"{base}.safetensors") for base in BASES}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    root = tmp_path_factory.mktemp("adapters")
+    return {key: mv_stored.adapter_file(*key, root) for key in mv_stored.FILES}
+
+
+def loaded(model, adapter, **chosen):
+    return load_adapter(AdapterRequest(model, adapter, device="cpu", **chosen))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_single_file_and_a_folder_are_one_checkpoint(folders, files, adapters, base):
+    found = [loaded(model, adapters["ig2mv", base]) for model in (files[base], folders[base])]
+    assert [each.family for each in found] == ["mv_adapter"] * 2 and found[0].variant == "ig2mv"
+    assert found[0].latent_scale == mv_stored.SCALES[base]
+    assert found[0].latent_format == {"sdxl": "SDXL", "sd21": "SD15"}[base]
+    for part in found[1].parts.readers:
+        one, other = (each.parts.read(part).state_dict() for each in found)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        total = sum(tensor.nbytes for tensor in one.values())
+        assert found[0].weights[part].total == found[1].weights[part].total == total, part
+    layers = mv_stored.adapter_tensors("ig2mv", base)
+    unet = found[0].parts.read("unet").state_dict()
+    assert all(torch.equal(unet[name], tensor) for name, tensor in layers.items() if ".processor." in name)
+    stock = mv_stored.parts(base)["unet"].state_dict()
+    assert all(torch.equal(unet[name], tensor) for name, tensor in stock.items())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_configuration_is_read_off_the_shapes(base):
+    wanted = mv_stored.unet_config(base)
+    shapes = {name: tuple(tensor.shape) for name, tensor in mv_stored.parts(base)["unet"].state_dict().items()}
+    assert unet_config(shapes) == wanted
+
+
+def changed(base, change):
+    """Tensors of a single file with another shape or name."""
+    tensors = {name: torch.empty(tensor.shape) for name, tensor in mv_stored.original(base).items()}
+    change(tensors)
+    return tensors
+
+
+def inpainting(tensors):
+    tensors["model.diffusion_model.input_blocks.0.0.weight"] = torch.empty(64, 9, 3, 3)
+
+
+def edm(tensors):
+    tensors["edm_mean"] = torch.empty(1)
+
+
+def sd15(tensors):
+    for name in [name for name in tensors if name.endswith((".proj_in.weight", ".proj_out.weight"))]:
+        if ".model." in name or name.startswith("model."):
+            tensors[name] = tensors[name][:, :, None, None].contiguous()
+
+
+def refiner(tensors):
+    tensors["model.diffusion_model.label_emb.0.0.weight"] = torch.empty(256, 2560)
+    for leaf in ("0.0.bias", "0.2.weight", "0.2.bias"):
+        tensors[f"model.diffusion_model.label_emb.{leaf}"] = torch.empty(256)
+
+
+def without_vae(tensors):
+    for name in [name for name in tensors if name.startswith("first_stage_model.")]:
+        del tensors[name]
+
+
+def video(tensors):
+    tensors.clear()
+    tensors["transformer_blocks.0.attn1.to_q.weight"] = torch.empty(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        ("sdxl", inpainting, "is an inpainting checkpoint"),
+        ("sdxl", edm, "is an EDM checkpoint"),
+        ("sd21", sd15, r"is Stable Diffusion 1\.5"),
+        ("sd21", refiner, "is the refiner of Stable Diffusion XL"),
+        ("sdxl", without_vae, "no vae in"),
+        ("sdxl", video, "is no Stable Diffusion checkpoint"),
+    ],
+)
+def test_another_checkpoint_is_refused_by_name(tmp_path, base, change, message):
+    path = tmp_path / "base.safetensors"
+    save_file(changed(base, change), path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        base_in(path)
+    assert len(str(caught.value).splitlines()) == 1 and "base.safetensors" in str(caught.value)
+
+
+def test_a_folder_of_an_edm_model_is_refused(folders, adapters, tmp_path):
+    for part in folders["sdxl"].iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "scheduler").unlink()
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "EDMEulerScheduler"}))
+    with pytest.raises(CheckpointError, match="is an EDM checkpoint"):
+        loaded(tmp_path, adapters["ig2mv", "sdxl"])
+
+
+def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, adapters, tmp_path):
+    with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
+        loaded(files["sdxl"], adapters["ig2mv", "sd21"])
+    tensors = load_file(adapters["tg2mv", "sdxl"])
+    name = next(name for name in tensors if name.endswith("to_out_mv.0.bias"))
+    del tensors[name]
+    save_file(tensors, tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        loaded(files["sdxl"], tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
+    with pytest.raises(InputError, match="adapter variant 'i2mv'"):
+        loaded(files["sdxl"], adapters["tg2mv", "sdxl"], variant="i2mv")
+
+
+def test_a_checkpoint_of_velocities_is_known_and_said(adapters, tmp_path):
+    path = mv_stored.single_file("sdxl", tmp_path / "v.safetensors", v_pred=torch.zeros(1))
+    pipeline = loaded(path, adapters["tg2mv", "sdxl"])
+    assert pipeline.configs["adapter"]["prediction_type"] == "v_prediction"
+    assert any("velocities" in str(decision) for decision in pipeline.decisions)
+    tensors = mv_stored.original("sd21")
+    name = "model.diffusion_model.output_blocks.11.1.transformer_blocks.0.norm1.bias"
+    for factor, prediction in ((1.0, "epsilon"), (5.0, "v_prediction")):
+        save_file(
+            {**{k: v.contiguous() for k, v in tensors.items()}, name: tensors[name] * factor},
+            tmp_path / "2.safetensors",
+        )
+        assert base_in(tmp_path / "2.safetensors").prediction == prediction
+
+
+def lora_file(path, kohya, base="sdxl", width=None):
+    generator = torch.Generator().manual_seed(1)
+    place = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    width = width or mv_stored.WIDTHS[base][1]
+    down, up = torch.randn(4, width, generator=generator), torch.randn(width, 4, generator=generator)
+    text_down, text_up = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator)
+    if kohya:
+        names = {f"lora_unet_{place.replace('.', '_')}": (down, up)}
+        for leaf in ("q_proj", "out_proj"):
+            names[f"lora_te1_text_model_encoder_layers_0_self_attn_{leaf}"] = (text_down, text_up)
+        tensors = {f"{name}.lora_down.weight": pair[0].clone() for name, pair in names.items()}
+        tensors |= {f"{name}.lora_up.weight": pair[1].clone() for name, pair in names.items()}
+        tensors |= {f"{name}.alpha": torch.tensor(2.0) for name in names}
+    else:
+        tensors = {f"unet.{place}.lora_A.weight": down, f"unet.{place}.lora_B.weight": up}
+    save_file(tensors, path)
+    return place, up @ down * (0.5 if kohya else 1.0), text_up @ text_down * 0.5
+
+
+@pytest.mark.parametrize("kohya", [True, False])
+def test_a_lora_of_the_base_is_merged(files, adapters, tmp_path, kohya):
+    pytest.importorskip("peft")
+    place, delta, text_delta = lora_file(tmp_path / "lora.safetensors", kohya)
+    plain = loaded(files["sdxl"], adapters["ig2mv", "sdxl"])
+    pipeline = loaded(files["sdxl"], adapters["ig2mv", "sdxl"], lora=tmp_path / "lora.safetensors", lora_strength=0.7)
+    before, after = (each.parts.read("unet").state_dict() for each in (plain, pipeline))
+    assert before.keys() == after.keys()
+    found = after[f"{place}.weight"] - before[f"{place}.weight"]
+    assert torch.allclose(found, 0.7 * delta, atol=1e-5) and delta.abs().max() > 0.1
+    assert all(torch.equal(before[name], after[name]) for name in before if name != f"{place}.weight")
+    if kohya:
+        before, after = (each.parts.read("text_encoder").state_dict() for each in (plain, pipeline))
+        name = next(name for name in before if name.endswith("layers.0.self_attn.q_proj.weight"))
+        assert torch.allclose(after[name] - before[name], 0.7 * text_delta, atol=1e-5)
+
+
+def test_a_lora_of_another_model_is_refused(files, adapters, tmp_path):
+    pytest.importorskip("peft")
+    for name, message in (("wide", "no LoRA for the unet of sdxl"), ("video", "no LoRA for the unet of sdxl")):
+        path = tmp_path / f"{name}.safetensors"
+        if name == "wide":
+            lora_file(path, True, width=32)
+        else:
+            save_file({"transformer.blocks.0.to_q.lora_A.weight": torch.zeros(4, 4)}, path)
+        pipeline = loaded(files["sdxl"], adapters["ig2mv", "sdxl"], lora=path)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            pipeline.parts.read("unet")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_sdxl_s_own_vae_is_never_fp16_and_a_fixed_one_may_be(acc, files, folders, adapters, tmp_path):
+    own = load_adapter(AdapterRequest(files["sdxl"], adapters["ig2mv", "sdxl"], device=acc, precision="fp16"))
+    assert own.precision.vae is torch.float32 and "fp16 overflows" in own.precision.why
+    fixed = tmp_path / "vae"
+    fixed.mkdir()
+    config = {**json.loads((folders["sdxl"] / "vae" / "config.json").read_text()), "force_upcast": False}
+    (fixed / "config.json").write_text(json.dumps(config))
+    weights = folders["sdxl"] / "vae" / "diffusion_pytorch_model.safetensors"
+    (fixed / "diffusion_pytorch_model.safetensors").symlink_to(weights)
+    request = AdapterRequest(files["sdxl"], adapters["ig2mv", "sdxl"], device=acc, precision="fp16", vae=fixed)
+    assert load_adapter(request).precision.vae is torch.float16

@@ -1,0 +1,109 @@
+"""MV-Adapter by its nodes on a small ComfyUI: step by step, in one node, and what the side bar tells of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError
+from small_comfyui import comfyui, run
+
+from paint import mv_stored, stored
+from paint.shapes import box
+
+MASK = torch.zeros(1, 48, 64)
+MASK[:, :4] = 1
+IMAGE = torch.rand(1, 48, 64, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    base = tmp_path_factory.mktemp("comfyui")
+    with comfyui(base) as module:
+        models = base / "models"
+        for folder in ("checkpoints", "diffusion_models", "diffusers", "loras"):
+            (models / folder).mkdir(parents=True, exist_ok=True)
+        mv_stored.single_file("sdxl", models / "checkpoints" / "mine.safetensors")
+        mv_stored.folder("sd21", models / "diffusers", "mine-too")
+        mv_stored.tokenizer(base / "sd1_tokenizer")  # as ComfyUI has it
+        for key in mv_stored.FILES:
+            mv_stored.adapter_file(*key, models / "diffusion_models")
+        stored.checkpoint("paint", models / "diffusers")
+        nodes = module("nodes")
+        yield SimpleNamespace(
+            run=lambda name, **given: run(nodes, name, **given),
+            said=lambda: module("host.progress").PromptServer.instance.texts[-1][0],
+            folders=module("host.folders"),
+            nodes=nodes,
+        )
+
+
+def mesh():
+    given = box()
+    return SimpleNamespace(
+        vertices=given.vertices[None], faces=given.faces[None], uvs=given.uvs[None], vertex_counts=None
+    )
+
+
+def loaded(core, variant="ig2mv", base="sdxl", **chosen):
+    model = "mine.safetensors" if base == "sdxl" else "mine-too"
+    given = {"model": model, "adapter": mv_stored.FILES[variant, base], "precision": "fp32", **chosen}
+    return core.run("LoadMVAdapter", **given).result[0]
+
+
+def test_what_is_there_is_listed(core):
+    assert {"mine.safetensors", "mine-too"} == set(core.folders.base_models())
+    assert set(core.folders.adapters()) == set(mv_stored.FILES.values())
+    with pytest.raises(CheckpointError, match=r"no MV-Adapter 'other.safetensors' in .*; expected a file such as"):
+        core.run("LoadMVAdapter", model="mine.safetensors", adapter="other.safetensors")
+    with pytest.raises(CheckpointError, match="no checkpoint 'other' in"):
+        core.run("LoadMVAdapter", model="other", adapter=mv_stored.FILES["ig2mv", "sdxl"])
+    kind = next(kind for kind in core.nodes.NODES if kind.GET_SCHEMA().node_id == "AnyGPULoadMVAdapter")
+    stamps = [
+        kind.fingerprint_inputs(model, mv_stored.FILES["ig2mv", "sdxl"]) for model in ("mine.safetensors", "mine-too")
+    ]
+    assert stamps[0] != stamps[1] and all(stamps)
+
+
+def test_step_by_step_and_in_one_node(core):
+    pipeline = loaded(core, base="sdxl")
+    assert "ig2mv" in core.said() and "VAE fp32" in core.said()
+    normals, positions, cameras, mask = core.run("RenderViews", mesh=mesh(), pipeline=pipeline, size=64).result
+    assert positions[mask == 0].eq(0.5).all() and len(cameras) == 6
+    given = {"pipeline": pipeline, "normals": normals, "positions": positions, "cameras": cameras, "view_size": 64}
+    given |= {"image": IMAGE, "mask": MASK, "steps": 1, "prompt": "a red cat"}
+    pictures, _, latent = core.run("PaintViews", **given).result
+    assert pictures.shape == (6, 64, 64, 3) and latent["anygpu"]["family"] == "mv_adapter"
+    again = core.run("PaintViews", **{**given, "latent": latent, "denoise": 0.5, "steps": 2}).result[0]
+    assert (again - pictures).abs().max() > 1e-3
+    baked = {"mesh": mesh(), "images": pictures, "cameras": cameras, "texture_size": 64, "view_size": 128}
+    textured, colour, _, _, painted = core.run("BakeTexture", **baked).result
+    assert torch.equal(textured.texture, colour)
+    assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4
+    one = {"mesh": mesh(), "image": IMAGE, "mask": MASK, "pipeline": pipeline, "view_size": 64, "texture_size": 64}
+    _, base_color, _, _, views = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result
+    assert torch.equal(views, pictures) and base_color.shape == (1, 64, 64, 3)
+
+
+def test_words_alone_texture_a_mesh(core):
+    pipeline = loaded(core, "tg2mv", "sd21")
+    given = {"mesh": mesh(), "pipeline": pipeline, "view_size": 64, "texture_size": 64, "steps": 1}
+    with pytest.raises(InputError, match="no prompt for tg2mv"):
+        core.run("TextureMesh", **given)
+    views = [core.run("TextureMesh", **given, prompt=words).result[4] for words in ("a red cat", "a blue dog")]
+    assert (views[0] - views[1]).abs().max() > 1e-3
+
+
+def test_a_picture_is_asked_for_where_it_is_needed(core):
+    hunyuan = core.run("LoadPaintPipeline", model=stored.FOLDERS["paint"], precision="fp32").result[0]
+    for pipeline, name in ((loaded(core), "mv_adapter ig2mv"), (hunyuan, "paint v2-0")):
+        with pytest.raises(InputError, match=f"no image for {name}"):
+            core.run("TextureMesh", mesh=mesh(), pipeline=pipeline, view_size=64, texture_size=64)
+    maps = core.run("RenderViews", mesh=mesh(), pipeline=hunyuan, size=64).result[:3]
+    with pytest.raises(InputError, match="cameras of another family for mv_adapter"):
+        given = dict(zip(("normals", "positions", "cameras"), maps, strict=True))
+        core.run("PaintViews", pipeline=loaded(core), image=IMAGE, view_size=64, steps=1, **given)
+
+
+def test_the_first_wrong_choice_is_named(core):
+    with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
+        core.run("LoadMVAdapter", model="mine.safetensors", adapter=mv_stored.FILES["ig2mv", "sd21"])
