@@ -126,6 +126,24 @@ def with_texture(mesh: Any, texture: Texture) -> Any:
     return textured
 
 
+def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
+    """A copy of a core MESH with another base colour, (T, T, 3); its other maps stay."""
+    coloured = copy.copy(mesh)
+    coloured.texture = colour[None]
+    return coloured
+
+
+def colour_of(mesh: Any) -> torch.Tensor:
+    """The base colour of a core MESH, (T, T, 3).
+
+    Raises:
+        InputError: it has none.
+    """
+    if mesh.texture is None:
+        raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
+    return mesh.texture[0, ..., :3]
+
+
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Base colour, metallic and roughness as IMAGE (1, T, T, 3), and what a view painted as MASK (1, T, T).
 

@@ -19,7 +19,9 @@ from ..compat.errors import InputError, PackError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
+from .baking.projection import Projected, Reference, projected
 from .choices import NORMALS as NORMALS
+from .choices import PLACES
 from .geometry.cameras import DEFAULT_VIEWS, CameraTable
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
@@ -139,6 +141,47 @@ def texture_of(
         share=baked.share,
         notes=(share, *baked.notes),
     )
+
+
+def with_detail(
+    mesh: Mesh,
+    texture: Tensor,
+    pictures: dict[str, list[Tensor]],
+    cameras: CameraTable | None = None,
+    progress: Any = None,
+    device: torch.device | None = None,
+) -> Projected:
+    """A finished texture with the detail of reference pictures, on the CPU.
+
+    Args:
+        texture: (T, T, 3) in 0..1.
+        pictures: of each place of :data:`choices.PLACES`, (H, W, 3 or 4), object cut out or before a plain background.
+        cameras: the directions they were taken from, in that order; None: found near each place.
+
+    Raises:
+        InputError: no picture, another number of cameras, or what :func:`projection.projected` refuses.
+    """
+    progress = progress or Silent()
+    shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
+    if not shown or (cameras is not None and len(cameras) != len(shown)):
+        raise InputError(
+            f"{len(shown)} pictures to project" + (f" for {len(cameras)} cameras" if cameras is not None else ""),
+            expected="at least one, and one camera for each if cameras are given",
+            fix="Connect front, back, left or right.",
+        )
+    given = [(PLACES[place], 0.0) for place, _ in shown]
+    if cameras is not None:
+        given = [(camera.azimuth, camera.elevation) for camera in cameras]
+    references = [
+        Reference(picture, place, *direction, given=cameras is not None)
+        for (place, picture), direction in zip(shown, given, strict=True)
+    ]
+    target = roomy(device, len(texture) ** 2 * TEXEL_BYTES, progress.notify)
+    what = f"projecting pictures onto a texture of {len(texture)} pixels"
+    with Checked(progress.check), explained(what, target or HOST, "Use a smaller texture."), torch.no_grad():
+        surface = Surface.of(mesh, target)
+        made = projected(surface, texture.to(surface.vertices.device, torch.float32), references, progress.check)
+    return Projected(to_host(made.texture), to_host(made.weight), made.notes)
 
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
