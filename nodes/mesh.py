@@ -89,14 +89,14 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
-        """The cleaned mesh; colours and textures of the old one do not fit it any more."""
+        """The cleaned mesh in its textures; colours and normals of the old one's vertices do not fit it any more."""
         from ..paint.geometry.cleaning import CleanSettings, cleaned
 
         progress = PaintProgress(cls.hidden.unique_id)
         with Checked(progress.check):
             clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
         progress.finish("\n".join((f"{len(clean.faces)} faces, {len(clean.vertices)} vertices", *notes)))
-        return io.NodeOutput(meshes.to_core(clean))
+        return io.NodeOutput(meshes.with_geometry(mesh, clean))
 
 
 class PaintCameras(io.ComfyNode):
