@@ -18,7 +18,7 @@ from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import BakeSettings, bake
-from .baking.fill import filled
+from .baking.fill import filled, from_the_other_half
 from .baking.projection import Projected, Reference, projected
 from .choices import NORMALS as NORMALS
 from .choices import PLACES
@@ -125,14 +125,18 @@ def texture_of(
     with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
         surface = Surface.of(mesh, target)
         baked = bake(surface, cameras, pictures, settings, count)
-        colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
+        both_halves = from_the_other_half(baked, surface, cameras, pictures, settings, progress.check)
+        colour = filled(both_halves, surface, settings.fill, settings.exact, progress.check)
         metallic = roughness = None
         if metallic_roughness is not None:
             second = bake(surface, cameras, metallic_roughness, settings, count)
+            second = from_the_other_half(second, surface, cameras, metallic_roughness, settings, progress.check)
             both = to_host(filled(second, surface, settings.fill, settings.exact, progress.check))
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, ProgressStage("baking"))
-    share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
+    mirrored = both_halves.share - baked.share
+    other = f", {mirrored:.1%} mirrored from its other half" if mirrored else ""
+    share = f"{baked.share:.1%} of the surface painted{other}, the rest filled from neighbouring areas"
     return Texture(
         colour=to_host(colour),
         metallic=metallic,
