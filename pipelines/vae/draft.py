@@ -7,7 +7,8 @@ in channels, strides and patches; ModelTC/LightX2V 29c8504c ``tae.py`` for the l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -78,24 +79,30 @@ class Network(nn.Sequential):
         last = _conv(WIDTHS[-1], 3 * patch**2)
         super().__init__(SoftClamp(), first, act, *stages, act, last, nn.PixelShuffle(patch))
         self.row, self.stride = row, math.prod(strides)
+        self.before: dict[nn.Module, torch.Tensor] = {}  # the last frame that each recurrent block was given
 
-    def forward(self, latents: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]
-        """Frames (F, 3, H, W) in 0..1 of each latent frame of ``latents`` (1, C, T, h, w), as the transformer has them.
+    def forward(self, latent: torch.Tensor, first: bool) -> torch.Tensor:  # type: ignore[override]
+        """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it.
 
-        The first latent frame makes one frame, each later one ``stride``.
+        Args:
+            first: whether a video begins with it, which makes one frame; each later one makes ``stride``.
         """
-        before: dict[nn.Module, torch.Tensor] = {}
-        for index in range(latents.shape[2]):
-            frames = latents[:, :, index] / self.row.divisor
-            for layer in self:
-                if isinstance(layer, Recurrent):
-                    earlier = before.get(layer, torch.zeros_like(frames[:1]))
-                    before[layer] = frames[-1:].clone()
-                    frames = layer(frames, earlier)
-                else:
-                    frames = layer(frames)
-            frames = frames[0 if index else self.stride - 1 :]
-            yield ((frames + 1) / 2 if self.row.symmetric else frames).clamp(0, 1)
+        if first:
+            self.before.clear()
+        frames = latent / self.row.divisor
+        for layer in self:
+            if isinstance(layer, Recurrent):
+                earlier = torch.zeros_like(frames[:1]) if first else self.before[layer]
+                self.before[layer] = frames[-1:].clone()
+                frames = layer(frames, earlier)
+            else:
+                frames = layer(frames)
+        frames = frames[self.stride - 1 if first else 0 :]
+        return ((frames + 1) / 2 if self.row.symmetric else frames).clamp(0, 1)
+
+    def close(self) -> None:
+        """Forget the frames of the video."""
+        self.before.clear()
 
 
 def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
@@ -185,10 +192,14 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     progress.notify(f"a draft by {file.name}: any other method makes the final video of the same latents")
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
     needed = COPIES * math.prod(samples.shape[3:]) * 64 * WIDTHS[-1] * network.stride * dtype.itemsize
-    stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], []
-    with held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held:
-        for made in held(transfer.to_device(_scaled(pipeline, samples))):
-            frames.append(transfer.to_host_fp32(made).permute(0, 2, 3, 1))
+    stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], list[torch.Tensor]()
+    with (
+        held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held,
+        closing(network),
+    ):
+        for latent in _scaled(pipeline, samples).unbind(2):
+            made = transfer.to_host_fp32(held(transfer.to_device(latent), not frames))
+            frames.append(made.permute(0, 2, 3, 1))
             progress.step(len(frames), total, stage)
     video = torch.cat(frames)
     require_finite(video, "draft")
@@ -197,8 +208,9 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
 
 def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The first frame (H, W, 3) in 0..1 of ``estimate`` (1, C, T, H, W), as the transformer has it; on the CPU."""
-    held = network.to(device, dtype)
-    return to_host(next(held(placed(estimate[:1, :, :1], device, dtype)))[0].permute(1, 2, 0).contiguous()).float()
+    with closing(network):
+        frames = network.to(device, dtype)(placed(estimate[:1, :, 0], device, dtype), True)
+    return to_host(frames[0].permute(1, 2, 0).contiguous()).float()
 
 
 def _scaled(pipeline: Pipeline, samples: torch.Tensor) -> torch.Tensor:
