@@ -108,7 +108,8 @@ class PaintPipeline(KnownToHost):
     @property
     def latent_scale(self) -> float:
         """By how much latents are multiplied for the UNet."""
-        return float(self.configs["vae"]["scaling_factor"]) if self.family == "mv_adapter" else vae.SCALE
+        own = self.configs["vae"] if self.family == "mv_adapter" else {}  # old configurations leave it out
+        return float(own.get("scaling_factor", vae.SCALE))
 
     @property
     def latent_format(self) -> str:

@@ -21,8 +21,12 @@ from .base import Progress, ProgressStage
 from .pipeline import Pipeline
 from .registry import FAMILIES
 
-PAINT_TITLES = {"paint": "Hunyuan3D paint", "paint_pbr": "Hunyuan3D paint PBR", "delight": "Hunyuan3D delight"}
-PAINT_TITLES["mv_adapter"] = "MV-Adapter"
+PAINT_TITLES = {
+    "paint": "Hunyuan3D paint",
+    "paint_pbr": "Hunyuan3D paint PBR",
+    "delight": "Hunyuan3D delight",
+    "mv_adapter": "MV-Adapter",
+}
 FITTED = "other models, by AnyGPU Fit Model"  # which leaves what core computes well as core loaded it
 WIDTH, MARGIN, SIZE, GAP = 1600, 24, 18, 6
 MOST_RUNS = 9  # stages that are shown beside their forecast

@@ -1,6 +1,7 @@
 """MV-Adapter on a user's checkpoint: single files and folders, what is refused, LoRAs, dtypes, memory."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,3 +216,9 @@ def test_sdxl_s_own_vae_is_never_fp16_and_a_fixed_one_may_be(acc, files, folders
     (fixed / "diffusion_pytorch_model.safetensors").symlink_to(weights)
     request = AdapterRequest(files["sdxl"], adapters["ig2mv", "sdxl"], device=acc, precision="fp16", vae=fixed)
     assert load_adapter(request).precision.vae is torch.float16
+
+
+def test_an_old_configuration_of_a_vae_has_the_usual_scale(folders, adapters):
+    pipeline = loaded(folders["sd21"], adapters["tg2mv", "sd21"])
+    without = {name: value for name, value in pipeline.configs["vae"].items() if name != "scaling_factor"}
+    assert replace(pipeline, configs={**pipeline.configs, "vae": without}).latent_scale == 0.18215

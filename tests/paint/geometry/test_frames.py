@@ -100,7 +100,8 @@ def test_what_the_views_see_comes_back_to_its_place():
         view = rasterised(surface, camera, size, ADAPTER_VIEWS.ortho_scale, pixel_centres=True)
         pictures.append(view.image(synthetic.waves(view.shown.interpolated(surface.vertices, surface.faces)), 0.5))
     baked = bake(surface, ADAPTER_VIEWS, torch.stack(pictures), BakeSettings(128, 512))
-    assert synthetic.errors(baked.texture, baked.texels, baked.painted).mean() < 0.01
+    # half a pixel aside, as the other frame's rule would have it, the error is 3e-4
+    assert synthetic.errors(baked.texture, baked.texels, baked.painted).mean() < 1e-4
     texture = texture_of(mesh, ADAPTER_VIEWS, torch.stack(pictures), settings=BakeSettings(128, 512))
     assert torch.equal(texture.painted, baked.painted), "the table's own frame is used"
 

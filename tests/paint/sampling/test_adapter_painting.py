@@ -137,6 +137,22 @@ def test_words_seed_guidance_scales_and_a_second_pass_are_seen(models):
         assert (other.views - first.views).abs().max() > 1e-3, number
 
 
+def test_noise_is_drawn_for_all_views_and_then_for_the_reference(models, monkeypatch):
+    pipeline, seen = load_adapter(AdapterRequest(*models["ig2mv", "sd21"], device="cpu")), []
+
+    class Stopped(Exception):
+        pass
+
+    def begun(_pipeline, _solver, draw, _settings):
+        seen.append(draw())
+        raise Stopped
+
+    monkeypatch.setattr(adapter_painting, "begun", begun)
+    with pytest.raises(Stopped):
+        painted(pipeline, seed=9)
+    assert torch.equal(seen[0], torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(9)))
+
+
 def test_a_checkpoint_of_velocities_is_converted(models):
     pipeline = load_adapter(AdapterRequest(*models["tg2mv", "sd21"], device="cpu"))
     first = painted(pipeline, steps=2).views

@@ -93,8 +93,8 @@ def test_the_whole_call(paint, inputs, recorded):
     progress, kept = recorded(), []
     progress.sampled = lambda *given: kept.append((len(progress.steps), *given))
     painted = paint_views(paint, inputs, TINY, progress)
-    ((steps, latents, family, seed),) = kept
-    assert torch.equal(latents, painted.latents) and (family, seed) == ("paint", TINY.seed)
+    ((steps, latents, *others),) = kept
+    assert torch.equal(latents, painted.latents) and others == ["paint", TINY.seed, "SD15"]
     assert not any(stage.startswith("decoding") for _, _, stage in progress.steps[:steps]), "kept too late"
     assert painted.views.shape == (6, 64, 64, 3)
     assert painted.metallic_roughness is None
