@@ -331,7 +331,7 @@ class ProjectPicture(io.ComfyNode):
             place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if given.get(place) is not None
         }
         colour, device = meshes.colour_of(mesh), memory_manager.compute_device()
-        memory_manager.make_room(texturing.TEXEL_BYTES * len(colour) ** 2, device)
+        memory_manager.make_room(texturing.detail_bytes(len(colour)), device)
         made = texturing.with_detail(meshes.from_core(mesh), colour, pictures, cameras, progress, device)
         progress.finish("\n".join(made.notes))
         return io.NodeOutput(meshes.with_colour(mesh, made.texture), made.texture[None], made.weight[None])
