@@ -331,7 +331,7 @@ class ProjectPicture(io.ComfyNode):
             place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if given.get(place) is not None
         }
         colour, device = meshes.colour_of(mesh), memory_manager.compute_device()
-        memory_manager.make_room(texturing.TEXEL_BYTES * len(colour) ** 2, device)
+        memory_manager.make_room(texturing.detail_bytes(len(colour)), device)
         made = texturing.with_detail(meshes.from_core(mesh), colour, pictures, cameras, progress, device)
         progress.finish("\n".join(made.notes))
         return io.NodeOutput(meshes.with_colour(mesh, made.texture), made.texture[None], made.weight[None])
@@ -358,24 +358,32 @@ class RenderTurntable(io.ComfyNode):
                     "background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="Grey level of the background: 0 is black, 1 is white.",
                 ),
+                io.Mesh.Input(
+                    "before", optional=True, tooltip="The same mesh before a change, to be shown to the left of mesh.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images")],
         )
 
     @classmethod
     def execute(
-        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0,
+        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None,
     ) -> io.NodeOutput:
-        """The pictures."""
+        """The pictures, with those of the mesh before beside them."""
+        import torch
+
         from ..paint import texturing
         from ..paint.geometry.mesh import Surface
         from ..paint.geometry.turntable import turntable
 
         progress = PaintProgress(cls.hidden.unique_id)
-        texture = None if mesh.texture is None else mesh.texture[0]
-        count = texturing.counted(progress, frames, "rendering")
+        shown, films = [each for each in (before, mesh) if each is not None], []
+        count = texturing.counted(progress, frames * len(shown), "rendering")
         with Checked(progress.check):
-            surface = Surface.of(meshes.from_core(mesh), memory_manager.compute_device())
-            pictures = turntable(surface, texture, frames, size, elevation, background, count)
+            for each in shown:
+                surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
+                texture = None if each.texture is None else each.texture[0]
+                films.append(turntable(surface, texture, frames, size, elevation, background, count))
+        pictures = torch.cat(films, dim=2)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

@@ -33,6 +33,7 @@ from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 from .shortage import explained
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
+PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
 log = logging.getLogger(__name__)
 
 
@@ -151,6 +152,11 @@ def texture_of(
     )
 
 
+def detail_bytes(size: int) -> int:
+    """Peak bytes of :func:`with_detail` for a texture of ``size`` texels along each side."""
+    return PICTURE_BYTES + PROJECTED_BYTES * size**2
+
+
 def with_detail(
     mesh: Mesh,
     texture: Tensor,
@@ -184,7 +190,7 @@ def with_detail(
         Reference(picture, place, *direction, given=cameras is not None)
         for (place, picture), direction in zip(shown, given, strict=True)
     ]
-    target = roomy(device, len(texture) ** 2 * TEXEL_BYTES, progress.notify)
+    target = roomy(device, detail_bytes(len(texture)), progress.notify)
     what = f"projecting pictures onto a texture of {len(texture)} pixels"
     with Checked(progress.check), explained(what, target or HOST, "Use a smaller texture."), torch.no_grad():
         surface = Surface.of(mesh, target)

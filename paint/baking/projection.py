@@ -73,7 +73,7 @@ def projected(
 
     Returns:
         On the surface's device; equal to ``texture`` wherever no picture counts, but for :data:`PADDING` texels beside
-        those that changed. Peak extra memory: about 200 bytes per texel.
+        those that changed. Peak extra memory: 210 bytes per texel, and 170 MB.
 
     Raises:
         InputError: a texture that is not square, unusable UVs, or a picture without an object.
@@ -88,7 +88,7 @@ def projected(
     total, most = torch.zeros_like(texture[..., 0]), torch.zeros_like(texture[..., 0])
     notes = list(surface.notes)
     for each in references:
-        picture = cropped(each.picture, each.name, min(4 * size, SIZES[1]))
+        picture = cropped(each.picture, each.name, min(max(4 * size, SIZES[0]), SIZES[1]))
         found = found_pose(surface, texture, picture, (each.azimuth, each.elevation), each.given, check)
         if found.overlap < MATCH:
             notes.append(

@@ -132,7 +132,7 @@ def found_pose(
         picture: (S, S, 4) in 0..1 on the CPU, the object with its alpha.
         direction: azimuth and elevation in degrees from which to look first.
         given: the direction is known; only size, place, roll and perspective are found.
-        check: called between steps, some 150 of at most 0.1 s for 40,000 faces on a CPU core; may raise to cancel.
+        check: called between steps, some 60, of at most 0.15 s for 40,000 faces on a CPU core; may raise to cancel.
     """
     search = _PoseSearch.of(surface, texture, picture)
     if not len(search.outline):

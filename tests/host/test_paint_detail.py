@@ -6,13 +6,15 @@ from anygpu.paint.demo import ring
 from PIL import Image
 from safetensors.torch import save_file
 
+from host import videos
 from host.client import Client
 from host.prompts import Graph
 from host.server import Server
-from host.test_paint import glb, picture, saved
+from host.test_paint import glb, named, picture, saved
 
 pytestmark = pytest.mark.host
 
+VIDEO = {"filename_prefix": "video/turn", "format": "auto", "codec": "auto"}
 COLOURS = {
     "baseColor": (200, 10, 10),
     "metallicRoughness": (0, 100, 50),
@@ -65,7 +67,10 @@ def chain(server: Server, upscale: bool = False, project: bool = False) -> Graph
     if project:
         front = made.add("ImageFromBatch", image=made.link(maps), batch_index=0, length=1)
         last = made.add("AnyGPUProjectPicture", mesh=made.link(last), front=made.link(front))
+    turn = {"frames": 2, "size": 32, "elevation": 10.0}
+    frames = made.add("AnyGPURenderTurntable", mesh=made.link(last), before=made.link(loaded), **turn)
     made.add("SaveGLB", mesh=made.link(last), filename_prefix="3d/detail")
+    made.add("SaveVideo", video=made.link(made.add("CreateVideo", images=made.link(frames), fps=12.0)), **VIDEO)
     return made
 
 
@@ -74,6 +79,11 @@ def test_maps_that_are_not_painted_stay_in_the_saved_file(server: Server, client
     made = chain(server, project=project)
     run = client.run(made.prompt)
     assert run.ending == "execution_success", run.message
+    (record,) = run.outputs[named(made.prompt, "SaveVideo")]["images"]
+    film = videos.frames(server.output(record))
+    assert film.shape[1:] == (32, 64, 3), "before and after side by side"
+    before, after = film[0, :, :32].astype(int), film[0, :, 32:].astype(int)
+    assert before[..., 0].std() > 10 and abs(before - after).mean() > 5
     facts, data = glb(saved(server, made.prompt, run))
     (material,) = facts["materials"]
     surface = material["pbrMetallicRoughness"]
