@@ -1,5 +1,6 @@
 """The guard inside a run: wrong results of each kind of operation are named, replaced, kept; right ones cost little."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,28 @@ def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
         run(guard, network, torch.randn(2, rows, WIDTH, device=acc))
         largest = max(largest, guard.spent - before)
     assert guard.spent - largest <= SHARE * guard.work and guard.spent > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_copies_no_operand_as_a_whole(
+    acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "SHARE", 1e9)
+    network, peaks = KINDS[kind][1]().eval().to(acc), []
+    x = torch.randn(2, 2048, WIDTH, device=acc)
+    for guard in (None, Guard(store_of(acc, tmp_path))):
+        accelerator.reset_peak()
+        before = accelerator.memory().allocated_bytes
+        with torch.no_grad(), contextlib.nullcontext() if guard is None else guard.looking(0):
+            network.of(network.layers, x)
+        peaks.append(accelerator.memory().peak_bytes - before)
+    assert peaks[1] - peaks[0] < x.nbytes / 4, peaks
+
+
+def test_dtypes_without_a_bound_are_left_alone(acc, tmp_path: Path) -> None:
+    network, guard = KINDS["addmm"][1]().eval().to(acc, torch.float64), Guard(store_of(acc, tmp_path))
+    run(guard, network, torch.randn(2, 1024, WIDTH, device=acc, dtype=torch.float64))
+    assert not guard.known
 
 
 def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:
