@@ -135,9 +135,7 @@ def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_check_copies_no_operand_as_a_whole(
-    acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_copies_no_operand_as_a_whole(acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard_module, "SHARE", 1e9)
     network, peaks = KINDS[kind][1]().eval().to(acc), []
     x = torch.randn(2, 2048, WIDTH, device=acc)
