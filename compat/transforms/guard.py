@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ...kernels.library import FAULTS, NAMESPACE
 from ..device.execution import HOST, placed, to_host
 from ..device.facts import DeviceFacts, value_or
+from ..device.failures import is_shortage
 from ..device.probe_store import IN_RUNS, ProbeStore
 from ..device.quirks import policy_for
 from ..device.rates import work_of
@@ -253,6 +254,8 @@ class Guard(TorchDispatchMode):
             return result
         if output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex()):
             check = None  # fp64 needs another reference, and fp8 rounds as each device likes
+        if function._schema.is_mutable and name != "copy_":
+            check = None  # it cannot be asked again
         flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
         self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
         key = "" if check is None else _size_class(name, args, output)
@@ -301,6 +304,9 @@ class Guard(TorchDispatchMode):
                 return ""
         except Exception as error:  # what cannot be checked is unknown
             log.debug("%s cannot be checked: %s", key, first_line(error))
+            if is_shortage(error):  # another time
+                del self.known[key]
+                self.waits = True
             return ""
         for path, run in PATHS.items():
             try:

@@ -154,6 +154,21 @@ def test_dtypes_without_a_bound_are_left_alone(acc, tmp_path: Path) -> None:
     assert not guard.known
 
 
+def test_a_check_without_room_waits_and_changes_nothing(acc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = KINDS["addmm"][1]().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    guard = Guard(store_of(acc, tmp_path))
+    with monkeypatch.context() as short:
+
+        def refuse(given: Any, result: Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        short.setitem(CHECKS, "addmm", refuse)
+        run(guard, network, x)
+    assert not [key for key in guard.known if key.startswith("addmm")] and not guard.done
+    run(guard, network, x)
+    assert [key for key in guard.known if key.startswith("addmm")] and guard.done
+
+
 def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:
     operator, make = KINDS["addmm"]
     network, store = make().eval().to(acc), store_of(acc, tmp_path)
