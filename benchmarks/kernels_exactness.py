@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from anygpu.compat.device.facts import version_of
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import REFERENCE
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
@@ -49,10 +49,6 @@ def eager_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
-FEW = {"ltx": (1, 128, 2048), "hunyuan": (1, 128, 3072), "mochi": (1, 128, 3072), "head": 128,
-       "halves": (1, 128, 16384), "clip": (1, 128, 2, 16, 16)}  # fmt: skip
-
-
 def made(
     name: str, module: Any, function: str, terms: tuple[Any, ...], eager: Form, exact: int | None = None
 ) -> Operation:
@@ -64,12 +60,12 @@ def made(
     return Operation(name, forms, lambda: reference(*_moved(terms[:exact], lambda t: t.double())))
 
 
-def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) -> list[Callable[[], Operation]]:
+def operations(dtype: torch.dtype) -> list[Callable[[], Operation]]:
     """Makers of the operations, so that one's tensors are gone before the next one's are made."""
-    ltx, hunyuan, mochi = sizes["ltx"], sizes["hunyuan"], sizes["mochi"]
+    ltx, hunyuan, mochi = (1, 128, 2048), (1, 128, 3072), (1, 128, 3072)
 
     def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, dtype=torch.float32, device=device).to(of)
+        return torch.randn(shape).to(of)
 
     def rows(shape: tuple[int, ...], count: int) -> tuple[Tensor, ...]:
         return some(shape[0], 1, count, shape[2]).unbind(2)
@@ -128,7 +124,7 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
         return made("q, k norm and rotation across heads (LTX)", rope, "qk_norm_rope", terms, eager)
 
     def per_head() -> Operation:
-        shape = (*hunyuan[:2], hunyuan[2] // sizes["head"], sizes["head"])
+        shape = (*hunyuan[:2], hunyuan[2] // 128, 128)
         q, k, weight = some(*shape), some(*shape), some(shape[3])
         angle = some(shape[1], 1, shape[3] // 2, of=torch.float32)
         cos, sin = angle.cos(), angle.sin()
@@ -141,7 +137,7 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
         return case
 
     def feed() -> Operation:
-        x = some(*sizes["halves"])
+        x = some(1, 128, 16384)
 
         def eager() -> Tensor:
             value, gate = x.chunk(2, -1)
@@ -150,7 +146,7 @@ def operations(device: torch.device, dtype: torch.dtype, sizes: dict[str, Any]) 
         return made("swiglu", activation, "swiglu", (x,), eager)
 
     def clip(per_frame: bool, last: bool) -> Operation:
-        x = some(*sizes["clip"])
+        x = some(1, 128, 2, 16, 16)
         x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
         weight, pad, layout = some(x.shape[1]), (1, 1, 1, 1, 2, 0), "channels_last" if last else "contiguous"
 
@@ -181,21 +177,16 @@ def kitchen(case: Operation, make: Callable[[Any], Form]) -> None:
 
 def error(found: Any, exact: Any) -> float:
     """Root mean square of the difference over that of the truth, the worst of all results."""
-    pairs = zip(
-        found if isinstance(found, tuple) else (found,), exact if isinstance(exact, tuple) else (exact,), strict=True
-    )
+    pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (found, exact)), strict=True)
     return max(float((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt()) for a, b in pairs)
 
 
 def exactness(dtypes: tuple[str, ...]) -> Iterator[Row]:
     """Errors against fp64 on the CPU of eager, of ours and of comfy-kitchen's eager backend."""
-    try:
-        kitchen_version = version("comfy-kitchen")
-    except PackageNotFoundError:
-        kitchen_version = "not installed"
+    kitchen_version = version_of("comfy-kitchen") or "not installed"
     about = {"gpu": "none (CPU)", "torch": torch.__version__, "comfy_kitchen": kitchen_version}
     for name in dtypes:
-        for make in operations(torch.device("cpu"), DTYPES[name], FEW):
+        for make in operations(DTYPES[name]):
             case = make()
             exact = case.exact()
             for form in ("eager", "reference", "comfy-kitchen"):

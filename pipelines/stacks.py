@@ -17,17 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import measures
+from ..compat.device import facts as memory
 from ..compat.device.execution import HOST
-from ..compat.device.facts import (
-    GIBIBYTE,
-    DeviceFacts,
-    empty_cache,
-    facts_for,
-    free_bytes,
-    peak_bytes,
-    reset_peak,
-    value_or,
-)  # fmt: skip
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, value_or
 from ..compat.device.probe_store import OK, ProbeStore
 from ..compat.device.timed_choice import seconds_of
 from ..compat.device.work import META, Work, counting_on_meta, pace_of
@@ -90,7 +82,9 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
     parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]
     parts += stack_parts(facts, store, TINY if tiny else StackSizes())
     notify(f"{facts}: {len(parts)} parts, about ten minutes; nothing is sent; after a stop the same command goes on")
-    done = run_parts(parts, proof_of(facts, versions()), output, notify, release=partial(empty_cache, facts.device))
+    done = run_parts(
+        parts, proof_of(facts, versions()), output, notify, release=partial(memory.empty_cache, facts.device)
+    )
     faults = sum(bool(figure.fault) for part in done.parts for figure in part.figures)
     notify(f"{output} and its picture: {len(done.parts)} of {len(parts)} parts, {faults} figures with a fault")
     return done
@@ -215,20 +209,20 @@ def _run(stack: Stack, device: torch.device, mode: str, room: int | None = None)
     Args:
         room: bytes that weights and activations may take; None for all that are free.
     """
-    free = free_bytes(device)
+    free = memory.free_bytes(device)
     keep = 0 if room is None or free is None else max(0, free - room)
     parts = Parts({TRANSFORMER: lambda _: stack.module})
     offloader = StandaloneOffloader(parts, device, mode, OffloadOptions(keep_free_bytes=keep))
-    reset_peak(device)
-    before, seconds = peak_bytes(device), 0.0
+    memory.reset_peak(device)
+    before, seconds = memory.peak_bytes(device), 0.0
     try:
         with torch.no_grad(), offloader.hold(TRANSFORMER, stack.activations or 0) as module:
             for _ in range(2):
                 seconds = seconds_of(lambda: stack.forward(module, device), device)
-        peak = peak_bytes(device)
+        peak = memory.peak_bytes(device)
     finally:
         offloader.detach(TRANSFORMER)
-        empty_cache(device)
+        memory.empty_cache(device)
     return None if peak is None or before is None else peak - before, seconds
 
 

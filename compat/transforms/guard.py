@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.library import FAULTS, NAMESPACE
 from ..device.execution import HOST, placed, to_host
-from ..device.facts import DeviceFacts
+from ..device.facts import DeviceFacts, value_or
+from ..device.failures import is_shortage
 from ..device.probe_store import IN_RUNS, ProbeStore
 from ..device.quirks import policy_for
 from ..device.rates import work_of
@@ -61,20 +63,27 @@ def _at(tensor: Tensor, *rows: Tensor) -> Tensor:
     return _exact(tensor)
 
 
+def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
+    """The entries of the first ``axes`` axes, of all without a number, on the host; no operand is copied as a whole."""
+    return _exact(tensor[tuple(each.to(tensor.device) for each in torch.unravel_index(some, tensor.shape[:axes]))])
+
+
 def _product(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     first = next(name for name in ("mat1", "batch1", "input", "self") if name in given)
     a, b = given[first], given.get("mat2", given.get("batch2"))
     bias = given.get("bias" if b is None else "self") if first != "self" else None
     if b is None:  # linear, where it is an operation of its own
-        a, b, result = a.flatten(0, -2), given["weight"].t(), result.flatten(0, -2)
-    bias = None if bias is None else bias.expand(result.shape)[(-1,) * (result.ndim - 2)]
-    a, b, result = (each[-1] if each.ndim == 3 else each for each in (a, b, result))
-    rows, columns = _some(a.shape[0]), _some(b.shape[1])
-    left, right = _at(a, rows), _at(b.t(), columns)
+        b = given["weight"].t()
+    else:
+        a, b, result = (each[-1] if each.ndim == 3 else each for each in (a, b, result))
+    rows, columns = _some(a.shape[:-1].numel()), _some(b.shape[1])
+    left, right = _picked(a, rows, -1), _at(b.t(), columns)
     exact = given.get("alpha", 1) * (left @ right.T)
     if bias is not None:
-        exact += given.get("beta", 1) * _at(bias, rows, columns)
-    return _at(result, rows, columns), exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[1]
+        bias = bias.expand(result.shape) if bias.ndim < 3 else bias[-1].expand(result.shape)
+        exact += given.get("beta", 1) * _picked(bias, rows, -1)[:, columns]
+    found = _picked(result, rows, -1)[:, columns]
+    return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
 
 
 def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
@@ -109,34 +118,35 @@ def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     filters = _at(weight, channels).flatten(2).movedim(1, 2)  # (O, taps, C)
     left, right = patches.flatten(1), filters.flatten(1)
     exact = left @ right.T + (0 if bias is None else _at(bias, channels))
-    found = _at(result.movedim(1, -1).flatten(0, -2), some, channels)
+    found = _picked(result.movedim(1, -1), some, -1)[:, channels]
     return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * left.shape[1]
 
 
 def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-    width, eps = math.prod(given.get("normalized_shape", x.shape[-1:])), given.get("eps") or torch.finfo(x.dtype).eps
-    rows = _some(x.numel() // width)
-    values = _at(x.reshape(-1, width), rows)
-    if "group" in given:  # one group of the last sample
-        width = x[0].numel() // given["group"]
-        values, rows = _exact(x[-1].reshape(-1, width)[-1:]), torch.tensor([x.shape[0] * given["group"] - 1])
+    eps = given.get("eps") or torch.finfo(x.dtype).eps
+    if groups := given.get("group"):  # the last group of the last sample
+        own = x.shape[1] // groups
+        found, values = (_exact(each.view(x.shape)[-1, -own:]).reshape(1, -1) for each in (result, x))
+        terms = [
+            each if each is None else each[-own:, None].expand(own, values.numel() // own) for each in (weight, bias)
+        ]
+    else:
+        axes, terms = -len(given["normalized_shape"]), [weight, bias]
+        rows = _some(x.shape[:axes].numel())
+        found, values = (_picked(each, rows, axes).flatten(1) for each in (result, x))
     centred = values if "rms" in str(given["function"]) else values - values.mean(1, keepdim=True)
     exact = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
-    for term, sign in ((weight, 1), (bias, 0)):
-        if term is not None:
-            each = _exact(term).flatten()
-            if "group" in given:
-                each = each[-each.numel() // given["group"] :].repeat_interleave(width * given["group"] // each.numel())
-            exact = exact * each if sign else exact + each
-    return _at(result.reshape(-1, width), rows), exact, exact.abs().max(), 4 * values.numel()
+    weight, bias = (each if each is None else _exact(each).flatten() for each in terms)
+    exact = exact * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return found, exact, exact.abs().max(), 4 * values.numel()
 
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     source = given.get("src", given.get("self"))
-    if source.shape != result.shape or given.get("non_blocking") or not result.numel():
+    if source.shape != result.shape or given.get("non_blocking") or not result.numel() or not result.ndim:
         return None
-    found, exact = (_at(each.reshape(-1), _some(result.numel())) for each in (result, source))
+    found, exact = (_picked(each, _some(result.numel())) for each in (result, source))
     exact = exact.to(result.dtype).double()
     return found, exact, exact.new_tensor(1e-30), 2 * ROWS
 
@@ -242,7 +252,11 @@ class Guard(TorchDispatchMode):
         output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
         if output is None or output.device.type in ("cpu", "meta"):
             return result
-        flops, moved = work_of(function, args, kwargs, result)
+        if output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex()):
+            check = None  # fp64 needs another reference, and fp8 rounds as each device likes
+        if function._schema.is_mutable and name != "copy_":
+            check = None  # it cannot be asked again
+        flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
         self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
         key = "" if check is None else _size_class(name, args, output)
         path = self.known.get(key)
@@ -277,7 +291,7 @@ class Guard(TorchDispatchMode):
             found, exact, size, count = sample
             self.spent += count
             a, b = BOUNDS.get(output.dtype, (0.0, 0.0))
-            fits = exact.abs() <= torch.finfo(output.dtype).max if output.dtype.is_floating_point else exact == exact
+            fits = exact.abs() <= (torch.finfo(output.dtype).max if output.dtype in BOUNDS else math.inf)
             bad = ~((found - exact).abs() <= a * exact.abs() + b * size) & fits
             return int(bad.sum()) if int(bad.sum()) > 1 or found[bad].isnan().any() else 0
 
@@ -290,6 +304,9 @@ class Guard(TorchDispatchMode):
                 return ""
         except Exception as error:  # what cannot be checked is unknown
             log.debug("%s cannot be checked: %s", key, first_line(error))
+            if is_shortage(error):  # another time
+                del self.known[key]
+                self.waits = True
             return ""
         for path, run in PATHS.items():
             try:

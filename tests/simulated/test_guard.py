@@ -1,5 +1,6 @@
 """The guard inside a run: wrong results of each kind of operation are named, replaced, kept; right ones cost little."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,41 @@ def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
         run(guard, network, torch.randn(2, rows, WIDTH, device=acc))
         largest = max(largest, guard.spent - before)
     assert guard.spent - largest <= SHARE * guard.work and guard.spent > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_copies_no_operand_as_a_whole(acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "SHARE", 1e9)
+    network, peaks = KINDS[kind][1]().eval().to(acc), []
+    x = torch.randn(2, 2048, WIDTH, device=acc)
+    for guard in (None, Guard(store_of(acc, tmp_path))):
+        accelerator.reset_peak()
+        before = accelerator.memory().allocated_bytes
+        with torch.no_grad(), contextlib.nullcontext() if guard is None else guard.looking(0):
+            network.of(network.layers, x)
+        peaks.append(accelerator.memory().peak_bytes - before)
+    assert peaks[1] - peaks[0] < x.nbytes / 4, peaks
+
+
+def test_dtypes_without_a_bound_are_left_alone(acc, tmp_path: Path) -> None:
+    network, guard = KINDS["addmm"][1]().eval().to(acc, torch.float64), Guard(store_of(acc, tmp_path))
+    run(guard, network, torch.randn(2, 1024, WIDTH, device=acc, dtype=torch.float64))
+    assert not guard.known
+
+
+def test_a_check_without_room_waits_and_changes_nothing(acc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = KINDS["addmm"][1]().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    guard = Guard(store_of(acc, tmp_path))
+    with monkeypatch.context() as short:
+
+        def refuse(given: Any, result: Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        short.setitem(CHECKS, "addmm", refuse)
+        run(guard, network, x)
+    assert not [key for key in guard.known if key.startswith("addmm")] and not guard.done
+    run(guard, network, x)
+    assert [key for key in guard.known if key.startswith("addmm")] and guard.done
 
 
 def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:

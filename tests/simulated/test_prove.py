@@ -1,10 +1,12 @@
 """``anygpu prove`` from end to end without a GPU: on the CPU, the simulated device, and a small and a faulty one."""
 
 import contextlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from anygpu import cli
 from anygpu.compat import measures, probe_results
 from anygpu.compat.device import probes
@@ -135,3 +137,25 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["memory ltx"]["forward"].measured and not [name for name in found["memory ltx"] if "peak" in name]
     assert not [figure for figure in found["Conv3d fp32"].values() if figure.fault]
     assert StackSizes().cards == (6, 8, 12, 16, 24)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform == "win32", reason="makes links")
+def test_a_python_with_torch_alone_is_enough(tmp_path: Path) -> None:
+    """No diffusers, safetensors, psutil, Pillow or numpy: plain blocks stand in for the families' own."""
+    library, bare = Path(torch.__file__).parents[1], tmp_path / "library"
+    bare.mkdir()
+    needed = ("torch", "torchgen", "functorch", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock",
+              "fsspec", "typing_extensions.py", "setuptools", "_distutils_hack", "triton")  # fmt: skip
+    for name in filter(lambda name: (library / name).exists(), needed):
+        (bare / name).symlink_to(library / name)
+    (bare / "anygpu").symlink_to(Path(cli.__file__).parent)
+    words = ["prove", "--tiny", "--device", "cpu", "--output", str(tmp_path / "a.json"), "--state", str(tmp_path)]
+    variables = {"PYTHONPATH": str(bare), "PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-S", "-m", "anygpu.cli", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parts = proof_in((tmp_path / "a.json").read_bytes()).parts
+    figures = [figure for part in parts for figure in part.figures]
+    assert len(parts) == 12 and not [figure for figure in figures if figure.fault]
+    assert sum(figure.what == "plain blocks, forward" for figure in figures) == len(FAMILIES)
