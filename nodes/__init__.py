@@ -23,8 +23,7 @@ from .latents import (
 )
 from .loaders import ApplyLoRA, ComposePipeline, LoadPipeline
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, ProjectPicture, RenderTurntable, RenderViews
-from .mv_adapter import LoadMVAdapter
-from .paint import DelightImage, LoadPaintPipeline, PaintViews, TextureMesh
+from .paint import DelightImage, LoadMVAdapter, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
 from .replay import Replay
 from .sampling import Sample, SampleFramePack, StepCache
