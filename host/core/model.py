@@ -292,11 +292,11 @@ def fit_model(
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
     if not fit.needed and machine.convolves(stream):
         forms.clear()  # they would only be faster, in the smallest layers of the network
-    damage = damage_to_bf16(network, machine) if precision != AS_LOADED else ""
-    lack = lack_of_float8(network, machine)
-    sound = _sound_clone(model, fit.safe, bool(damage), not lack) if damage or lack else None
+    damage, lack = damage_to_bf16(network, machine), lack_of_float8(network, machine)
+    casts = bool(damage) and precision != AS_LOADED
+    sound = _sound_clone(model, fit.safe, casts, not lack) if casts or lack else None
     decisions += [*fit.decisions, *packed.decisions, *_convolutions(forms), *_left(network, fit, left)]
-    decisions += [*weights_decision(damage, sound), *float8_decision(lack, sound)]
+    decisions += [*weights_decision(damage, sound if casts else None), *float8_decision(lack, sound)]
     needed = fit.needed or packed.needed or bool(forms) or sound is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
