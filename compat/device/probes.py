@@ -142,10 +142,11 @@ def attention(
         q, k, v = (torch.randn(*heads, tokens, width, generator=_noise(seed)).to(dtype) for seed in range(3))
         q = q * 4
         given = mask.to(device) if masked else None
-        there = (each.to(device) for each in (q, k, v))
-        if tokens == FEW_TOKENS:
-            there = (each.transpose(1, 2).contiguous().to(device).transpose(1, 2) for each in (q, k, v))
-        result = home(F.scaled_dot_product_attention(*there, given))
+        if tokens == FEW_TOKENS:  # views, as models give them
+            query, key, value = (each.transpose(1, 2).contiguous().to(device).transpose(1, 2) for each in (q, k, v))
+        else:
+            query, key, value = (each.to(device) for each in (q, k, v))
+        result = home(F.scaled_dot_product_attention(query, key, value, given))
         scores = (q.double() @ k.double().mT / math.sqrt(width)).masked_fill(~mask, float("-inf"))
         expected = torch.softmax(scores, -1) @ v.double()
         seen = mask.any(-1)
