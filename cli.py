@@ -87,12 +87,10 @@ def report(arguments: argparse.Namespace) -> int:
     """Print the device, what it answered, and what is decided on it for every family."""
     from .pipelines.report import hardware_report
 
-    if arguments.kernels:
-        return _kernels(arguments)
-    if arguments.memory:
-        return _memory(arguments)
-    if arguments.share is not None:
-        return _share(arguments)
+    parts = ((arguments.kernels, _kernels), (arguments.memory, _memory), (arguments.share is not None, _share))
+    for asked, part in parts:
+        if asked:
+            return part(arguments)
     print(hardware_report(arguments.device, Path(arguments.state).expanduser(), arguments.again).text())
     return 0
 
@@ -130,15 +128,21 @@ def _kernels(arguments: argparse.Namespace) -> int:
     for family in FAMILIES.values():
         points = fused.published_fusion_points(family.rewrites.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in points.items())
-        total, decoder = sum(points.values()), family.rewrites.published_vae_fusion_points
-        print(
-            f"{family.id}: {total} fusion points in the published transformer: {kinds}; {decoder} in the VAE's decoder"
-        )
+        line = f"{family.id}: {sum(points.values())} fusion points in the published transformer: {kinds}"
+        print(f"{line}; {family.rewrites.published_vae_fusion_points} in the VAE's decoder")
     wrong = 0
     for one in fused.self_tests(facts.device):
         print(one, flush=True)
         wrong += not one.right
-    return 1 if wrong else 0
+    return int(wrong > 0)
+
+
+def prove(arguments: argparse.Namespace) -> int:
+    """Measure the device part by part into a file and a picture; a second call goes on where the first one ended."""
+    from .pipelines.stacks import prove as measure
+
+    measure(arguments.device, Path(arguments.state).expanduser(), Path(arguments.output), print, tiny=arguments.tiny)
+    return 0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -254,7 +258,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
             return jobs.run(job, machine, progress, pipeline)
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
-        frames = stages.decode(pipeline, latents, progress, arguments.decode)
+        folders = machine.places.models
+        frames = stages.decode(pipeline, latents, progress, arguments.decode, tiny_decoders=folders)
         return jobs.Rendered(frames, latents, DecodeRequest(arguments.decode))
 
 
@@ -366,14 +371,13 @@ def main(words: Sequence[str] | None = None) -> int:
 def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
     """Run what parsed ``arguments`` ask ``command`` for; ``interrupted`` is said after Ctrl+C."""
     try:
-        code: int = arguments.run(arguments)
+        return int(arguments.run(arguments))
     except PackError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{command}: {interrupted}", file=sys.stderr)
         return 130
-    return code
 
 
 def _memory(arguments: argparse.Namespace) -> int:
@@ -382,9 +386,8 @@ def _memory(arguments: argparse.Namespace) -> int:
     from .compat.memory.statistics import amount_of, saved_stages
 
     facts = facts_for(arguments.device)
-    free = free_bytes(facts.device)
-    free_text = "unknown" if free is None else amount_of(free)
-    print(f"{facts}\nfree: {free_text} on the device, {amount_of(host_free_bytes())} of host memory")
+    free = "unknown" if (count := free_bytes(facts.device)) is None else amount_of(count)
+    print(f"{facts}\nfree: {free} on the device, {amount_of(host_free_bytes())} of host memory")
     runs = saved_stages(Path(arguments.state).expanduser())
     for cost in runs:
         forecast = f"; {cost.against_forecast}" if cost.against_forecast else ""
@@ -407,6 +410,9 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     share = "show and write this machine as a small file without names, for our tables; nothing is sent"
     about.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
+    proving = commands.add_parser("prove", help="measure this device in ten minutes: a file and a picture to share")
+    proving.add_argument("--output", default="anygpu-proof.json", help="file to write, or to go on with")
+    proving.add_argument("--tiny", action="store_true", help="at sizes that show only that everything runs")
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
     if renders:
@@ -419,7 +425,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     again.add_argument("file", help="a video or latents that AnyGPU saved")
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4")
-    runs = ((about, report), (tried, check), (rendering, render), (watched, doctor), (again, replay))
+    runs = ((about, report), (tried, check), (proving, prove), (rendering, render), (watched, doctor), (again, replay))
     for command, run in runs:
         command.set_defaults(run=run)
         command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
@@ -475,17 +481,13 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile-mode", choices=tuple(compiling.MODES), default="default")
     add("--compile-dynamic", choices=tuple(compiling.DYNAMIC), default="text")
     add("--compile-vae", action="store_true", help="with --compile: compile the VAE's blocks too")
-    add(
-        "--step-cache",
-        choices=step_cache.PRESET_CHOICES[:-1],
-        default="off",
-        help="skip work in steps that change little; lossy",
-    )
+    presets = step_cache.PRESET_CHOICES[:-1]
+    add("--step-cache", choices=presets, default="off", help="skip work in steps that change little; lossy")
     add("--fp16-accumulation", action="store_true", help="add fp16 products in fp16: faster on GeForce; lossy")
     add("--stored-products", action="store_true", help="multiply 8-bit weights as they are stored; lossy")
     add("--repair", choices=REPAIRS, help=REPAIR)
     add("--profile", metavar="FILE", help="write a torch profiler trace with a range per stage, block and operation")
-    add("--decode", choices=METHODS, default="auto", help="how to decode; auto: at once if it fits")
+    add("--decode", choices=METHODS, default="auto", help="how; draft: roughly, by a tiny decoder in --search")
     add("--variant", default="auto")
     add("--base", help="FramePack: HunyuanVideo folder")
     add("--image-encoder", help="FramePack: folder with image_encoder and feature_extractor")

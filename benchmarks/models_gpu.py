@@ -23,12 +23,12 @@ from anygpu.compat.transforms.compile import Compilation, CompileSettings
 from anygpu.compat.transforms.fused import fuse
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.compat.transforms.order import replace_attention
-from kernels_gpu import Clock, limits
-from runner import Case, Row, in_turn, known_rows, no_gpu, write_table
+from runner import Case, Row, in_turn, known_rows, no_gpu, spent, write_table
 from torch import Tensor, nn
 from torch.nn import functional
 
 ROUNDS, LEAST_ROUNDS, SECONDS = 20, 3, 20.0  # of a model: as many rounds as its seconds allow
+FLUSH_BYTES = 512 * 2**20
 FORMS = {"neither": (False, False), "kernels": (True, False), "compile": (False, True), "both": (True, True)}
 BARS = {
     ("LTX-Video step", "kernels", "neither"): 1.30,
@@ -55,6 +55,36 @@ class Model:
     make: Callable[[bool], nn.Module]
     inputs: Callable[[bool, Callable[..., Tensor]], dict[str, Any]]
     decodes: bool = False
+
+
+class Clock:
+    """Milliseconds of a call, by events on a GPU, by the wall on a CPU; the cache is emptied before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 2**16, dtype=torch.uint8, device=device)
+
+    def __call__(self, form: Callable[[], Any]) -> float:
+        self.flush.zero_()
+        if self.device.type != "cuda":
+            return 1e3 * spent(form)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        form()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def limits(clock: Clock, device: torch.device, dry: bool) -> tuple[float, float]:
+    """Copy bandwidth in GB/s, and the rate of a matrix product in TFLOP/s."""
+    count, side = (2**16, 64) if dry else (2**29, 8192)
+    source = torch.empty(count, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+    forms = {"copy": lambda: target.copy_(source), "product": lambda: a @ a}
+    ms = {name: statistics.median(times) for name, times in in_turn(forms, 2 if dry else ROUNDS, clock, 5).items()}
+    return 2 * source.nbytes / ms["copy"] / 1e6, 2 * side**3 / ms["product"] / 1e9
 
 
 def models() -> Iterator[Model]:
@@ -234,13 +264,6 @@ def page(_: list[Row]) -> None:
 
 
 CASES = [
-    Case(
-        "models_gpu",
-        model_rows,
-        {"dry": False, "dtype": "bfloat16", "only": ""},
-        "models_gpu",
-        lacks=no_gpu,
-        gpu=True,
-        threads=0,
-    ),
-]
+    Case("models_gpu", model_rows, {"dry": False, "dtype": "bfloat16", "only": ""}, "models_gpu", page=page,
+         lacks=no_gpu, threads=0),
+]  # fmt: skip

@@ -64,7 +64,7 @@ class Case:
         table: the CSV under results; empty: the case is only printed. replaces: whether a run rewrites it.
         about: makes the columns before each row. page: writes the docs from all rows of the run.
         lacks: the reason why this machine cannot run the case, or nothing. fails: whether a row misses its target.
-        gpu: whether the case belongs to ``make gpu``. threads: of torch; 0 leaves them as they are.
+        threads: of torch; 0 leaves them as they are.
     """
 
     name: str
@@ -76,7 +76,6 @@ class Case:
     page: Callable[[list[Row]], object] | None = None
     lacks: Callable[[], str] = always
     fails: Callable[[Row], bool] = lambda row: False
-    gpu: bool = False
     threads: int = 1
 
     def run(self, options: Mapping[str, Any], write: bool) -> list[Row]:
@@ -214,26 +213,17 @@ def options_of(case: Case, words: list[str]) -> tuple[dict[str, Any], bool]:
 def main(words: list[str]) -> int:
     """1 where a row misses its target; 0 also where the machine cannot run the case, with the reason."""
     cases, absent = known_cases()
-    chosen = [name for name, case in cases.items() if case.gpu] if words[:1] == ["gpu"] else words[:1]
-    if not chosen or (unknown := set(chosen) - set(cases)):
+    if not words or words[0] not in cases:
         for name, case in cases.items():
             print(f"{name:18} {' '.join(f'--{option}' for option in case.options)}")
         print(*(f"{name}.py: {why}" for name, why in absent.items()), sep="\n")
-        return 2 if chosen and unknown else 0
-    failed = 0
-    for name in chosen:
-        case = cases[name]
-        options, write = options_of(case, words[1:])
-        if reason := case.lacks() if not options.get("dry") else "":
-            print(f"skipped: {reason}")
-            continue
-        try:
-            rows = case.run(options, write and not options.get("dry"))
-        except ImportError as error:
-            print(f"skipped: {error}")
-            continue
-        failed += sum(case.fails(row) for row in rows)
-    return min(failed, 1)
+        return 2 if words else 0
+    case = cases[words[0]]
+    options, write = options_of(case, words[1:])
+    if reason := case.lacks() if not options.get("dry") else "":
+        print(f"skipped: {reason}")
+        return 0
+    return int(any(case.fails(row) for row in case.run(options, write and not options.get("dry"))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ two, in logarithms: 1 is linear, 2 is attention alone.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from anygpu.compat.device.work import META, PROBED, Pace, _measured, counting
+from anygpu.compat.device.work import META, PROBED, Pace, counting, measured_pace
 from anygpu.compat.memory.statistics import StageCost
 from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
@@ -33,7 +32,9 @@ from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.registry import FAMILIES as FAMILY_SPECS
 from anygpu.pipelines.sizes import Size, latent_shape
+from anygpu.pipelines.stacks import published_config
 from anygpu.pipelines.vae.tiled import decoder_call
 from runner import SCRATCH, Case, Row, processor, write_table
 from tiny import build
@@ -60,12 +61,8 @@ def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
     """``pipeline`` with the published configurations in fp32, and one block of each kind or the ``whole`` depth."""
     configs = dict(pipeline.configs)
     for part in ("transformer", "vae"):
-        file = pipeline.spec.folder / f"{part}.json"
-        if not file.is_file():  # it has another family's
-            file = pipeline.spec.folder.parent / "hunyuan_video" / f"{part}.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
-        first = content[0] if isinstance(content, list) else content
-        configs[part] = first.get("config", first)
+        owner = pipeline.spec if (pipeline.spec.folder / f"{part}.json").is_file() else FAMILY_SPECS["hunyuan_video"]
+        configs[part] = published_config(owner, part)  # framepack has the other family's VAE
     short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
     configs["transformer"] = {**configs["transformer"], **short}
     single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
@@ -92,10 +89,10 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def sampled(pipeline: Pipeline, pace: Pace) -> Measured:
     """Size, forecast and processor seconds of a call of the transformer."""
-    module = filled(counts._built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
+    module = filled(counts.built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
     for width, height in SIZES:
         size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
-        empty = counts._call(pipeline, size, 1)
+        empty = counts.empty_call(pipeline, size, 1)
         tensors = {name: getattr(empty, name) for name in empty.__slots__}
         ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
         measured = seconds(partial(pipeline.spec.code.call_transformer, pipeline, module, replace(empty, **ones)))
@@ -105,7 +102,7 @@ def sampled(pipeline: Pipeline, pace: Pace) -> Measured:
 def decoded(pipeline: Pipeline, pace: Pace) -> Measured:
     """Size, forecast and processor seconds of a call of the decoder."""
     config, times = pipeline.configs["vae"], LARGER.get(pipeline.family, 1)
-    vae = filled(counts._built(pipeline, "vae", config, torch.float32))
+    vae = filled(counts.built(pipeline, "vae", config, torch.float32))
     counts.decode_as_published(vae)
     for width, height in ((times * width, times * height) for width, height in PICTURES):
         size = Size(width, height, pipeline.spec.sizes.stride + 1)
@@ -131,7 +128,7 @@ def delighted(pace: Pace) -> Measured:
 
 def minutes_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per family, stage and size."""
-    pace = _measured(HOST, torch.float32, time.process_time)
+    pace = measured_pace(HOST, torch.float32, time.process_time)
     for family in families:
         measures: dict[str, Callable[[Pace], Measured]] = {"sampling": delighted}
         if family != "delight":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .decision import AUTO, Decision
-from .device.facts import GIBIBYTE, DeviceFacts
+from .device.facts import GIBIBYTE, DeviceFacts, allocator_settings
 from .device.packed_paths import kitchen_decisions
 from .device.packed_rows import INTEGERS
 from .device.precision import DTYPES, NAMES, ModelPrecision, Precision, precision_for
@@ -63,6 +63,7 @@ class Report:
         return "\n".join([named[DEVICE][0].verdict, *changes])
 
 
+MISSED = "Wrong in runs here"
 DEVICE, DECIDED, KERNELS, ANSWERED, FILES, KNOWN, CHANGES = (
     "Device", "Precision", "Kernels and care", "What the device answered", "Packed files, with the Fit nodes",
     "Known bugs here", "What to change",
@@ -75,6 +76,7 @@ def report_on(
     families: Mapping[str, ModelPrecision],
     free_bytes: int | None = None,
     note: str = "",
+    wrong: Mapping[str, str] | None = None,
 ) -> Report:
     """The report for one device.
 
@@ -83,6 +85,7 @@ def report_on(
         families: title to where its dtypes differ from the common rows.
         free_bytes: memory free now.
         note: why answers could not be kept.
+        wrong: what runs found wrong, and what stands in for it.
     """
     policy = policy_for(facts)
     precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
@@ -94,7 +97,8 @@ def report_on(
     sections = [
         (DEVICE, _device(facts, free_bytes)), (DECIDED, decided), (KERNELS, kernels), (ANSWERED, _answered(probes)),
     ]  # fmt: skip
-    sections += [section for section in ((FILES, packed), (KNOWN, known)) if section[1]]
+    missed = tuple(Decision(key, f"{path} instead", alarming=True) for key, path in (wrong or {}).items())
+    sections += [section for section in ((FILES, packed), (KNOWN, known), (MISSED, missed)) if section[1]]
     changes = changes_for(facts, probes, policy, note)
     if changes:
         sections.append((CHANGES, tuple(Decision(f"{number}.", text) for number, text in enumerate(changes, 1))))
@@ -116,6 +120,8 @@ def changes_for(
             "This build of torch supports no GPU. If you have one, install the build for it: "
             f"NVIDIA {PYTORCH}cu130, Intel {PYTORCH}xpu, Radeon {PYTORCH}rocm7.2 or one of {AMD}"
         )
+    if not policy.expandable_segments and "expandable_segments:True" in allocator_settings():
+        messages.append("Leave expandable_segments out of PYTORCH_ALLOC_CONF: on this card it gives NaN.")
     mended = {row.name for row in fixed(policy, probes)}
     messages += [row.remedy for row in policy.rows if row.remedy and row.name not in mended]
     expected = {*policy.wrong, *policy.costly, *OPTIONAL}

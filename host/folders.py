@@ -13,7 +13,7 @@ from ..compat.errors import CheckpointError
 from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.family import FamilySpec
-from ..pipelines.files.download import published_family, remedy
+from ..pipelines.files.catalogue import published_family, remedy
 from ..pipelines.files.models import family_of_folder, find_models
 from ..pipelines.latents.steps import FOLDER
 
@@ -21,6 +21,7 @@ MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
 PAINT_PROVIDER_KEYS = ("diffusers", "clip_vision", "diffusion_models")
 LORA_KEYS = ("loras",)
+TINY_DECODER_KEYS = ("vae_approx",)
 BASE_KEYS = ("checkpoints", "diffusers")
 ADAPTER_KEYS = ("diffusion_models", "model_patches", "controlnet", "diffusers")
 ADAPTER_WORDS = ("mvadapter", "mv-adapter", "mv_adapter", "ig2mv", "tg2mv")

@@ -21,6 +21,13 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.texturing import Texture
 
 DEMO = "demo: ring"  # made here, so that the painting workflows run without a file
+MAPS = {  # attribute of core's MESH -> the map of a glTF material
+    "texture": "baseColor", "metallic_roughness": "metallicRoughness", "normal_map": "normal", "emissive": "emissive",
+}  # fmt: skip
+FACTORS = {  # the same for its factors
+    "base_color_factor": "baseColorFactor", "metallic_factor": "metallicFactor",
+    "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor",
+}  # fmt: skip
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
 
@@ -110,20 +117,72 @@ def from_core(mesh: Any) -> Mesh:
 
 
 def to_core(mesh: Mesh) -> Any:
-    """A core MESH."""
+    """A core MESH, with the material of the file it is from."""
     uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
-    return Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
+    made = Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
+    for attribute, name in MAPS.items():
+        setattr(made, attribute, mesh.maps[name][None] if name in mesh.maps else None)
+    factors = {name: mesh.factors[given] for name, given in FACTORS.items() if given in mesh.factors}
+    if factors:
+        made.material = factors
+    if "occlusion" in mesh.maps:
+        _add_occlusion(made, mesh.maps["occlusion"][None])
+    return made
+
+
+def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
+    """Put ``occlusion`` (1, H, W, 3), whose red counts, where core's MESH has it: in red of metal and roughness."""
+    if mesh.metallic_roughness is None:
+        mesh.metallic_roughness = torch.ones_like(occlusion)  # times the factors, where there are any
+        mesh.metallic_roughness[..., 2] = float("metallic_factor" in (getattr(mesh, "material", None) or {}))
+    size = mesh.metallic_roughness.shape[1:3]
+    red = torch.nn.functional.interpolate(occlusion[..., :1].movedim(-1, 1), size, mode="bilinear").movedim(1, -1)
+    mesh.metallic_roughness, mesh.occlusion_in_mr = torch.cat((red, mesh.metallic_roughness[..., 1:]), dim=-1), True
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH with ``texture``: colours per vertex, which would tint it, are left out."""
+    """A copy of a core MESH with ``texture``, and every map and factor of its material that was not painted.
+
+    What would tint the colour is left out: colours per vertex and the factor of the base colour.
+    """
     textured = copy.copy(mesh)
-    textured.texture, textured.occlusion_in_mr = texture.colour[None], False
-    textured.vertex_colors = textured.emissive = textured.normal_map = textured.metallic_roughness = None
+    textured.texture, textured.vertex_colors = texture.colour[None], None
+    dropped = ["base_color_factor"]
     if texture.metallic is not None and texture.roughness is not None:
         packed = (torch.ones_like(texture.metallic), texture.roughness, texture.metallic)
         textured.metallic_roughness = torch.stack(packed, dim=-1)[None]
+        textured.occlusion_in_mr, dropped = False, [*dropped, "metallic_factor", "roughness_factor"]
+        if getattr(mesh, "occlusion_in_mr", False) and mesh.metallic_roughness is not None:
+            _add_occlusion(textured, to_host(mesh.metallic_roughness).float())
+    if isinstance(getattr(mesh, "material", None), dict):
+        textured.material = {name: value for name, value in mesh.material.items() if name not in dropped} or None
     return textured
+
+
+def with_geometry(mesh: Any, changed: Mesh) -> Any:
+    """A copy of a core MESH whose faces were ``changed``, with the maps that its UVs still fit."""
+    made = to_core(changed)
+    for name in (*MAPS, "material", "occlusion_in_mr", "unlit") if changed.uvs is not None else ():
+        setattr(made, name, getattr(mesh, name, None))
+    return made
+
+
+def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
+    """A copy of a core MESH with another base colour, (T, T, 3); its other maps stay."""
+    coloured = copy.copy(mesh)
+    coloured.texture = colour[None]
+    return coloured
+
+
+def colour_of(mesh: Any) -> torch.Tensor:
+    """The base colour of a core MESH, (T, T, 3).
+
+    Raises:
+        InputError: it has none.
+    """
+    if mesh.texture is None:
+        raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
+    return mesh.texture[0, ..., :3]
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

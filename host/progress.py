@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import re
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import comfy.model_management
 import comfy.utils
-import latent_preview
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
@@ -20,7 +19,7 @@ from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.memory.statistics import time_left
 from ..pipelines.base import Preview, ProgressStage
-from .families import latent_format_of
+from .server import paused
 from .server.panel import memory_now
 from .server.runs import NodeRun, stop
 
@@ -29,8 +28,15 @@ log = logging.getLogger(__name__)
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
-MARKUP = re.compile(r"[&<>\[\]`*~|\\]")  # of HTML, which the canvas shows too, and Markdown: names come from files
+# Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
+# look alike: newer frontends show an entity as it stands.
+LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
+RECENT = 10  # the share of the steps, from the last one back, whose pace the rest is taken to keep
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
+
+
+class Paused(comfy.model_management.InterruptProcessingException):
+    """Ends a prompt that pauses, as a cancel would."""
 
 
 def _window() -> str | None:
@@ -50,7 +56,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     server = PromptServer.instance
     prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
     server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
-    shown = MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", text).replace("\n", BREAK)
+    shown = text.replace("->", "→").translate(LIKE).replace("\n", BREAK)
     server.send_progress_text(shown, node_id, sid=client)
 
 
@@ -70,7 +76,8 @@ def with_an_end(node: Any) -> Any:
             return run(cls, *arguments, **inputs)
         except BaseException as error:  # a cancel is not an Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
-            entry = stop(cls.hidden.unique_id, "cancelled" if cancelled else "stopped by an error")
+            how = "paused" if isinstance(error, Paused) else "cancelled" if cancelled else "stopped by an error"
+            entry = stop(cls.hidden.unique_id, how)
             if entry is not None:
                 send(cls.hidden.unique_id, "\n".join([entry["status"], *entry["said"]]), entry)
             raise
@@ -94,6 +101,7 @@ class NodeProgress:
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
+        self._recent: dict[str, deque[tuple[float, int]]] = {}  # the same of the last steps: the load may change
         self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
@@ -106,13 +114,18 @@ class NodeProgress:
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
             self._begun.setdefault(name, (time.monotonic(), done))  # another may be told of in between: bytes that move
-        began, first = self._begun[name]
+        (began, first), moment = self._begun[name], time.monotonic()
         if name in PACED:
-            self._paced = f"{(time.monotonic() - began) / (done - first):.2g} s per step" if done > first else ""
+            self._paced = f"{(moment - began) / (done - first):.2g} s per step" if done > first else ""
+        recent = self._recent.setdefault(name, deque(maxlen=1 + max(2, total // RECENT)))
+        recent.append((moment, done))
+        left = "" if stage.counted else time_left(moment - recent[0][0], done, total, recent[0][1])
         now = text if stage.counted else f"{text} {done}/{total}"
-        self._run.at(now)
+        self._run.at(now, left)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
-        self._text(text if stage.counted else now + time_left(time.monotonic() - began, done, total, first))
+        self._text(now + left)
+        if stage.resumable and paused.is_wanted() and paused.save(now, preview and self._picture(preview)):
+            raise Paused
 
     def check(self) -> None:
         """Raise ComfyUI's own interrupt when the user has cancelled."""
@@ -161,10 +174,10 @@ class NodeProgress:
         if _window() is None:
             return None
         if not self._previewer_known:
+            from .tiny_preview import previewer_for
+
             self._previewer_known = True
-            latent_format = latent_format_of(self.family)
-            device = comfy.model_management.get_torch_device()
-            self._previewer = None if latent_format is None else latent_preview.get_previewer(device, latent_format)
+            self._previewer = previewer_for(self.family)
         if self._previewer is None:
             return None
         estimate = preview()

@@ -6,18 +6,20 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import activation, group_norm, norm, residual, rope
-from .library import AUTO, DTYPES, failures_raise, launches
+from .library import AUTO, DTYPES, REFERENCE, failures_raise, launches
 from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
 VAE_OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
 BLOCK_OPERATIONS = ("normalized", "gated_residual", "residual_norm", "qk_norm_rope", "swiglu")
 OPERATIONS = (*BLOCK_OPERATIONS, *VAE_OPERATIONS)
+Forms = dict[str, Callable[[], Any]]
 Run = tuple[Callable[..., Any], Callable[[], Any]]  # the call on a device, and its reference
 
 # In eps of the dtype. fp32: sums in another order and the device's own exp and rsqrt; 16 bits: half for rounding to the
@@ -49,6 +51,9 @@ SHAPES = (
     CaseShapes(tokens=5, width=48, head=16, clip=(1, 12, 2, 3, 5), groups=4),
     CaseShapes(tokens=133, width=256, head=128, clip=(2, 64, 3, 9, 33), groups=8),
 )
+FULL = CaseShapes(
+    tokens=4096, width=3072, head=128, clip=(1, 128, 9, 120, 208), groups=32
+)  # of a transformer and a VAE
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,16 @@ def self_tests(
             yield _self_test(name, dtype, [run[name] for run in runs], device, form)
 
 
+def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> Iterator[tuple[str, Forms]]:
+    """The calls of each operation by form, ``auto`` and ``reference``, for whoever has a clock.
+
+    Args:
+        full: at a transformer's size; else at a self-test's.
+    """
+    for name, (call, _) in _calls(device, dtype, FULL if full else SHAPES[0]).items():
+        yield name, {form: partial(call, form=form) for form in (AUTO, REFERENCE)}
+
+
 def _self_test(
     name: str,
     dtype: torch.dtype,
@@ -131,8 +146,8 @@ def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict
         return torch.randn(shape, generator=generator).to(dtype)
 
     def both(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> Run:
-        there, exact = _moved(terms, lambda t: _carried(t, device)), _moved(terms, lambda t: t.double())
-        return lambda form: function(*there, form=form), lambda: reference(*exact)
+        there = _moved(terms, lambda t: _carried(t, device))
+        return lambda form: function(*there, form=form), lambda: reference(*_moved(terms, lambda t: t.double()))
 
     x, branch, rows = some(2, tokens, width), some(2, tokens, width), some(2, 1, 6, width).unbind(2)
     q, k, text, weight = some(2, tokens + 1, 3, head), some(2, tokens + 1, 3, head), some(2, 2, 3, head), some(head)

@@ -22,7 +22,7 @@ from .latents import (
     UpscaleLatents,
 )
 from .loaders import ApplyLoRA, ComposePipeline, LoadPipeline
-from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, RenderTurntable, RenderViews
+from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, ProjectPicture, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadMVAdapter, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
 from .replay import Replay
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 NODES = (
     LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode, HardwareReport,
     LoadMesh, CleanMesh, PaintCameras, RenderViews, LoadPaintPipeline, DelightImage, PaintViews, BakeTexture,
-    RenderTurntable, TextureMesh,
+    RenderTurntable, TextureMesh, ProjectPicture,
     ImageConditioning,
     SaveLatent, LoadLatent, RecoverLatents, SavePrompt, LoadPrompt, SaveMusubiCache, ApplyLoRA,
     StepCache,

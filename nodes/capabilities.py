@@ -32,7 +32,7 @@ CAPABILITIES = {
     **dict.fromkeys(("AnyGPUFit", "AnyGPUFitModel", "AnyGPUFitVAE", "AnyGPUFitCLIP", "AnyGPUDoctor"), RUNS),
     **dict.fromkeys(("AnyGPUSaveLatent", "AnyGPUSavePrompt", "AnyGPUSaveMusubiCache"), SAVES),
     **dict.fromkeys(("AnyGPULoadLatent", "AnyGPULoadPrompt", "AnyGPULoadMesh"), LOADS),
-    **dict.fromkeys(("AnyGPUCleanMesh", "AnyGPUPaintCameras", "AnyGPUBakeTexture"), NOTHING),
+    **dict.fromkeys(("AnyGPUCleanMesh", "AnyGPUPaintCameras", "AnyGPUBakeTexture", "AnyGPUProjectPicture"), NOTHING),
     **dict.fromkeys(("AnyGPUImageConditioning", "AnyGPUStepCache"), NOTHING),
     **dict.fromkeys(("AnyGPURenderViews", "AnyGPURenderTurntable"), SHOWS),
     "AnyGPURecoverLatents": Capability((STATE,), (STATE,)),

@@ -221,6 +221,7 @@ class FitCLIP(io.ComfyNode):
         return schema(
             node_id="AnyGPUFitCLIP",
             display_name="AnyGPU Fit CLIP",
+            is_dev_only=True,  # AnyGPU Fit takes a CLIP alone too
             category=FITTING,
             description="Makes text encoders from any loader fit this device: attention without huge score matrices, "
                         "safe fp16 if you choose it, and a warning about weights that are not finite. Where nothing "

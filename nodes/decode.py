@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from ..host import preview, saved
+from ..host import folders, preview, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
@@ -40,7 +40,9 @@ class Decode(io.ComfyNode):
                             "and finally the CPU. full: always the whole video at once. tiled: tiles of 256 pixels; "
                             "needs far less memory, can show faint seams. chunked: a few frames at a time, exact; "
                             "only Mochi and HunyuanVideo 1.5. streaming: layer by layer over tiles, exact and "
-                            "without seams, in a fraction of the memory; slow. cpu: on the CPU in fp32, very slow.",
+                            "without seams, in a fraction of the memory; slow. cpu: on the CPU in fp32, very slow. draft: by a "
+                            "tiny decoder in ComfyUI/models/vae_approx, in a tenth of the work or less; rough. "
+                            "LTX-Video has none.",
                 ),
                 io.Int.Input(
                     "tile_size", default=0, min=0, max=4096, step=8, optional=True, advanced=True,
@@ -84,10 +86,11 @@ class Decode(io.ComfyNode):
         form = DecodeRequest(method, tile_size, tile_overlap, frames_per_chunk)
 
         videos, clips, receipts = batch.videos_of(latent), [], []
+        approx = folders.roots(folders.TINY_DECODER_KEYS)
         for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True):
             latents = latent_format.from_core(pipeline, video, progress.notify)
             latents = stages.with_decode_noise(pipeline, latents, decode_timestep, decode_noise_scale, progress)
-            clips.append(stages.decode(pipeline, latents, part, form=form))
+            clips.append(stages.decode(pipeline, latents, part, form=form, tiny_decoders=approx))
             receipts.append(decoded_receipt(latents, form, decode_timestep, decode_noise_scale))
             rate = Fraction(fps or latents.fps).limit_denominator(1001)
         frames = clips[0]

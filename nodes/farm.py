@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from ..host import farm, folders
@@ -15,6 +16,7 @@ from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
 FARM = f"{CATEGORY}/farm"
+NO_RAY = importlib.util.find_spec("ray") is None  # then the menu needs none of these nodes
 Jobs = io.Custom("ANYGPU_JOBS")
 
 
@@ -51,6 +53,7 @@ class QueueJobs(io.ComfyNode):
         return schema(
             node_id="AnyGPUQueueJobs",
             display_name="AnyGPU Queue Jobs",
+            is_dev_only=NO_RAY,
             category=FARM,
             description="Writes a job for each prompt, seed and picture, or for each mesh, into a folder, for `anygpu-farm` on this or "
                         "other machines. Nothing is rendered here. Jobs that are done already stay done.",
@@ -161,6 +164,7 @@ class Collect(Uncached):
         return schema(
             node_id="AnyGPUCollect",
             display_name="AnyGPU Collect",
+            is_dev_only=True,
             category=FARM,
             description="Brings back the videos of finished jobs, in the order they were queued, and says why others "
                         "failed. Cancel stops the waiting, not the jobs.",
@@ -195,6 +199,7 @@ class Farm(Uncached):
         return schema(
             node_id="AnyGPUFarm",
             display_name="AnyGPU Farm",
+            is_dev_only=NO_RAY,
             category=FARM,
             description="Lets the machines of a Ray cluster render jobs, shows what each of them is doing, and brings "
                         "the videos back. Cancel also ends the jobs in the cluster. Needs the package ray, and a token.",

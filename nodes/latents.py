@@ -64,6 +64,7 @@ class SaveLatent(io.ComfyNode):
         return schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
+            is_dev_only=True,
             category=FILES,
             description="Saves video latents as safetensors, bit for bit, with everything decoding needs: family, "
                         "size, frames, fps, seed, prompt, generator state, sections. Drop the file onto ComfyUI to "
@@ -101,6 +102,7 @@ class LoadLatent(Listed):
         return schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
+            is_dev_only=True,
             category=FILES,
             description="Reads latents written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner, and "
                         "recognises which from the file.",
@@ -179,6 +181,7 @@ class SavePrompt(io.ComfyNode):
         return schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
+            is_dev_only=True,
             category=FILES,
             description="Saves an encoded prompt, so that a machine that is too small for the text encoder can "
                         "sample it.",
@@ -211,6 +214,7 @@ class LoadPrompt(Listed):
         return schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
+            is_dev_only=True,
             category=FILES,
             description="Reads a prompt written by AnyGPU Save Prompt or Musubi Tuner. You need no text encoder, not "
                         "even its files.",
@@ -238,6 +242,7 @@ class SaveMusubiCache(io.ComfyNode):
         return schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
+            is_dev_only=True,
             category=FILES,
             description="Writes the latents and the prompt of one training item as Musubi Tuner caches, for "
                         "HunyuanVideo, HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt "
@@ -298,8 +303,9 @@ class UpscaleLatents(io.ComfyNode):
         return schema(
             node_id="AnyGPUUpscaleLatents",
             display_name="AnyGPU Upscale Latents",
-            description="Doubles width and height of LTX-Video latents with its latent upscaler. AnyGPU Sample then "
-                        "refines them in the model's published second pass.",
+            is_dev_only=True,
+            description="Doubles width and height of LTX-Video latents with its latent upscaler, and AnyGPU Sample then "
+                        "refines them in the model's published second pass; or doubles the frame rate.",
             search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
@@ -307,7 +313,8 @@ class UpscaleLatents(io.ComfyNode):
                 io.Combo.Input(
                     "upscaler", options=folders.upscaler_choices(),
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
-                            "ltxv-spatial-upscaler-0.9.8.safetensors. Press R after adding one.",
+                            "ltxv-spatial-upscaler-0.9.8.safetensors, or ltxv-temporal-upscaler-0.9.8.safetensors for "
+                            "twice the frames. Press R after adding one.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

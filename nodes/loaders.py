@@ -43,7 +43,7 @@ class LoadPipeline(io.ComfyNode):
                 io.Combo.Input(
                     "model", options=folders.model_choices(),
                     tooltip="A diffusers folder, or a FramePack transformer folder, in models/diffusers.",
-                    extra_dict={"anygpu_first_run": panel.first_run()},
+                    extra_dict={"anygpu_first_run": panel.first_run(), "anygpu_offers": panel.offers()},
                 ),
                 io.Combo.Input(
                     "precision", options=list(PRECISIONS), default="auto",

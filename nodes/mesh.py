@@ -8,7 +8,7 @@ from ..compat.device.execution import Checked
 from ..host import memory_manager, meshes, preview
 from ..host.api import io
 from ..host.painting import PaintProgress
-from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, VIEWS
+from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
 from .inputs import Cameras, Paint, schema
 
 CATEGORY = "3d/AnyGPU"
@@ -89,14 +89,14 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
-        """The cleaned mesh; colours and textures of the old one do not fit it any more."""
+        """The cleaned mesh in its textures; colours and normals of the old one's vertices do not fit it any more."""
         from ..paint.geometry.cleaning import CleanSettings, cleaned
 
         progress = PaintProgress(cls.hidden.unique_id)
         with Checked(progress.check):
             clean, notes = cleaned(meshes.from_core(mesh), CleanSettings(floaters, degenerate, broken))
         progress.finish("\n".join((f"{len(clean.faces)} faces, {len(clean.vertices)} vertices", *notes)))
-        return io.NodeOutput(meshes.to_core(clean))
+        return io.NodeOutput(meshes.with_geometry(mesh, clean))
 
 
 class PaintCameras(io.ComfyNode):
@@ -280,6 +280,63 @@ class BakeTexture(io.ComfyNode):
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture))
 
 
+class ProjectPicture(io.ComfyNode):
+    """Put the detail of reference pictures onto a texture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        sides = {"front": "+Z", "back": "-Z", "left": "-X", "right": "+X"}
+        pictures = [
+            [
+                io.Image.Input(place, optional=True, tooltip=f"The object as seen from its {sides[place]} side, within 30 degrees, whole in the picture."),
+                io.Mask.Input(
+                    f"{place}_mask", optional=True,
+                    tooltip=f"1 where the background of {place} is. Without it the background must be one plain colour.",
+                ),
+            ]
+            for place in PLACES
+        ]
+        return schema(
+            node_id="AnyGPUProjectPicture",
+            display_name="AnyGPU Project Picture",
+            category=CATEGORY,
+            description="Puts the detail of your own pictures onto a textured mesh where they show it: finds the camera "
+                        "by the object's outline, fades out at slanted and hidden surface and where colours contradict. "
+                        "All other texels stay. Works after any paint model and on meshes from core's nodes.",
+            search_aliases=["project image", "texture projection", "camera projection", "detail transfer", "photo to texture"],
+            inputs=[
+                io.Mesh.Input("mesh", tooltip="One mesh with UVs and a square texture, for example from AnyGPU Bake Texture."),
+                *(each for pair in pictures for each in pair),
+                Cameras.Input(
+                    "cameras", optional=True,
+                    tooltip="Directions if you know them: one for each picture, in the order front, back, left, right. "
+                            "Distance, size and place are still found.",
+                ),
+            ],
+            outputs=[
+                io.Mesh.Output(display_name="mesh"),
+                io.Image.Output(display_name="base_color"),
+                io.Mask.Output(display_name="projected"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, mesh: Any, cameras: Any = None, **given: Any) -> io.NodeOutput:
+        """The mesh with the detail, its base colour, and how much of each texel is a picture's."""
+        from ..paint import texturing
+        from ..paint.pictures import cut_out
+
+        progress = PaintProgress(cls.hidden.unique_id)
+        pictures = {
+            place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if given.get(place) is not None
+        }
+        colour, device = meshes.colour_of(mesh), memory_manager.compute_device()
+        memory_manager.make_room(texturing.detail_bytes(len(colour)), device)
+        made = texturing.with_detail(meshes.from_core(mesh), colour, pictures, cameras, progress, device)
+        progress.finish("\n".join(made.notes))
+        return io.NodeOutput(meshes.with_colour(mesh, made.texture), made.texture[None], made.weight[None])
+
+
 class RenderTurntable(io.ComfyNode):
     """Render a mesh through one full turn."""
 
@@ -301,24 +358,32 @@ class RenderTurntable(io.ComfyNode):
                     "background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="Grey level of the background: 0 is black, 1 is white.",
                 ),
+                io.Mesh.Input(
+                    "before", optional=True, tooltip="The same mesh before a change, to be shown to the left of mesh.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images")],
         )
 
     @classmethod
     def execute(
-        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0,
+        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None,
     ) -> io.NodeOutput:
-        """The pictures."""
+        """The pictures, with those of the mesh before beside them."""
+        import torch
+
         from ..paint import texturing
         from ..paint.geometry.mesh import Surface
         from ..paint.geometry.turntable import turntable
 
         progress = PaintProgress(cls.hidden.unique_id)
-        texture = None if mesh.texture is None else mesh.texture[0]
-        count = texturing.counted(progress, frames, "rendering")
+        shown, films = [each for each in (before, mesh) if each is not None], []
+        count = texturing.counted(progress, frames * len(shown), "rendering")
         with Checked(progress.check):
-            surface = Surface.of(meshes.from_core(mesh), memory_manager.compute_device())
-            pictures = turntable(surface, texture, frames, size, elevation, background, count)
+            for each in shown:
+                surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
+                texture = None if each.texture is None else each.texture[0]
+                films.append(turntable(surface, texture, frames, size, elevation, background, count))
+        pictures = torch.cat(films, dim=2)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

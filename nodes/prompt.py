@@ -83,6 +83,7 @@ class ImageConditioning(io.ComfyNode):
         return schema(
             node_id="AnyGPUImageConditioning",
             display_name="AnyGPU Image Conditioning",
+            is_dev_only=True,
             description="Adds the picture of AnyGPU Encode Image to core's CONDITIONING, for image to video with the "
                         "MODEL of AnyGPU Load Pipeline: HunyuanVideo (33 channels), HunyuanVideo 1.5, FramePack.",
             search_aliases=["image to video conditioning", "start image conditioning"],
@@ -140,6 +141,11 @@ class EncodeImage(io.ComfyNode):
                     "clip_vision_output", optional=True,
                     tooltip="SigLIP output from core's CLIP Vision Encode. Replaces the model's own image encoder "
                             "(FramePack, HunyuanVideo 1.5).",
+                ),
+                io.Boolean.Input(
+                    "control", default=False, optional=True, advanced=True,
+                    tooltip="LTX-Video with an IC-LoRA: the clip controls the video (pose, depth, edges) instead of "
+                            "being part of it. strength is how strictly.",
                 ),
             ],
             outputs=[

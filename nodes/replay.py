@@ -24,6 +24,7 @@ class Replay(Listed):
         return schema(
             node_id="AnyGPUReplay",
             display_name="AnyGPU Replay",
+            is_dev_only=True,
             category=FILES,
             description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents: "
                         "same model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "

@@ -12,6 +12,7 @@ from ..host.progress import NodeProgress
 from ..paint.choices import KINDS
 from ..pipelines import report as reports
 from ..pipelines.demo.stand_in import own_inputs
+from ..pipelines.files import catalogue
 from ..pipelines.files import download as downloads
 from ..pipelines.forecast import page as memory_plan
 from ..pipelines.forecast.memory import Forecast
@@ -36,6 +37,7 @@ class HardwareReport(Uncached):
         return schema(
             node_id="AnyGPUHardwareReport",
             display_name="AnyGPU Hardware Report",
+            is_dev_only=True,
             description="Shows which device was found, how it did in short tests, which precision and kernels each "
                         "model gets and why, and what to change if something does not work.",
             search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
@@ -87,6 +89,7 @@ class MemoryPlan(Uncached):
         return schema(
             node_id="AnyGPUMemoryPlan",
             display_name="AnyGPU Memory Plan",
+            is_dev_only=True,
             description="Shows what a run will need on the device before anything is read: a bar per stage and "
                         "offload mode against the memory that is free now, and the fastest mode that fits.",
             search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit", "low vram"],
@@ -140,7 +143,7 @@ class DownloadModel(Uncached):
             is_output_node=True,
             inputs=[
                 io.Combo.Input(
-                    "model", options=list(downloads.every_offer()),
+                    "model", options=list(catalogue.every_offer()),
                     tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
                             "pages. The licences are on those pages; by downloading you accept them.",
                 ),
@@ -167,4 +170,4 @@ class DownloadModel(Uncached):
         for line in lines[1:]:
             progress.notify(line)
         progress.finish(lines[0])
-        return io.NodeOutput(str(downloads.folder_of(downloads.offer_of(model).downloads[0], roots)))
+        return io.NodeOutput(str(catalogue.folder_of(catalogue.offer_of(model).downloads[0], roots)))

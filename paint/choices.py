@@ -31,6 +31,7 @@ VIEWS = (  # azimuth and elevation in degrees, and how much a view counts, as pu
     (0, 90, 0.05),
     (180, -90, 0.05),
 )
+PLACES = {"front": 0.0, "back": 180.0, "left": 270.0, "right": 90.0}  # azimuths that look at +Z, -Z, -X, +X
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
 MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
 DEMO_SIZE = 128  # pixels of a view of theirs

@@ -18,8 +18,9 @@ from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import BakeSettings, bake
-from .baking.fill import filled
-from .choices import NEGATIVE
+from .baking.fill import filled, from_the_other_half
+from .baking.projection import Projected, Reference, projected
+from .choices import NEGATIVE, PLACES
 from .choices import NORMALS as NORMALS
 from .geometry.cameras import CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
@@ -32,6 +33,7 @@ from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
 from .shortage import explained
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
+PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
 log = logging.getLogger(__name__)
 
 
@@ -128,14 +130,18 @@ def texture_of(
     with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
         surface = Surface.of(mesh, target, cameras.frame)
         baked = bake(surface, cameras, pictures, settings, count)
-        colour = filled(baked, surface, settings.fill, settings.exact, progress.check)
+        both_halves = from_the_other_half(baked, surface, cameras, pictures, settings, progress.check)
+        colour = filled(both_halves, surface, settings.fill, settings.exact, progress.check)
         metallic = roughness = None
         if metallic_roughness is not None:
             second = bake(surface, cameras, metallic_roughness, settings, count)
+            second = from_the_other_half(second, surface, cameras, metallic_roughness, settings, progress.check)
             both = to_host(filled(second, surface, settings.fill, settings.exact, progress.check))
             metallic, roughness = both[..., 0], both[..., 1]
     progress.step(total, total, ProgressStage("baking"))
-    share = f"{baked.share:.1%} of the surface painted, the rest filled from neighbouring areas"
+    mirrored = both_halves.share - baked.share
+    other = f", {mirrored:.1%} mirrored from its other half" if mirrored else ""
+    share = f"{baked.share:.1%} of the surface painted{other}, the rest filled from neighbouring areas"
     return Texture(
         colour=to_host(colour),
         metallic=metallic,
@@ -144,6 +150,52 @@ def texture_of(
         share=baked.share,
         notes=(share, *baked.notes),
     )
+
+
+def detail_bytes(size: int) -> int:
+    """Peak bytes of :func:`with_detail` for a texture of ``size`` texels along each side."""
+    return PICTURE_BYTES + PROJECTED_BYTES * size**2
+
+
+def with_detail(
+    mesh: Mesh,
+    texture: Tensor,
+    pictures: dict[str, list[Tensor]],
+    cameras: CameraTable | None = None,
+    progress: Any = None,
+    device: torch.device | None = None,
+) -> Projected:
+    """A finished texture with the detail of reference pictures, on the CPU.
+
+    Args:
+        texture: (T, T, 3) in 0..1.
+        pictures: of each place of :data:`choices.PLACES`, (H, W, 3 or 4), object cut out or before a plain background.
+        cameras: the directions they were taken from, in that order; None: found near each place.
+
+    Raises:
+        InputError: no picture, another number of cameras, or what :func:`projection.projected` refuses.
+    """
+    progress = progress or Silent()
+    shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
+    if not shown or (cameras is not None and len(cameras) != len(shown)):
+        raise InputError(
+            f"{len(shown)} pictures to project" + (f" for {len(cameras)} cameras" if cameras is not None else ""),
+            expected="at least one, and one camera for each if cameras are given",
+            fix="Connect front, back, left or right.",
+        )
+    given = [(PLACES[place], 0.0) for place, _ in shown]
+    if cameras is not None:
+        given = [(camera.azimuth, camera.elevation) for camera in cameras]
+    references = [
+        Reference(picture, place, *direction, given=cameras is not None)
+        for (place, picture), direction in zip(shown, given, strict=True)
+    ]
+    target = roomy(device, detail_bytes(len(texture)), progress.notify)
+    what = f"projecting pictures onto a texture of {len(texture)} pixels"
+    with Checked(progress.check), explained(what, target or HOST, "Use a smaller texture."), torch.no_grad():
+        surface = Surface.of(mesh, target)
+        made = projected(surface, texture.to(surface.vertices.device, torch.float32), references, progress.check)
+    return Projected(to_host(made.texture), to_host(made.weight), made.notes)
 
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:

@@ -60,7 +60,7 @@ class SubProgress:
         """Report ``done`` of ``total`` in this part as a share of the whole."""
         if self.count > 1:
             detail = f"{stage.detail} {self.name} {self.index + 1} of {self.count}"
-            stage = ProgressStage(stage.name, detail.lstrip(), counted=True)
+            stage = ProgressStage(stage.name, detail.lstrip(), counted=True, resumable=stage.resumable)
         self.whole.step(self.index * total + done, self.count * total, stage, preview)
 
     def check(self) -> None:
@@ -110,6 +110,7 @@ class PictureSource:
         fit: how it was brought to size.
         vision: whether another encoder looked at it.
         size: width and height.
+        control: whether it is a control clip.
     """
 
     content: str
@@ -119,6 +120,7 @@ class PictureSource:
     seed: int
     vision: bool
     size: tuple[int, ...] = ()
+    control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class ImageCondition:
     """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
 
     ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
-    pictures that it was encoded from, in order; empty if another node encoded them.
+    pictures that it was encoded from, in order; empty if another node encoded them. ``beside`` counts the pixel frames
+    of control clips, whose tokens come beside the video's.
     """
 
     family: str
@@ -135,6 +138,7 @@ class ImageCondition:
     height: int
     anchors: tuple[tuple[str, int, float], ...] = ()
     sources: tuple[PictureSource, ...] = ()
+    beside: int = 0
 
     def __repr__(self) -> str:
         return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"
@@ -248,6 +252,7 @@ class ImageRequest:
             CLIP_VISION_OUTPUT).
         previous: an earlier condition that this one joins.
         seed: for VAEs that draw.
+        control: whether this is the control clip of an IC-LoRA, beside the video instead of in it.
     """
 
     frames: torch.Tensor
@@ -258,6 +263,7 @@ class ImageRequest:
     vision: torch.Tensor | None = None
     previous: ImageCondition | None = None
     seed: int = 0
+    control: bool = False
 
 
 @dataclass(frozen=True, slots=True)

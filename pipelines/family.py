@@ -11,18 +11,20 @@ from types import ModuleType
 
 import torch
 
-from ..compat.device.facts import GIBIBYTE
 from ..compat.device.precision import PLAIN, ModelPrecision
 from ..compat.memory.parts import denoises
 from ..compat.ranks import SplitPlan
 from .hooks import code_of
 from .keys import Layout
+from .offers import HUB_FILES as HUB_FILES
+from .offers import T5_XXL as T5_XXL
+from .offers import Download as Download
+from .offers import Offer as Offer
+from .offers import Quantised as Quantised
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m", "unipc_bh1")  # grows at the end
 FITS = ("nearest bucket", "crop", "pad", "stretch")
 GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
-HUB = "https://huggingface.co/"
-HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,94 +210,6 @@ class Caution:
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
-    """One published repository at one commit.
-
-    Args:
-        repository: its name on the Hub.
-        revision: the commit.
-        only: what of it is read; none means all.
-        sizes: bytes of the weights that are read of it by folder, empty for the top, at that commit; none where that
-            is not known here.
-    """
-
-    repository: str
-    revision: str
-    only: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the weights that are read of it, as they are stored there; 0 where that is not known."""
-        return sum(size for name, size in self.sizes.items() if not self.only or not name or name in self.only)
-
-    @property
-    def page(self) -> str:
-        """Page where users find it."""
-        return HUB + self.repository
-
-    @property
-    def folder(self) -> str:
-        """The name of the folder that it goes into, as published."""
-        return self.repository.rsplit("/", 1)[1]
-
-    def text(self, root: Path) -> str:
-        """Describe its source, the files needed and their destination, in one line."""
-        only = f" (only {', '.join(self.only)})" if self.only else ""
-        return f"{self.page}{only} into {root / self.folder}"
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A published file in fewer bits: its repository, its name there, and its 10**9 bytes as the Hub lists them."""
-
-    repository: str
-    file: str
-    gigabytes: float
-
-    def __str__(self) -> str:
-        return f"{self.file} of {self.repository} ({self.gigabytes:.1f} GB)"
-
-
-T5_XXL = (
-    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q8_0.gguf", 5.06),
-    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q4_K_M.gguf", 2.9),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A model to start with.
-
-    Args:
-        downloads: its repositories.
-        gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
-        quantised: by part of ``gib``, published files in fewer bits, the largest first; none where none is known here.
-    """
-
-    downloads: tuple[Download, ...]
-    gib: Mapping[str, float]
-    quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        """All weights, in bf16."""
-        return int(sum(self.gib.values()) * GIBIBYTE)
-
-    @property
-    def size(self) -> str:
-        """Download size in words: some parts are stored wider than bf16."""
-        each = [download.stored_bytes for download in self.downloads]
-        stored = f"{sum(each) / 1e9:.0f} GB" if all(each) else "an unknown size"
-        return f"{stored} to download, {self.total_bytes / 1e9:.0f} GB of weights in bf16"
-
-    @property
-    def largest_bytes(self) -> int:
-        """The largest part, in bf16: the least that must fit into the computer's memory at a time."""
-        return int(max(self.gib.values()) * GIBIBYTE)
-
-
-@dataclass(frozen=True, slots=True)
 class MusubiCache:
     """The caches of an architecture of Musubi Tuner.
 
@@ -440,6 +354,25 @@ class Rewrites:
     returns_alone: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class TinyDecoder:
+    """A published network that decodes drafts in the place of the VAE.
+
+    Args:
+        name: how the names of its files begin.
+        source: who publishes it.
+        divisor: of the latents that the transformer makes, before it takes them.
+        slope: of its activations below 0.
+        symmetric: whether its pictures are in -1..1; else in 0..1.
+    """
+
+    name: str
+    source: str
+    divisor: float = 1.0
+    slope: float = 0.0
+    symmetric: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """The published models of a family, and files that are taken for them.
@@ -451,6 +384,7 @@ class Published:
         musubi: its caches of Musubi Tuner; None where that trainer has no such model.
         others: models that are taken for it, and that it does not run.
         cautions: published files that gave others trouble.
+        tiny_decoders: of drafts, the first that is found counts; empty where none is published.
     """
 
     pages: tuple[str, ...] = ()
@@ -459,6 +393,7 @@ class Published:
     musubi: MusubiCache | None = None
     others: tuple[OtherModel, ...] = ()
     cautions: tuple[Caution, ...] = ()
+    tiny_decoders: tuple[TinyDecoder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

@@ -101,7 +101,8 @@ def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline)
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
-        return Rendered(decoded(pipeline, latents, progress, job.decode), latents, job.decode)
+        frames = decoded(pipeline, latents, progress, job.decode, machine.places.models)
+        return Rendered(frames, latents, job.decode)
 
 
 def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
@@ -110,17 +111,19 @@ def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence
     return Result(made.frames, ".mp4", made.write)
 
 
-def decoded(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest) -> torch.Tensor:
+def decoded(
+    pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest, folders: Sequence[Path] = ()
+) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
     group = pipeline.run.group
     if group is None:
-        return stages.decode(pipeline, latents, progress, form=form)
+        return stages.decode(pipeline, latents, progress, form=form, tiny_decoders=folders)
     if not group.leads:
         with decoding(pipeline, latents.samples.shape, progress) as passes:
             serve(group, passes.region)
         return latents.samples.new_empty(0)
     try:
-        return stages.decode(pipeline, latents, progress, form=form)
+        return stages.decode(pipeline, latents, progress, form=form, tiny_decoders=folders)
     finally:
         group.world.shared(None)  # which ends their serving
 
@@ -218,6 +221,7 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
             strength=picture.strength,
             previous=condition,
             seed=job.settings.seed if picture.seed < 0 else picture.seed,
+            control=picture.control,
         )
         condition = stages.encode_image(pipeline, request, job.fit, progress)
     return condition, start

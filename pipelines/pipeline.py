@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..compat.decision import Decision
 from ..compat.device.facts import DeviceFacts, empty_cache, value_or
@@ -286,3 +288,24 @@ def make_room_and_retry(
         return True
 
     return again
+
+
+@contextmanager
+def held_once(
+    pipeline: Pipeline, part: str, read: Callable[[Progress], nn.Module], activation_bytes: int, progress: Progress
+) -> Iterator[Any]:
+    """A network that is no part of the pipeline's, on its device inside the block and nowhere afterwards.
+
+    Args:
+        part: a name that no part has.
+        read: reads it, on the CPU.
+        activation_bytes: that its forward needs beside its weights.
+    """
+    pipeline.parts.readers[part] = read
+    try:
+        with pipeline.offloader.hold(part, activation_bytes, progress) as network:
+            yield network
+    finally:
+        pipeline.offloader.release(part)
+        pipeline.parts.drop(part)
+        pipeline.parts.readers.pop(part)

@@ -59,7 +59,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
-    page = report_on(facts, store, precisions(), free_bytes(facts.device), store.note)
+    page = report_on(facts, store, precisions(), free_bytes(facts.device), store.note, store.misses())
     costs = [] if state is None else [cost for cost in saved_stages(state) if cost.against_forecast][-MOST_RUNS:]
     runs = tuple(Decision(f"{cost.date} {cost.pipeline}", cost.against_forecast) for cost in costs)
     times = (("Speed", _speed(facts, store)), ("Last runs beside their forecast", runs))

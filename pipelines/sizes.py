@@ -20,7 +20,7 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import free_bytes
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises
-from .base import SampleSettings
+from .base import Prompt, SampleSettings
 from .family import FamilySpec
 from .pipeline import Pipeline
 
@@ -197,3 +197,22 @@ def default_size(family: FamilySpec) -> Size:
     """The size that the family's own pipeline makes."""
     defaults = family.sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
+
+
+def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
+    """The size of a run, for forecasts."""
+    guided = settings.cfg > 1.0
+    return Size(
+        width=settings.width,
+        height=settings.height,
+        frames=settings.frames,
+        guided=guided,
+        window=window,
+        text=tokens_in(prompt),
+    )
+
+
+def tokens_in(prompt: Prompt) -> int:
+    """The tokens of a prompt, or of its negative where that is longer."""
+    both = (prompt.embeds, prompt.negative or {})
+    return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)

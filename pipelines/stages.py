@@ -3,7 +3,7 @@ runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,8 +50,9 @@ from .settings import (
     require_family,
 )
 from .sizes import TRANSFORMER, VAE, Size
+from .sizes import size_of as size_of
 from .text.t5 import described, texts_of
-from .vae.plan import DecodeRequest
+from .vae.plan import DRAFT, DecodeRequest
 
 MOST_TOKENS = 1024
 MOST_STG = 20.0
@@ -170,7 +171,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         width, height = previous.width, previous.height
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
-    report_unused(family, request, ("frame", "strength", "vision", "previous"), progress)
+    report_unused(family, request, ("frame", "strength", "vision", "previous", "control"), progress)
     pictures = fitted(frames, width, height, fit)
     if tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
@@ -247,6 +248,8 @@ def sample(
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
+    if image is not None and image.beside:
+        size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     latents = _sample(
@@ -292,16 +295,23 @@ def sample_framepack(
 
 
 def decode(
-    pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: DecodeRequest | None = None
+    pipeline: Pipeline,
+    latents: Latents,
+    progress: Progress,
+    method: str = "auto",
+    form: DecodeRequest | None = None,
+    tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
         method: ``auto`` decodes whole and in smaller parts where that fails; the others do as they say.
         form: the method with its tile, overlap and frames per chunk, in place of ``method``.
+        tiny_decoders: folders in which ``draft`` finds one.
 
     Raises:
-        InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right.
+        InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right, or a
+            draft of a family for which there is none. CheckpointError: no tiny decoder for a draft.
         torch.OutOfMemoryError: not even the smallest way fits.
     """
     family = pipeline.spec
@@ -314,7 +324,7 @@ def decode(
             fix="Decode them with the model that made them.",
         )
     chosen = form or DecodeRequest(method)
-    smallest = chosen.method in ("auto", "streaming", "cpu")
+    smallest = chosen.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     window = int(latents.extra.get("window") or 9)
     sections = len(latents.extra.get("section_lengths", ()))
@@ -323,13 +333,27 @@ def decode(
     def run() -> Run:
         return replace(planned_run(pipeline, size), form=chosen)
 
-    with running(DECODING, pipeline, progress, latents, hint, run):
+    drafts = chosen.method == DRAFT
+    with running(DECODING, pipeline, progress, latents, hint, None if drafts else run):
         release_text(pipeline, VAE)
-        frames: torch.Tensor = family.code.decode(pipeline, latents, progress, chosen)[: latents.frames]
+        if drafts:
+            frames = _drafted(pipeline, latents, tiny_decoders, progress)
+        else:
+            frames = family.code.decode(pipeline, latents, progress, chosen)
+        frames = frames[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
-    if VAE in pipeline.plan.speed.fused:
+    if VAE in pipeline.plan.speed.fused and not drafts:
         progress.notify(f"VAE kernels: {pipeline.plan.speed.fused[VAE]}")
+    return frames
+
+
+def _drafted(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
+    from .vae.draft import draft
+
+    for attempt in retries(make_room_and_retry(pipeline, progress, message=DECODING.again)):
+        with attempt:
+            frames = draft(pipeline, latents, folders, progress)
     return frames
 
 
@@ -372,25 +396,6 @@ def with_decode_noise(
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
         progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
-
-
-def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    """The size of a run, for forecasts."""
-    guided = settings.cfg > 1.0
-    return Size(
-        width=settings.width,
-        height=settings.height,
-        frames=settings.frames,
-        guided=guided,
-        window=window,
-        text=tokens_in(prompt),
-    )
-
-
-def tokens_in(prompt: Prompt) -> int:
-    """The tokens of a prompt, or of its negative where that is longer."""
-    both = (prompt.embeds, prompt.negative or {})
-    return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
 
 
 def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:

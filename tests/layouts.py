@@ -88,15 +88,22 @@ def encoder(kind: str, folder: Path, path: Path) -> Path:
 
 def whole_set(model: str, tiny_folder: Path, made: Path) -> dict[str, Path]:
     """Every part of a tiny checkpoint as a single file in the names of its release."""
+    if model == "framepack":  # its transformer alone is its own, published in diffusers' names
+        folder, files = tiny.build(model, tiny_folder), whole_set("hunyuan_video", tiny_folder, made)
+        files["transformer"] = write(made / "transformer.safetensors", tensors_of(folder), config_in(folder))
+        siglip = tiny.build("siglip", tiny_folder) / "image_encoder"
+        return files | {"image_encoder": encoder("siglip", siglip, made / "image_encoder.safetensors")}
     folder = tiny.build(model, tiny_folder)
     kinds_of = {
         "hunyuan_video": {"text_encoder": "llama", "text_encoder_2": "clip_l"},
+        "hunyuan_video_15": {"text_encoder": "qwen2_5_vl", "text_encoder_2": "t5"},
         "hunyuan_video_15_i2v": {"text_encoder": "qwen2_5_vl", "text_encoder_2": "t5", "image_encoder": "siglip"},
         "mochi": {"text_encoder": "t5"},
         "ltx": {"text_encoder": "t5"},
     }[model]
     names = {
         "hunyuan_video": (f"HunyuanVideo {ORIGINAL}", "the VAE of HunyuanVideo in Stable Diffusion's names"),
+        "hunyuan_video_15": (f"HunyuanVideo 1.5 {ORIGINAL}", "the VAE of HunyuanVideo 1.5 as released"),
         "hunyuan_video_15_i2v": (f"HunyuanVideo 1.5 {ORIGINAL}", "the VAE of HunyuanVideo 1.5 as released"),
         "mochi": ("Mochi 1 as released", "the VAE of Mochi 1 as released"),
         "ltx": ("LTX-Video as released", "the VAE of LTX-Video 0.9.0 as released"),

@@ -1,13 +1,16 @@
-"""Makes the tables of docs/machines.md of the files in benchmarks/machines, which people shared.
+"""Makes the tables of docs/machines.md of the files in benchmarks/machines, which people shared: machines and proofs.
 
-A new machine: save the file of an issue there, under a name of its own, and run ``python tests/machines_page.py``. It
-refuses a file that AnyGPU did not write, or that somebody edited.
+A new one: save the file of an issue there, under a name of its own, and run ``python tests/machines_page.py``. It
+refuses a file that AnyGPU did not write, or that somebody edited. Machines are never averaged: of one device with one
+driver and torch the newest proof stands.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from anygpu.compat.errors import InputError
+from anygpu.compat.proof import HEAD as PROOF
+from anygpu.compat.proof import Figure, Proof, proof_in
 from anygpu.compat.records import FIX, json_in, parse, shown
 from anygpu.pipelines.records.machines import HEAD as KEY
 from anygpu.pipelines.records.machines import VERSION, SharedMachine, short
@@ -15,6 +18,7 @@ from anygpu.pipelines.records.machines import VERSION, SharedMachine, short
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "benchmarks" / "machines"
 PAGE = ROOT / "docs" / "machines.md"
+COMPARED = ("of the bound", "of the largest", "eps")  # units of errors
 MOST_BYTES = 256 * 1024
 
 
@@ -47,7 +51,36 @@ def machine_in(text: str | bytes) -> SharedMachine:
 
 def page() -> str:
     """The tables of the page, of all files."""
-    return page_of(machine_in(path.read_bytes()) for path in sorted(FILES.glob("*.json")))
+    texts = [path.read_bytes() for path in sorted(FILES.glob("*.json"))]
+    proofs = [text for text in texts if PROOF.encode() in text[:200]]
+    machines = [machine_in(text) for text in texts if text not in proofs]
+    return page_of(machines) + proofs_of(map(proof_in, proofs))
+
+
+def proofs_of(proofs: Iterable[Proof]) -> str:
+    """The figures of each device, each marked as measured or modelled; of what was compared, how much was right."""
+    newest: dict[tuple[str, ...], Proof] = {}
+    for one in sorted(proofs, key=lambda one: one.date):
+        newest[one.device, one.driver, one.versions.get("torch", "")] = one
+    lines = ["", "## Proofs", "", "| Device | Part | Figure | Measured | Modelled |", "| --- " * 5 + "|"]
+    for one in sorted(newest.values(), key=lambda one: (one.backend, one.device, one.date)):
+        versions = ", ".join(f"{name} {one.versions[name]}" for name in ("torch", "triton") if name in one.versions)
+        named = f"{one.device}, {', '.join(filter(None, (one.driver, versions, one.date)))}"
+        for part in one.parts:
+            compared = [each for each in part.figures if each.unit in COMPARED or each.fault]
+            wrong = [f"{each.what}: {each.fault}" for each in compared if each.fault]
+            if compared:
+                right = f"{len(compared) - len(wrong)} of {len(compared)} right"
+                lines.append(row_of(named, part.name, "; ".join([right, *wrong]), "measured", "-"))
+            for each in (each for each in part.figures if each not in compared and part.name != "probes"):
+                lines.append(row_of(named, part.name, each.what, cell(each, "measured"), cell(each, "modelled")))
+    return "\n".join([*lines, ""] if newest else ["", "## Proofs", "", "None was shared yet.", ""])
+
+
+def cell(figure: Figure, kind: str) -> str:
+    """One of the two values of a figure with its unit."""
+    value = getattr(figure, kind)
+    return "-" if value is None else f"{value:.4g} {figure.unit}"
 
 
 def page_of(machines: Iterable[SharedMachine]) -> str:

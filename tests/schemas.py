@@ -16,7 +16,7 @@ from typing import Any
 from small_comfyui import comfyui
 
 SNAPSHOT = Path(__file__).with_name("fixtures") / "schemas.json"
-UNSEEN = ("tooltip", "extra_dict")  # words and what is known of this machine
+UNSEEN = ("tooltip", "extra_dict", "is_dev_only")  # words, what is known of this machine, the menu
 MEGABYTES = re.compile(r" \(\d+ MB\)$")
 
 
@@ -27,7 +27,7 @@ def snapshot(nodes: Any) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> dict[str, Any]:
-    flags = [name for name, value in vars(schema).items() if value is True]
+    flags = [name for name, value in vars(schema).items() if value is True and name not in UNSEEN]
     inputs = [_input(item) for item in schema.inputs]
     outputs = [[item.kind, *sorted({str(value) for value in _seen(item).values()})] for item in schema.outputs]
     named = {"title": schema.display_name, "category": schema.category, "hidden": schema.hidden}

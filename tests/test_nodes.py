@@ -1,10 +1,12 @@
 """The nodes on a small ComfyUI: their schemas are as written down, and a run gives what the stages give."""
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,32 @@ def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> N
     assert core.said.startswith("cancelled")
 
 
+def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prompts, monkeypatch) -> None:
+    paused, steps = core.module("host.server.paused"), DRAWN | {"steps": 4, "seed": 9}
+    whole = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
+    prompt, workflow = {"7": {"class_type": "AnyGPUSample", "inputs": {}}}, {"nodes": []}
+    running, flags = [(0, "a1", prompt, {"extra_pnginfo": {"workflow": workflow}}, ["7"])], {}
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: (running, []), set_flag=flags.__setitem__)
+    with pytest.raises(core.module("compat.errors").InputError, match="no run to pause"):
+        paused.request()
+    monkeypatch.setattr(core.messages, "prompt_queue", queue, raising=False)
+    paused.request()
+    with pytest.raises(Interrupted):
+        core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)
+    assert core.said.startswith("paused at sampling 1/4") and flags == {"unload_models": True, "free_memory": True}
+    (listed,) = paused.listing()
+    assert (listed["id"], listed["where"]) == ("a1", "sampling 1/4")
+    kept = paused.resumable("a1")
+    assert kept["prompt"] == prompt and kept["workflow"] == workflow
+    resumed = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
+    assert "goes on after step 1 of 4" in core.said and torch.equal(resumed["samples"], whole["samples"])
+    paused.forget("../a1"), paused.forget("a1")
+    assert not paused.listing()
+    paused.request()
+    running[0] = (0, "another", *running[0][2:])
+    core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)  # it began after the click
+
+
 def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:
     cached = core.run("StepCache", pipeline=loaded[0]).result[0]
     assert cached.plan.step_cache is not None and loaded[0].plan.step_cache is None
@@ -252,6 +280,15 @@ def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:
         inputs = schema["inputs"]
         first = next((index for index, item in enumerate(inputs) if item.get("advanced")), len(inputs))
         assert all(item.get("optional") for item in inputs[first:]), f"{node_id}: core lists a required one first"
+
+
+def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
+    made = [kind.GET_SCHEMA() for kind in core.nodes.NODES]
+    hidden = {schema.node_id for schema in made if getattr(schema, "is_dev_only", False)}
+    farm = {"AnyGPUQueueJobs", "AnyGPUFarm"}
+    assert farm.isdisjoint(hidden) if importlib.util.find_spec("ray") else farm <= hidden
+    assert len(made) - len(hidden - farm) <= 30
+    assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
 def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:

@@ -95,7 +95,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_output_directory=lambda: str(tmp_path / "output"),
         get_annotated_filepath=lambda name: str(tmp_path / "input" / name),
     )
-    queue = SimpleNamespace(currently_running={})
+    queue = SimpleNamespace(currently_running={}, get_current_queue_volatile=lambda: ([], []))
     memory = SimpleNamespace(
         compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
     )
@@ -690,6 +690,24 @@ def test_what_changed_since_the_sampling_before_is_told(pack):
     told = pack.ask("GET", "/anygpu/run")[1]["changed"]
     assert told["changes"] == [{"subject": "torch", "before": "1.0", "now": "2.0"}] and told["same"]
     assert told["headline"] == "The same latents, bit for bit, although this changed:"
+
+
+def test_paused_runs_are_listed_and_forgotten_and_a_damaged_file_is_neither(pack):
+    folder = pack.routes.paused._folder()
+    folder.mkdir(parents=True)
+    record = {"where": "sampling 3/20", "time": 1.5, "picture": "", "prompt": {"1": {}}, "workflow": None}
+    (folder / "a1.json").write_text(json.dumps(record))
+    for name, text in {"b": "{", "c": "[]", "d": '{"prompt": 3, "time": 1.0}', "e": "[" * 9000}.items():
+        (folder / f"{name}.json").write_text(text)
+    listed = pack.ask("GET", "/anygpu/paused")[1]
+    assert listed == {"paused": [{"id": "a1", "where": "sampling 3/20", "time": 1.5, "picture": ""}]}
+    assert pack.ask("GET", "/anygpu/paused/a1")[1] == record
+    for identity in ("b", "x", "..%2Fa1"):
+        assert pack.ask("GET", f"/anygpu/paused/{identity}")[0] in (400, 404)
+    assert pack.ask("POST", "/anygpu/pause", json={})[1]["error"]["found"] == "no run to pause"
+    assert (
+        pack.ask("POST", "/anygpu/forget", json={"id": "a1"})[1] == {"paused": []} and not (folder / "a1.json").exists()
+    )
 
 
 def test_routes_are_added_once(pack):

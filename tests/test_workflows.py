@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, replay, replay_path, shipped
+from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, from_files, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
@@ -152,6 +152,12 @@ def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> Non
 
 
 @each
+def test_a_note_has_no_inline_code(workflow: Path) -> None:
+    notes = [str(node["widgets_values"]) for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
+    assert notes and not any("`" in note for note in notes), "blue on the note's brown in Nodes 2.0: hardly legible"
+
+
+@each
 def test_app_mode_has_its_inputs_and_its_result(workflow: Path) -> None:
     graph = graph_of(workflow)
     nodes, shown = {str(node["id"]): node for node in graph["nodes"]}, graph["extra"]["linearData"]
@@ -175,10 +181,11 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     text = note["widgets_values"][0]
     loaders = [node["inputs"] for node in replay(workflow).values() if node["class_type"].startswith("AnyGPULoad")]
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
-    assert models or workflow in fitted()
+    by_file = workflow in (*fitted(), *from_files())
+    assert models or by_file
     assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
     files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]
-    assert workflow not in fitted() or (files and all(file in text for file in files))
+    assert not by_file or (files and all(file in text for file in files))
     assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text
 
 

@@ -1,21 +1,65 @@
-// While no model is installed, the load node says so and which fits; its button copies what to download, and where to.
+// Under the load node: while no model is installed, which one fits; and a button that downloads the published model that
+// is chosen and is not here. AnyGPU Download Model does it, queued by itself, with its progress under this node.
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const NODE = "AnyGPULoadPipeline";
 const WIDGET = "anygpu_first_steps"; // not the name of an input: shown only, never saved or sent
 
+/** Queue the download of an offer; resolves when it has ended. */
+async function download(node, title) {
+  const output = { [node.id]: { class_type: "AnyGPUDownloadModel", inputs: { model: title, download: "download" } } };
+  const { prompt_id } = await api.queuePrompt(0, { output, workflow: app.graph.serialize() });
+  await new Promise((resolve) => {
+    const ends = ["execution_success", "execution_error", "execution_interrupted"];
+    const ended = ({ detail }) => {
+      if (detail.prompt_id !== prompt_id) return;
+      for (const end of ends) api.removeEventListener(end, ended);
+      resolve();
+    };
+    for (const end of ends) api.addEventListener(end, ended);
+  });
+  await app.refreshComboInNodes();
+}
+
+async function offer(node) {
+  const { anygpu_first_run: text, anygpu_offers: offers = {} } = node.constructor.nodeData?.input?.required?.model?.[1] ?? {};
+  const model = node.widgets?.find(({ name }) => name === "model");
+  const chosen = () => offers[model.value] ?? (text && Object.values(offers)[0]); // the smallest comes first
+  if (!model || node.anygpuOffer || !chosen()) return node.anygpuOffer?.();
+  const { copyButton, make, style } = await import("./elements.mjs");
+  if (node.anygpuOffer) return; // loaded meanwhile
+  style();
+  const button = make("button", { type: "button", class: "anygpu-button" });
+  node.anygpuOffer = () => {
+    button.hidden = !chosen() || (offers[model.value] && model.options.values?.includes?.(model.value));
+    button.textContent = `Download ${chosen()?.title}…`;
+  };
+  button.addEventListener("click", async () => {
+    const { title, text: message } = chosen();
+    if (!(await app.extensionManager.dialog.confirm({ title: `Download ${title}`, message }))) return;
+    button.disabled = true;
+    await download(node, title).finally(() => (button.disabled = false));
+    node.anygpuOffer();
+  });
+  const changed = node.onWidgetChanged;
+  node.onWidgetChanged = function (...given) {
+    changed?.apply(this, given);
+    node.anygpuOffer();
+  };
+  node.anygpuOffer();
+  const shown = text && make("p", {}, text.split("\n", 2).join("\n")); // all of it would be cut off: the tab has room
+  const buttons = make("div", {}, button, text && copyButton(text, "Copy what to download"));
+  const element = make("div", { class: text ? "anygpu anygpu-first" : "anygpu" }, shown, buttons);
+  const height = text ? 140 : 30;
+  node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => height });
+  node.setSize?.([Math.max(node.size[0], 325), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
+}
+
+const isOurs = (node) => (node.comfyClass ?? node.type) === NODE;
+
 app.registerExtension({
   name: "anygpu.first_run",
-  async nodeCreated(node) {
-    if ((node.comfyClass ?? node.type) !== NODE) return;
-    const options = node.constructor.nodeData?.input?.required?.model?.[1];
-    const text = options?.anygpu_first_run;
-    if (!text || node.widgets?.some((widget) => widget.name === WIDGET)) return;
-    const { copyButton, make, style } = await import("./elements.mjs");
-    style();
-    const shown = text.split("\n", 2).join("\n"); // all of it would be cut off: the tab has room
-    const element = make("div", { class: "anygpu anygpu-first" }, make("p", {}, shown), copyButton(text, "Copy what to download"));
-    node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => 140 });
-    node.setSize?.([Math.max(node.size[0], 380), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
-  },
+  nodeCreated: (node) => isOurs(node) && offer(node),
+  loadedGraphNode: (node) => isOurs(node) && offer(node),
 });

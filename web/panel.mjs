@@ -5,6 +5,7 @@ import { ask } from "./ask.mjs";
 import { changeList } from "./changes.mjs";
 import { bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
 import { jumpTo, titleOf } from "./jump.mjs";
+import { offer, pauseButton, pausedCards } from "./paused.mjs";
 import { isOpen } from "./runs.js";
 import { shareMachine } from "./share.mjs";
 
@@ -97,12 +98,22 @@ function bars(stages) {
   });
 }
 
+const headlines = new Map(); // node -> its line in the tab, and the forecast that it holds before a run
+
+/** While a node runs, its own estimate stands where the forecast stood. */
+function follow(node, { done, status, left = "" }) {
+  const [line, headline] = headlines.get(node) ?? [];
+  if (line) line.textContent = done || !status ? headline : status + left;
+}
+
 /** The verdict on one run: a line, a bar per stage, and what the words mean. */
 function runForecast({ node, found, stages = [], headline, verdict, error }) {
   const dot = make("span", { class: `anygpu-dot anygpu-${error ? "red" : LIGHT[worstOf(stages)] ?? "grey"}`, "aria-hidden": "true" });
   const rows = stages.map(({ stage, peak, least, free, fits }) => [stage, bytes(peak), bytes(least), bytes(free), fits]);
+  const line = make("b", {}, headline);
+  headlines.set(String(node), [line, headline]);
   return [
-    error ? three(error) : make("p", { class: "anygpu-verdict" }, dot, make("b", {}, headline)),
+    error ? three(error) : make("p", { class: "anygpu-verdict" }, dot, line),
     bars(stages),
     stages.length > 0 &&
       folded(
@@ -202,6 +213,7 @@ export function open(element) {
   const parts = {
     graph: part("This graph"),
     run: part("Last run", false),
+    paused: part("Paused runs"),
     kept: part("Saved latents", false),
     machine: part("This machine", false),
   };
@@ -209,6 +221,8 @@ export function open(element) {
   const notice = make("div", {});
   const told = make("p", { role: "status", class: "anygpu-why" });
   const sharing = shareMachine();
+  const pause = pauseButton();
+  offer(pause, false);
   const again = make("button", { type: "button", class: "anygpu-button" }, "Run the probes again");
   let last = { prompt: "", nodes: {} };
   let forecasts = [];
@@ -248,6 +262,7 @@ export function open(element) {
   const showRun = () => {
     if (!isOpen(last.prompt)) return parts.run.fill(make("p", {}, "The last run was of another workflow."));
     const nodes = Object.entries(last.nodes);
+    offer(pause, nodes.some(([, { done }]) => !done));
     return parts.run.fill(changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
   };
   const guarded = async (target, act) => {
@@ -276,6 +291,12 @@ export function open(element) {
       const none = make("p", {}, latents.length ? "None of the models in this graph." : "There are none.");
       parts.kept.fill(fitting.length ? cards(fitting) : none, rest);
     });
+  const refreshPaused = () =>
+    guarded(parts.paused, async () => {
+      const cards = await pausedCards(refreshPaused);
+      parts.paused.element.hidden = !cards.length;
+      parts.paused.fill(cards);
+    });
   const refreshRun = () =>
     guarded(parts.run, async () => {
       last = await ask(`/run?client_id=${api.clientId}`);
@@ -284,6 +305,7 @@ export function open(element) {
   const refresh = () => {
     void guarded(parts.machine, async () => showMachine(await ask("/machine")));
     void refreshRun();
+    void refreshPaused();
     void refreshGraph().then(refreshKept); // what fits the graph comes first
   };
   again.addEventListener("click", async () => {
@@ -307,6 +329,7 @@ export function open(element) {
   const onRun = ({ detail }) => {
     if (!isOpen(detail.prompt_id)) return;
     last.nodes[detail.node] = detail.entry;
+    follow(String(detail.node), detail.entry);
     memory.replaceChildren(...meters(detail.memory).filter(Boolean));
     showRun();
   };
@@ -317,7 +340,9 @@ export function open(element) {
     showRun();
   };
   const onEnd = () => {
+    offer(pause, false);
     void refreshRun();
+    void refreshPaused();
     void refreshGraph().then(refreshKept); // what fits the graph comes first
   };
   const heard = [
@@ -335,6 +360,7 @@ export function open(element) {
       { class: "anygpu anygpu-panel", role: "region", "aria-label": "AnyGPU" },
       make("header", {}, make("h1", {}, "AnyGPU"), renew),
       notice,
+      pause,
       Object.values(parts).map((each) => each.element),
     ),
   );

@@ -5,6 +5,7 @@ import { app } from "../../scripts/app.js";
 
 const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is installed in
 
+const EXAMPLES = ["example.png", "example.mp4"]; // of host/examples.py
 const MARGIN = 10; // pixels around a graph that is shown whole
 let stop = () => {}; // ends the first view of the template that was opened last
 const LEGIBLE = 0.58; // of the canvas: below it the classic one draws no text
@@ -35,6 +36,17 @@ function showWhole() {
   app.canvas.setDirty(true, true);
 }
 
+/** Offer to draw what a template loads where the input folder has no file of that name. */
+async function offerExamples() {
+  const chosen = app.graph._nodes.flatMap(({ widgets }) => widgets ?? []).filter(({ value }) => EXAMPLES.includes(value));
+  const missing = [...new Set(chosen.filter(({ value, options }) => !options?.values?.includes?.(value)).map(({ value }) => value))];
+  const message = `ComfyUI's input folder has no ${missing.join(" and ")}. Draw a red circle on blue there, to try this template with?`;
+  if (!missing.length || !(await app.extensionManager.dialog.confirm({ title: "Example files", message }))) return;
+  const { ask } = await import("./ask.mjs");
+  await ask("/examples", {});
+  await app.refreshComboInNodes();
+}
+
 app.registerExtension({
   name: "anygpu.templates",
   beforeConfigureGraph() {
@@ -45,6 +57,7 @@ app.registerExtension({
     const { canvas, graph } = app.canvas;
     if (!graph.extra?.anygpu_first_view) return;
     delete graph.extra.anygpu_first_view;
+    void offerExamples();
     const timer = setInterval(showWhole, 100); // the frontend makes its own view at some time of the first second
     stop = () => clearInterval(timer);
     setTimeout(stop, 2000);

@@ -115,9 +115,15 @@ def _table(name: str | int, device: torch.device) -> Tensor:
     made = {
         "e2m1": lambda: torch.tensor([*E2M1, *(-value for value in E2M1)]),
         "e4m3": lambda: codes.view(torch.float8_e4m3fn).float(),
+        "e5m2": lambda: codes.view(torch.float8_e5m2).float(),
         "e8m0": lambda: (codes.int() << 23).view(torch.float32),  # 2^(e - 127); its ends 0 and infinity, as kitchen's
     }
     return made[name]().to(device)
+
+
+def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The fp32 values of bytes that are float8 of ``dtype``, on a device that may have none."""
+    return _table("e5m2" if dtype is torch.float8_e5m2 else "e4m3", codes.device)[codes.int()]
 
 
 def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:

@@ -169,6 +169,11 @@ def flags() -> dict[str, bool]:
     return {name: bool(value_or(switch, False)) for name, switch in switches.items()}
 
 
+def allocator_settings() -> str:
+    """The settings of torch's allocator as the user gave them; empty where there are none, or torch does not tell."""
+    return str(value_or(lambda: torch._C._accelerator_getAllocatorSettings(), ""))
+
+
 def device_fault(device: torch.device) -> str:
     """The reason why ``device`` fails to compute 1 + 1; empty if it succeeds, or only lacks memory for it."""
     try:

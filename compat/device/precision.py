@@ -115,9 +115,10 @@ class ModelPrecision:
 
 
 _TEXT = "its text encoders run in fp16 upstream too"
+_HALF = "its text encoders and VAE run in fp16 upstream too"  # VAE: diffusers#11112, FramePack's demo_gradio.py
 PLAIN = ModelPrecision()
 _HALF_TEXT = {
-    (FP16, FP32, FP32): _safe(FP16, f"{_OLD}; {_TEXT}"),
+    (FP16, FP32, FP32): replace(_safe(FP16, f"{_OLD}; {_HALF}"), vae=FP16, conv=FP16),
     (BF16, FP32, FP32): Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}"),
 }
 HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True)  # Llama and CLIP

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
 STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
 ENDED = "the process ended while it was asked"
+IN_RUNS = "size classes in runs"  # checked by the guard of runs: what stands in for each, empty where it is right
 PACKED = "packed."  # questions about products that are known to end processes: drivers, not their users, mend them
 
 
@@ -149,9 +150,20 @@ class ProbeStore(Mapping[str, ProbeResult]):
                 self._write()
             return self._remembered[name]
 
+    def keep(self, name: str, value: Any) -> None:
+        """Store a plain value that was found elsewhere, in the place of an earlier one."""
+        with self._lock:
+            self._remembered[name] = value
+            self._write(synced=False)
+
     def recall(self, name: str) -> Any:
         """Return the value stored by :meth:`remember` under ``name``; None if there is none."""
         return self._remembered.get(name)
+
+    def misses(self) -> dict[str, str]:
+        """The size classes of operations that runs found wrong here, with what stands in for each."""
+        kept = self.recall(IN_RUNS)
+        return {str(key): str(path) for key, path in kept.items() if path} if isinstance(kept, dict) else {}
 
     def _ask(self, names: list[str]) -> None:
         if not names:

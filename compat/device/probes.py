@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .execution import to_host
 
-SUITE = 3  # raise it when a probe asks something else: kept answers are then asked again
+SUITE = 4  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 Probe = Callable[[torch.device], str]
@@ -30,6 +31,7 @@ GROUPNORM_BOUND = 0.05
 PRODUCTS = ((33, 64, 40), (512, 2048, 2048))
 SAMPLED = 64  # rows of a product that are compared, spread evenly
 NARROW_HEADS, WIDE_HEADS = (64, 128), (384, 512)  # of transformers, and of the one head in the middle of VAEs
+FEW_TOKENS = 5
 ATTENTION_BOUND = {FP32: 0.02, BF16: 0.2, FP16: 0.05}
 
 
@@ -126,22 +128,31 @@ def fp32_output_probe(device: torch.device) -> str:
 def attention(
     dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
 ) -> str:
-    """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether."""
-    mask = torch.ones(77, 77, dtype=torch.bool)
-    if masked:
-        mask[:, 70:] = False
-        mask[5] = False
-    for width in widths:
-        q, k, v = (torch.randn(1, 2, 77, width, generator=_noise(seed)).to(dtype) for seed in range(3))
+    """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether.
+
+    Without a mask also of few tokens, in the order in which a Linear gives them: MPS took such views for contiguous
+    (pytorch#163597, pytorch#181133).
+    """
+    for width, tokens in product(widths, (77,) if masked else (77, FEW_TOKENS)):
+        mask = torch.ones(tokens, tokens, dtype=torch.bool)
+        if masked:
+            mask[:, 70:] = False
+            mask[5] = False
+        heads = (2, 3) if tokens == FEW_TOKENS else (1, 2)
+        q, k, v = (torch.randn(*heads, tokens, width, generator=_noise(seed)).to(dtype) for seed in range(3))
         q = q * 4
         given = mask.to(device) if masked else None
-        result = home(F.scaled_dot_product_attention(q.to(device), k.to(device), v.to(device), given))
+        there = (each.to(device) for each in (q, k, v))
+        if tokens == FEW_TOKENS:
+            there = (each.transpose(1, 2).contiguous().to(device).transpose(1, 2) for each in (q, k, v))
+        result = home(F.scaled_dot_product_attention(*there, given))
         scores = (q.double() @ k.double().mT / math.sqrt(width)).masked_fill(~mask, float("-inf"))
         expected = torch.softmax(scores, -1) @ v.double()
         seen = mask.any(-1)
         error = float((result[:, :, seen] - expected[:, :, seen]).abs().max())
         if not error <= ATTENTION_BOUND[dtype]:  # a NaN is not
-            return f"head width {width}: off by {error:.3g}"
+            views = "views of few tokens, " * (tokens == FEW_TOKENS)
+            return f"{views}head width {width}: off by {error:.3g}"
         if not result.isfinite().all():
             return "a fully masked row becomes NaN"
     return ""

@@ -36,6 +36,11 @@ class DevicePolicy:
         vae_cudnn: whether cuDNN or MIOpen stays on around a VAE.
         benchmark: whether their exhaustive tuning may be switched on.
         contiguous_weights: whether a convolution's weight must be contiguous.
+        product_rows: most rows of a linear layer's product; 0 for any.
+        norm_rows: most rows of torch's own RMS norm; 0 for any.
+        plain_operands: whether products and 2-D convolutions need contiguous operands, and linear layers two axes.
+        pins: whether host memory may be locked for the device's kernels.
+        expandable_segments: whether torch's allocator may be set so.
     """
 
     rows: tuple[Quirk, ...] = ()
@@ -47,6 +52,11 @@ class DevicePolicy:
     vae_cudnn: bool = True
     benchmark: bool = True
     contiguous_weights: bool = False
+    product_rows: int = 0
+    norm_rows: int = 0
+    plain_operands: bool = False
+    pins: bool = True
+    expandable_segments: bool = True
 
 
 @dataclass(frozen=True, slots=True)

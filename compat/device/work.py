@@ -288,7 +288,7 @@ def pace_of(
     if store is not None and facts.device.type in TIMED:
         try:
             heads = HEAD_WIDTH if width > NARROW else NARROW
-            measure = partial(_measured, facts.device, dtype, width=heads)
+            measure = partial(measured_pace, facts.device, dtype, width=heads)
             kept = store.remember(
                 f"rates of {name}, heads of {heads}", lambda: asdict(_given_back(measure, facts.device))
             )
@@ -318,7 +318,7 @@ def pace_of(
     )
 
 
-def _measured(
+def measured_pace(
     device: torch.device,
     dtype: torch.dtype,
     clock: Callable[[], float] = time.perf_counter,

@@ -48,11 +48,13 @@ class ProgressStage:
         name: by which progress bars and times know it, such as ``moving``.
         detail: the rest of the text.
         counted: True where the detail says how far it is.
+        resumable: True where the same work, begun anew, goes on after this step.
     """
 
     name: str
     detail: str = ""
     counted: bool = False
+    resumable: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.detail}" if self.detail else self.name

@@ -247,7 +247,7 @@ def duration(seconds: float) -> str:
     """Seconds in words: ``40 s``, ``14 min``, ``2.5 h``."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def time_left(seconds: float, done: int, total: int, first: int = 1) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from einops import rearrange, reduce
 from torch import Tensor, nn
 
 from ..device.execution import HOST, hooked_device, placed, to_host
@@ -425,9 +424,9 @@ def history_tables(
     """
 
     def per_patch(table: Tensor) -> Tensor:
-        whole = _to_multiple(rearrange(table, "(t h w) d -> 1 d t h w", h=height, w=width), patch)
-        sizes = dict(zip(("pt", "ph", "pw"), patch, strict=True))
-        return reduce(whole, "1 d (t pt) (h ph) (w pw) -> (t h w) d", "mean", **sizes)
+        whole = _to_multiple(table.unflatten(0, (-1, height, width)).permute(3, 0, 1, 2)[None], patch)[0]
+        cells = whole.unflatten(3, (-1, patch[2])).unflatten(2, (-1, patch[1])).unflatten(1, (-1, patch[0]))
+        return cells.permute(1, 3, 5, 0, 2, 4, 6).mean((4, 5, 6)).flatten(0, 2)
 
     cosines, sines = tables
     return per_patch(cosines), per_patch(sines)

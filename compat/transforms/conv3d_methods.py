@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 Triple = tuple[int, int, int]
@@ -81,10 +80,11 @@ def conv3d_by_patches(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometr
     x = _with_zeros(x, g.padding)
     frames, rows, columns = x.shape[2] // t, x.shape[3] // h, x.shape[4] // w
     x = x[:, :, : frames * t, : rows * h, : columns * w]
-    patches = rearrange(x, "B C (T t) (H h) (W w) -> (B T H W) (C t h w)", t=t, h=h, w=w)
+    patches = x.unflatten(4, (columns, w)).unflatten(3, (rows, h)).unflatten(2, (frames, t))
+    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(0, 3)  # (B T H W) (C t h w)
     # Two contiguous dimensions: for others torch may round the product before it adds the bias.
     out = F.linear(patches.contiguous(), weight.flatten(1), bias)
-    return rearrange(out, "(B T H W) O -> B O T H W", T=frames, H=rows, W=columns)
+    return out.view(-1, frames, rows, columns, out.shape[1]).permute(0, 4, 1, 2, 3)
 
 
 def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:

@@ -20,6 +20,7 @@ from ...kernels.library import reason_against as reason_against
 from ...kernels.product import linear_gelu, linear_gelu_reference
 from ...kernels.self_tests import BLOCK_OPERATIONS, VAE_OPERATIONS
 from ...kernels.self_tests import self_tests as self_tests
+from ...kernels.self_tests import timed_calls as timed_calls
 from ..device.execution import HOST, placed, to_host
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore

@@ -39,6 +39,7 @@ class Order(IntEnum):
     ATTENTION = 50
     SPLIT = 55
     COMPILE = 60
+    GUARD = 70
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.quirks import Abilities, abilities, abilities_of
+from ...compat.device.quirks import Abilities, abilities, abilities_of, policy_for
 from ...compat.probe_results import probe_results_of
 from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
@@ -78,6 +78,20 @@ class ModelDevice:
         """True if the device's own 3-D convolution works in ``dtype``; another implementation may still be faster."""
         name = NAMES.get(dtype, "")
         return bool(self.able["conv3d"].get(name, True) and self.able["pad3d"].get(name, True))
+
+    @cached_property
+    def guard(self) -> Any:
+        """The guard of runs; None on a CPU."""
+        from ...compat.transforms.guard import guard_of
+
+        return guard_of(self.probes, self.facts.device)
+
+    @cached_property
+    def calls(self) -> Any:
+        """The calls of torch that need another form here; None for none."""
+        from ...compat.transforms.plain_calls import plain_calls
+
+        return plain_calls(policy_for(self.facts))
 
     @cached_property
     def fp32_output(self) -> bool:

@@ -35,7 +35,14 @@ from .layers import ByNetwork, SafeLayers, left_alone, left_of, reached_by_safe,
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit
-from .weights import clone_cast_on_host, damage_to_bf16, fp16_or_fp32, weights_decision
+from .weights import (
+    clone_cast_on_host,
+    damage_to_bf16,
+    float8_decision,
+    fp16_or_fp32,
+    lack_of_float8,
+    weights_decision,
+)
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +205,10 @@ class FittedNetwork:
             if plain or seen.casts:
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
+            if self.machine.calls is not None:
+                stack.enter_context(self.machine.calls)
+            if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
+                stack.enter_context(guard.looking((id(network), call.args[0].shape)))
             if self.fit.attention is None:
                 return call.executor(*call.args, **call.kwargs)
             preference = Preference()
@@ -281,10 +292,11 @@ def fit_model(
     forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
     if not fit.needed and machine.convolves(stream):
         forms.clear()  # they would only be faster, in the smallest layers of the network
-    damage = damage_to_bf16(network, machine)
-    sound = _sound_clone(model, fit.safe) if damage and precision != AS_LOADED else None
+    damage = damage_to_bf16(network, machine) if precision != AS_LOADED else ""
+    lack = lack_of_float8(network, machine)
+    sound = _sound_clone(model, fit.safe, bool(damage), not lack) if damage or lack else None
     decisions += [*fit.decisions, *packed.decisions, *_convolutions(forms), *_left(network, fit, left)]
-    decisions += weights_decision(damage, sound)
+    decisions += [*weights_decision(damage, sound), *float8_decision(lack, sound)]
     needed = fit.needed or packed.needed or bool(forms) or sound is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
@@ -429,13 +441,20 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
             yield Decision(f"--fast {feature}", LOSSY[feature])
 
 
-def _sound_clone(model: Any, safe: bool) -> Any:
-    """A clone whose bf16 weights were cast on the host; None where it cannot be had."""
+def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
+    """A clone whose bf16 weights were cast on the host, or whose float8 ones became others; None if it cannot be had.
+
+    Args:
+        safe: whether matrices in fp16 are wanted.
+        damaged, float8: whether the device changes bf16, and whether it has float8.
+    """
 
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
-        return fp16_or_fp32(safe and is_linear(module) and weight.ndim > 1, weight)
+        matrix = safe and is_linear(module) and weight.ndim > 1
+        return fp16_or_fp32(matrix, weight) if damaged else weight.dtype
 
-    return clone_cast_on_host(model, target, "fp16 matrices" if safe else "fp32")
+    label = f"{'fp16 matrices' if safe else 'fp32'}, {damaged}, {float8}"
+    return clone_cast_on_host(model, target, label, float8)
 
 
 def _plain(network: Any) -> Any:

@@ -23,7 +23,9 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat.checkpoints.unpacking import PACKINGS, SCALED, float8_values, laid_out, unpacked
 from ...compat.decision import AUTO, Decision
+from ...compat.device.execution import to_host
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, failure_kind
 from ...compat.device.packed_paths import Answers, path_for
@@ -37,6 +39,7 @@ UNPACKED = "_full_precision_mm"  # core's switch of a layer: none of its inputs 
 HELD = ("weight", "_v_weight")  # where a layer has its weight: its own, and the one that core has paged in
 NARROW = "its sums come out in 16 bits, and safe fp16 around fp32 is as fast and more exact"
 PREFIX = "anygpu {} "  # of the names of our layouts, with the path
+BYTES = "bytes"  # the path of weights with float8 on a device that has none
 FAILED: dict[str, str] = {}  # by layout: why its product is not tried again
 
 
@@ -57,6 +60,9 @@ def _layout(name: str, path: str) -> str:
         "dequantize": staticmethod(functools.partial(_values, original)),
         "supports_fast_matmul": staticmethod(lambda: path == CORE and original.supports_fast_matmul()),
     }
+    if path == BYTES:
+        members["dequantize"] = staticmethod(functools.partial(_values_of_bytes, name))
+        members["quantize"] = staticmethod(functools.partial(_quantised_to_bytes, original))
     ours = PREFIX.format(path) + name
     layout = _StandIn(ours, (), members)
     quant_ops.register_layout_class(ours, layout)
@@ -74,6 +80,48 @@ def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
     wide = dataclasses.replace(params, scale=scale, orig_dtype=torch.float32)
     values: Tensor = original.dequantize(packed, wide).to(params.orig_dtype)
     return values
+
+
+def holds_float8(tensor: Any) -> bool:
+    """True if a weight of core's, packed or not, has float8 in it."""
+    parts = [tensor._qdata, *vars(tensor._params).values()] if isinstance(tensor, QuantizedTensor) else [tensor]
+    return any(str(getattr(part, "dtype", "")).startswith("torch.float8") for part in parts)
+
+
+def as_bytes(weight: Any) -> Any:
+    """A packed weight over the same memory whose float8 is uint8, which any device holds, under a layout of ours."""
+    fields = {name: _bytes(value) for name, value in vars(weight._params).items()}
+    return QuantizedTensor(_bytes(weight._qdata), _layout(weight._layout_cls, BYTES), type(weight._params)(**fields))
+
+
+def in_bytes(layer: nn.Module) -> bool:
+    """True if a packed layer has its weight by :func:`as_bytes`."""
+    return any(weight._layout_cls.startswith(PREFIX.format(BYTES)) for weight in _weights(layer))
+
+
+def _bytes(value: Any) -> Any:
+    return value.view(torch.uint8) if isinstance(value, Tensor) and holds_float8(value) else value
+
+
+def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
+    """The values of :func:`as_bytes` in the dtype that ``params`` ask for, computed without float8, rounded once."""
+    codec = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
+    kept, codec = quant_ops.QUANT_ALGOS[codec]["storage_t"], SCALED if codec in FP8 else codec
+    tensors, packing = quant_ops.get_layout_class(name).state_dict_tensors(packed, params), PACKINGS[codec]
+    shape = packed.shape[0], packed.shape[1] * packing.values
+    found = {side: (tensors.get(f"_{side}"), how) for side, how in packing.sides.items()}
+    sides = {side: laid_out(each, how, *shape) for side, (each, how) in found.items() if each is not None}
+    stored = float8_values(packed, kept) if str(kept).startswith("torch.float8") else packed
+    return unpacked(codec, stored, sides, getattr(params, "convrot_groupsize", 0), params.orig_dtype)
+
+
+def _quantised_to_bytes(original: Any, tensor: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """Pack ``tensor``, a patched weight, on the host as ``original`` does, for :func:`as_bytes`."""
+    given = {name: to_host(value) if isinstance(value, Tensor) else value for name, value in options.items()}
+    given |= {name: torch.float8_e4m3fn for name, value in options.items() if value is torch.uint8}  # of its scales
+    packed, params = original.quantize(to_host(tensor), **given)
+    fields = {name: _bytes(value) for name, value in vars(params).items()}
+    return _bytes(packed).to(tensor.device), type(params)(**fields).to_device(tensor.device)
 
 
 def _original(weight: Any) -> Any:

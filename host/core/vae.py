@@ -53,6 +53,7 @@ HOST = torch.device("cpu")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # by which core goes on without memory
 CHEAP = 30  # bytes of weights that are looked at per byte of frames, for which a decode moves some thousand
+SHARE = 0.03  # of the time of decodes, at most, that goes into proofs of later ones
 UNLIKE = "other pixels than the CPU makes of the same latents"
 
 
@@ -65,6 +66,7 @@ class FittedVAE:
     keeps: bool
     plain: Any  # core's class
     packed: PackedFit
+    unproven: float  # seconds of decodes since a window of one was last proven
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -178,11 +180,13 @@ class FittedVAE:
             stack.enter_context(_patches_on(self._patches(method)))
             if method.on_host:
                 stack.callback(vae.patcher.detach)  # which takes back the dtype that it computed in
+            begun = time.monotonic()
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)
             else:
                 result = getattr(vae, name)(given, *args, **kwargs)
             if name.startswith("decode") and given.ndim > 3 and not method.on_host:
+                self.unproven += time.monotonic() - begun
                 self._prove(method, given, result, doubts, progress)
         if name.startswith("encode"):
             fault = fault_in_latents(result) if isinstance(result, Tensor) else ""
@@ -191,7 +195,8 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32: once per file, device and driver, and where in doubt.
+        """Hold a window of the frames against the CPU's in fp32: once per file, device and driver, where in doubt, and
+        again after so long a time of decodes that it adds :data:`SHARE` to it.
 
         Raises:
             InvalidOutputError: they are not the same.
@@ -203,8 +208,9 @@ class FittedVAE:
             raise InvalidOutputError(f"the copy of {spoilt[0]} on the card is not what was loaded; loaded again")
         proof, store = f"vae {name_of(self.patcher)}, {self.patcher.model_size()}", self.machine.probes  # type: ignore[attr-defined]
         same = method.dtype is FP32 and torch.device(self.device).type == HOST.type  # type: ignore[attr-defined]
-        if not doubts and (same or store.recall(proof)):
+        if not doubts and (same or SHARE * self.unproven < (store.recall(proof) or 0.0)):
             return
+        begun = time.monotonic()
         window = ProofWindow.of(self, given, frames if doubts else None)
         expected, seen = self._window_on_host(window), window.frames_of(frames)
         if expected is None and not doubts:
@@ -215,7 +221,8 @@ class FittedVAE:
             right = apart(window.inner(vae.decode(window.cut())), expected) <= NEAR and apart(seen, expected) <= CONTEXT
         if not right:
             raise InvalidOutputError(doubts[0] if doubts else UNLIKE)
-        store.remember(proof, lambda: True)
+        self.unproven = 0.0
+        store.remember(proof, lambda: max(SHARE, time.monotonic() - begun))
         if doubts:
             progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
 
@@ -302,7 +309,7 @@ def fit_vae(
     dtype = FP32 if wide else vae.vae_dtype
     forms = list(conv_forwards(fitted.first_stage_model, machine.convolutions, dtype))
     fitted.__class__ = _fitted_class(plain)
-    fitted.machine, fitted.plain, fitted.method = machine, plain, DecodeMethod(dtype)
+    fitted.machine, fitted.plain, fitted.method, fitted.unproven = machine, plain, DecodeMethod(dtype), 0.0
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
     fitted.packed = packed_fit(fitted.first_stage_model, machine.facts, machine.probes.known())
     back = (Decision("an earlier fit", "taken back"),) if earlier else ()

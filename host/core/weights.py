@@ -1,8 +1,8 @@
-"""Core's bf16 weights for a device that changes them on the way or in casts: cast on the host, before they leave it.
+"""Core's weights for a device that changes bf16 or has no float8: made on the host, before they leave it.
 
-Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host.
-Core casts on the device and brings weights back, so a fitted model has its own copy of the network, as core's clones
-for a second GPU have. What is not bf16 shares its memory with the network that came in.
+Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host;
+Apple's GPUs refuse float8. Core casts on the device and brings weights back, so a fitted model has its own copy of the
+network, as core's clones for a second GPU have. All other weights share their memory with the network that came in.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
 from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
+from .packed import UNPACKED, as_bytes, holds_float8, in_bytes, packed_layers
 
 BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
 LIMIT = torch.finfo(torch.float16).max
@@ -35,6 +37,22 @@ def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
     return "" if cast.usable else cast.why
 
 
+def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
+    """The reason why this device cannot hold float8 weights of ``network``; empty if it can, or there are none."""
+    if not any(map(holds_float8, (*network.parameters(), *network.buffers()))):
+        return ""
+    held = machine.abilities.verdict("float8")
+    return "" if held.usable else held.why
+
+
+def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
+    """Decide on float8 weights that this device cannot hold; ``sound`` is the clone that has others, or None."""
+    if lack and sound is not None:
+        yield Decision("float8 weights", "held as bytes, or as fp16 where they have no scale", lack, AUTO)
+    elif lack:
+        yield Decision("weights", "float8", f"{lack}; use a file in bf16, fp16 or int8", alarming=True)
+
+
 def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
     """Decide on weights that this device would change; ``sound`` is the clone that has others, or None."""
     if damage and sound is not None:
@@ -44,12 +62,13 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
         yield Decision("weights", "bf16", why, alarming=True)
 
 
-def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
-    """A clone of ``patcher`` over a copy of its network without bf16; None where the network cannot be had on the host.
+def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
+    """A clone of ``patcher`` over a copy of its network with other weights; None where it cannot be had on the host.
 
     Args:
         target: the dtype of each bf16 weight; those of layers of other packs stay.
         label: what stands for ``target`` among the copies of a network.
+        float8: whether float8 stays; else it becomes fp16, exactly, and in packed weights bytes.
     """
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
@@ -59,7 +78,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str) -> Any:
         source = on_host(patcher)
         if source is None:
             return None
-        made = _cast(source, target)
+        made = _cast(source, target, float8)
         made.__dict__[BACKUPS] = ({}, {}, {}, set())
         copies[label] = weakref.ref(made)
     clone = patcher.clone(model_override=(made, made.__dict__[BACKUPS]))
@@ -90,7 +109,7 @@ def from_file(patcher: Any) -> Any:
     return (again[place[0]] if place else again).model
 
 
-def _cast(network: nn.Module, target: Target) -> nn.Module:
+def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
     plain = (value for value in vars(network).values() if not isinstance(value, (nn.Module, dict, list, tuple, set)))
     memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are not copies' own
     for module in network.modules():
@@ -98,9 +117,16 @@ def _cast(network: nn.Module, target: Target) -> nn.Module:
         for tensor in filter(_is_plain, (*module._parameters.values(), *module._buffers.values())):
             values = tensor.detach()
             values = values.to(target(module, values)) if ours and values.dtype is torch.bfloat16 else values
+            values = values.half() if ours and not float8 and holds_float8(values) else values
             kept = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if kept else values
-    return copy.deepcopy(network, memo)
+    for weight in network.parameters() if not float8 else ():
+        if isinstance(weight, QuantizedTensor) and holds_float8(weight):
+            memo[id(weight)] = nn.Parameter(as_bytes(weight), requires_grad=False)
+    made = copy.deepcopy(network, memo)
+    for layer in filter(in_bytes, packed_layers(made)):
+        setattr(layer, UNPACKED, True)
+    return made
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ from ...compat.report import probe_statuses, report_on
 from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.demo import demo_models
-from ...pipelines.files.download import first_steps
+from ...pipelines.files.catalogue import absent_offers, first_steps
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 
@@ -40,6 +41,13 @@ def first_run() -> str:
     drawn = [demo.removeprefix("demo: ").rpartition(" (")[0] for demo in demo_models()]
     at_once = f" Workflows of {', '.join(drawn)} run at once: a small demo model draws coloured shapes in its place."
     return f"No model yet.{at_once if drawn else ''}\n{steps}"
+
+
+def offers() -> dict[str, dict[str, str]]:
+    """Models that the load node's button downloads, by the name in its list; none where a disk does not answer."""
+    with suppress(OSError):
+        return absent_offers(folders.models(), folders.model_roots())
+    return {}
 
 
 def memory_now() -> dict[str, Any]:

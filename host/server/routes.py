@@ -1,5 +1,5 @@
-"""The HTTP routes of the AnyGPU tab. All are read-only except three: two ask the device and keep its answers, one
-recovers a saved latent.
+"""The HTTP routes of the AnyGPU tab. All are read-only except six: two ask the device and keep its answers, one
+recovers a saved latent, two pause the run and forget a paused one, one draws what the templates load.
 
 Every body is small JSON and is checked here. No text from a client ever becomes a path.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
-from ...compat.errors import InputError, PackError, json_within, parts_of
+from ...compat.errors import InputError, PackError, first_line, json_within, parts_of
 from .. import recovery
-from . import panel, runs
+from . import panel, paused, runs
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -123,6 +123,42 @@ async def recover(request: web.Request) -> Any:
     return {"node": "AnyGPURecoverLatents", "widget": "kept", "value": identity, "text": text}
 
 
+async def pause(request: web.Request) -> Any:
+    """Have the prompt that runs pause after its next step that can be gone on from."""
+    await body_of(request)
+    return paused.request()
+
+
+async def paused_runs(request: web.Request) -> Any:
+    """The paused runs, newest first."""
+    return {"paused": await asyncio.to_thread(paused.listing)}
+
+
+async def paused_run(request: web.Request) -> Any:
+    """Prompt and workflow of a paused run, for the page to queue again."""
+    return await asyncio.to_thread(paused.resumable, checked_id(request.match_info))
+
+
+async def forget(request: web.Request) -> Any:
+    """Remove a paused run from the list."""
+    await asyncio.to_thread(paused.forget, checked_id(await body_of(request)))
+    return {"paused": await asyncio.to_thread(paused.listing)}
+
+
+async def examples(request: web.Request) -> Any:
+    """Draw the picture and the clip that the templates load, where ComfyUI's input folder has none of these names."""
+    from .. import examples  # draws with torch: not at ComfyUI's start
+
+    await body_of(request)
+    try:
+        return {"added": await asyncio.to_thread(examples.add)}
+    except OSError as error:
+        fix = "Make room, or give ComfyUI leave to write there; or choose a file of your own."
+        raise InputError(
+            f"ComfyUI's input folder: {first_line(error)}", expected="room for two small files", fix=fix
+        ) from error
+
+
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/machine", machine),
     ("GET", "/memory", memory),
@@ -134,6 +170,11 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("POST", "/share", share),
     ("POST", "/latents/recover", recover),
     ("POST", "/error", error_parts),
+    ("POST", "/pause", pause),
+    ("GET", "/paused", paused_runs),
+    ("GET", "/paused/{id}", paused_run),
+    ("POST", "/forget", forget),
+    ("POST", "/examples", examples),
 )
 
 

@@ -29,9 +29,9 @@ class NodeRun:
         self._stage = stage
         self._count(stage)
 
-    def at(self, where: str) -> None:
-        """Progress of the node, such as ``sampling 3/20``."""
-        self.entry["status"] = where
+    def at(self, where: str, left: str = "") -> None:
+        """Progress of the node, such as ``sampling 3/20``, and ``, 4.1 s each, about 70 s left`` of it."""
+        self.entry.update(status=where, left=left)
 
     def finish(self, status: str) -> None:
         """The node has ended: what stays under it."""

@@ -1,8 +1,9 @@
-"""Texels that no view painted: first along the surface, then along the texture."""
+"""Texels that no view painted: from the mesh's other half, then along the surface, then along the texture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +13,17 @@ from ...compat.device.execution import to_host
 from ...compat.errors import InputError, require_choice
 from ...compat.packages import imported
 from ..choices import FILLS as METHODS
+from ..geometry.cameras import Camera, CameraTable
 from ..geometry.mesh import Surface, welded
-from .bake import Baked, texel_places
+from ..geometry.views import rasterised
+from .bake import Baked, BakeSettings, bake, texel_places
 
 NEAREST = 1e-4  # units of the frame: neighbours closer than this count as that far
 INPAINT_RADIUS = 3  # texels
 SMOOTHINGS = 32  # sweeps after the last new vertex: by then a hole of ten rings has settled
+COMPARED = (Camera(0, 0), Camera(90, 0), Camera(0, 90))  # what they see of both halves decides
+OUTLINE = 128  # pixels of these pictures
+OFF, ALIKE = 0.02, 0.97  # units of the frame by which depths may differ; share of the pixels in which they must agree
 EXACT_SWEEPS = 6  # the least of the reference's: what reproduces its fixture to half precision
 
 
@@ -44,6 +50,51 @@ def filled(
         )
     texture, painted = vertex_filled(baked, surface, exact, check)
     return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)
+
+
+def from_the_other_half(
+    baked: Baked,
+    surface: Surface,
+    table: CameraTable,
+    pictures: Tensor,
+    settings: BakeSettings,
+    check: Callable[[], None] = lambda: None,
+) -> Baked:
+    """``baked`` and, where nothing is painted, what the cameras saw of the other half of a mesh that is symmetric.
+
+    Left and right only: what is alike in front and behind is seldom painted alike. Cameras that are one another's
+    mirror images, as the default ones, see nothing more, and leave ``baked`` as it is.
+    """
+    known = {_direction(camera) for camera in table}
+    images = [mirror_image(camera) for camera in table]
+    fresh = [index for index, camera in enumerate(images) if _direction(camera) not in known and camera.weight]
+    if settings.exact or not fresh or not is_symmetric(surface):
+        return baked
+    cameras = replace(table, cameras=tuple(images[index] for index in fresh))
+    other = bake(surface, cameras, pictures[fresh].flip(2), settings, check)
+    new = other.painted & ~baked.painted
+    texture = torch.where(new[..., None], other.texture, baked.texture)
+    return replace(baked, texture=texture, painted=baked.painted | new)
+
+
+def mirror_image(camera: Camera) -> Camera:
+    """The camera that sees the right half of a mesh as ``camera`` sees the left, and in a mirrored picture."""
+    return replace(camera, azimuth=-camera.azimuth % 360)
+
+
+def _direction(camera: Camera) -> tuple[float, ...]:
+    return tuple(round(value, 3) for value in camera.axes()[2])
+
+
+def is_symmetric(surface: Surface) -> bool:
+    """True for a mesh whose left and right halves look alike, but for :data:`OFF`."""
+    for camera in COMPARED:
+        views = (rasterised(surface, each, OUTLINE) for each in (camera, mirror_image(camera)))
+        own, image = (view.image(view.depth, background=-9.0) for view in views)
+        either = (own > -9) | (image.flip(1) > -9)
+        if float(((own - image.flip(1)).abs() <= OFF)[either].float().mean()) < ALIKE:
+            return False
+    return True
 
 
 def vertex_filled(

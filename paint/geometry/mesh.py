@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
+from .materials import material_of, with_small_textures
 from .mesh_cost import cost_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
@@ -31,9 +32,6 @@ UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
 UNWRAP = "Use Unwrap Mesh before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
-TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
-MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
-TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 CALLS = 4096  # of trimesh between two checks: a millisecond
 OFF_CENTRE = 0.1  # of the box, in units of a frame that leaves the mesh where it is
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
@@ -49,11 +47,15 @@ class Mesh:
         vertices: (N, 3) floating, any unit, glTF axes.
         faces: (M, 3) integer, counter-clockwise from outside.
         uvs: (N, 2) floating or None; see the module.
+        maps: of a file's material, (H, W, 3) in 0..1, by the names of :data:`materials.MAPS`.
+        factors: of the material, such as ``metallicFactor``, by glTF's names.
     """
 
     vertices: Tensor
     faces: Tensor
     uvs: Tensor | None = None
+    maps: Mapping[str, Tensor] = field(default_factory=dict)
+    factors: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,34 +286,6 @@ class Beside:
         return inner
 
 
-def _with_small_textures(scene: Any, spare: int) -> Any:
-    """``scene`` with small blank pictures for its textures where they are very large: only their shapes count here.
-
-    Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
-    100 kB can take gigabytes.
-
-    Args:
-        spare: bytes that they may take.
-    """
-    from PIL import Image
-
-    named = [
-        (shape, geometry.visual.material, name, picture)
-        for shape, geometry in scene.geometry.items()
-        for name in TEXTURES
-        if hasattr(picture := getattr(getattr(geometry.visual, "material", None), name, None), "size")
-    ]
-    nodes = scene.graph.geometry_nodes if named else {}
-    pixels = sum(len(nodes.get(shape, ())) * picture.size[0] * picture.size[1] for shape, _, _, picture in named)
-    share = (min(TEXTURE_PIXELS, max(spare, 0) / PER_PIXEL) / max(pixels, 1)) ** 0.5
-    blank: dict[int, Any] = {}  # of another colour each: trimesh takes equal materials for one
-    for _, material, name, picture in named if share < 1 else ():
-        size = tuple(max(1, round(side * share)) for side in picture.size)
-        blank.setdefault(id(picture), Image.new("RGB", size, len(blank) % 2**24))
-        setattr(material, name, blank[id(picture)])
-    return scene
-
-
 @contextmanager
 def _numbered_nodes(trimesh: Any) -> Iterator[None]:
     """Have trimesh number the parts of a glTF mesh: of two with the same random name, 24 bits, one would be lost."""
@@ -385,7 +359,9 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
             scene = trimesh.load_scene(path, resolver=beside, process=False)
         asked()
         size = path.stat().st_size + sum(map(len, beside.read.values()))
-        scene = _with_small_textures(scene, reading_budget(size) - cost).to_mesh()
+        blank = with_small_textures(scene, reading_budget(size) - cost)
+        scene, parts = scene.to_mesh(), scene
+        maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
     uvs = getattr(scene.visual, "uv", None)
@@ -408,7 +384,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     vertices, moved = _near_origin(vertices)
     textured = "with" if uvs is not None else "no"
     message = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
-    return Mesh(vertices, faces, uvs), (message, *moved, *size_notes(len(faces)))
+    mesh = Mesh(vertices, faces, uvs, maps=maps if uvs is not None else {}, factors=factors)
+    return mesh, (message, *moved, *about, *size_notes(len(faces)))
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
@@ -424,7 +401,7 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
-    """A GLB with the texture at ``path``, which is returned.
+    """A GLB with the texture, and what else the mesh's material has, at ``path``, which is returned.
 
     Args:
         texture: (T, T, 3) in 0..1.
@@ -436,11 +413,15 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     trimesh = imported("trimesh")
     if mesh.uvs is None:
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
-    material: dict[str, Any] = {"baseColorTexture": picture_of(texture), "metallicFactor": 0.0, "roughnessFactor": 1.0}
+    rest = {name: values for name, values in mesh.maps.items() if name != "baseColor"}
+    material: dict[str, Any] = {"metallicFactor": float("metallicRoughness" in rest), "roughnessFactor": 1.0}
+    material |= {name: value for name, value in mesh.factors.items() if name != "baseColorFactor"}
+    material |= {f"{name}Texture": picture_of(values) for name, values in rest.items()}
+    material["baseColorTexture"] = picture_of(texture)
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
         metallic, roughness = metallic_roughness[..., 0], metallic_roughness[..., 1]
         packed = torch.stack((torch.zeros_like(metallic), roughness, metallic), dim=-1)
-        material |= {"metallicRoughnessTexture": picture_of(packed), "metallicFactor": 1.0}
+        material |= {"metallicRoughnessTexture": picture_of(packed), "metallicFactor": 1.0, "roughnessFactor": 1.0}
     uvs = to_host(torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1)).numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
     normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ...compat.checkpoints.headers import TensorEntry, plain_status
+from ...compat.checkpoints.headers import TensorEntry
+from ...compat.checkpoints.pickled import pickled_tensors
 from ...compat.checkpoints.weights import described, read_tensors, weight_files
-from ...compat.errors import TOKEN_BYTES, CheckpointError, PackError, afford, require_choice
+from ...compat.errors import CheckpointError, require_choice
 from ..choices import STORED_AS as CHOICES
 
 DtypeOf = Callable[[str], torch.dtype]
@@ -101,46 +100,14 @@ def _safetensors(files: list[Path]) -> Weights:
 
 
 def _pickle(path: Path) -> Weights:
-    tensors = _mapped(path)
+    tensors = pickled_tensors(path)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Weights(path, shapes, None, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 
-def _mapped(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a .bin, mapped, not read; nothing in it is run."""
-    try:
-        size = plain_status(path).st_size
-        if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more
-            with zipfile.ZipFile(path) as archive:
-                pickled = sum(item.file_size for item in archive.infolist() if item.filename.endswith(".pkl"))
-            afford(repr(str(path)), TOKEN_BYTES * pickled, size)
-        try:
-            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            content = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
-    except PackError:
-        raise
-    except Exception as error:  # the unpickler of torch raises nearly anything on damage
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights alone ({reason})",
-            expected="a complete .bin that contains only tensors",
-            fix="Download this file again, or use the .safetensors one.",
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError(
-            f"{str(path)!r} holds something beside tensors",
-            expected="a .bin that maps names to tensors",
-            fix="Use the file as published, not a training checkpoint.",
-        )
-    return content
-
-
 def _from_pickle(path: Path, names: list[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
     """Copies of some tensors, so that no page of the file stays mapped."""
-    mapped, tensors = _mapped(path), {}
+    mapped, tensors = pickled_tensors(path), {}
     for name in names:
         tensor = mapped.pop(name)
         dtype = dtype_of(name) if tensor.is_floating_point() else tensor.dtype

@@ -14,6 +14,7 @@ from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in, sc
 
 SECTION = ("clip_seconds", "window")
 SIZES = ("width", "height", "frames", "steps", "cfg", "fps")  # what it was trained for, and draws nothing else
+NAMED = 12  # words that are named: a node has room for no more
 BUCKET, FIT = "nearest bucket", "crop"  # of pictures: a bucket of another shape would be another size
 Inputs = Mapping[str, Any]
 Change = tuple[dict[str, Any], list[str]]  # inputs by name, and what is said of them
@@ -86,7 +87,8 @@ def _words(inputs: Inputs) -> Change:
     messages = ["knows no negative prompt: it is left out"] if inputs.get("negative", "").strip() else []
     if "text" in inputs and scene_in(inputs["text"]) is None:
         own["text"] = EXAMPLE.caption
-        unknown = ", ".join(unknown_words(inputs["text"]))
+        others = unknown_words(inputs["text"])
+        unknown = ", ".join(others[:NAMED]) + (f" and {len(others) - NAMED} more words" if len(others) > NAMED else "")
         why = f"does not know {unknown}" if unknown else "draws one shape that does one thing"
         words = "; ".join(", ".join(words) for words in (SHAPES, COLOURS, MOTIONS.values()))
         messages.append(f"draws {EXAMPLE.caption!r} instead of this text, since it {why}. Its words: {words}")

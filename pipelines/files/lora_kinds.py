@@ -2,7 +2,7 @@
 
 Most kinds are a product of two matrices: a plain LoRA as it is, LoHa and LoKr by rewriting theirs, a full difference
 with an identity. They all go the same way onto a layer, separate or merged, packed or not. OFT, BOFT and GLoRA multiply
-the weight itself, which they take unpacked, in both modes.
+the weight itself, which they take unpacked, in both modes; what is for a norm goes into its weight in both, too.
 
 Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
 formulas and the ranks that alphas are divided by.
@@ -28,8 +28,8 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
     (DOWN, ".lora_down.weight .lora_A.weight .lora.down.weight .lora_A.default.weight .lora_down .lora_A"),
     (UP, ".lora_up.weight .lora_B.weight .lora.up.weight .lora_B.default.weight .lora_up .lora_B"),
     (ALPHA, ".alpha"),
-    (DIFFERENCE, ".diff"),
-    (BIAS, ".diff_b"),
+    (DIFFERENCE, ".diff .w_norm"),  # the second is LyCORIS' for norms
+    (BIAS, ".diff_b .b_norm"),
     (MAGNITUDE, ".dora_scale .lora_magnitude_vector.weight .lora_magnitude_vector"),
     (MIDDLE, ".lora_mid.weight .hada_t1 .hada_t2 .lokr_t2"),  # of convolutions; no transformer has one
     *((role, f".{role}") for role in (*HADA, *KRON, *GLORA, BLOCKS, RESCALE)),
@@ -73,9 +73,14 @@ class LoRAPair:
         return torch.cat(tuple(reversed(tensor.chunk(2)))) if self.swapped else tensor
 
     @property
+    def of_norm(self) -> bool:
+        """True for a norm's layer, which takes additions in its weight alone and is never packed."""
+        return len(self.shape) == 1
+
+    @property
     def of_weight(self) -> bool:
-        """True if what it does to a layer depends on the layer's weight."""
-        return MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
+        """True if it goes into the layer's weight: its effect depends on that weight, or the layer is a norm."""
+        return self.of_norm or MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
 
     def product(self, tensors: Mapping[str, Tensor], weight: Tensor, delta: Delta) -> Tensor:
         """The difference that it makes to the layer's ``weight``, of its shape and in fp32, without alpha over rank.
@@ -230,7 +235,7 @@ KINDS = (
     Kind(_lokr_size, _lokr),
     Kind(
         lambda shapes: (shapes[DIFFERENCE][0], math.prod(shapes[DIFFERENCE][1:]), 0) if DIFFERENCE in shapes else None,
-        lambda own, pair: _factors(pair.cut(own[DIFFERENCE].float().flatten(1))),
+        lambda own, pair: _factors(pair.cut(own[DIFFERENCE].float().reshape(own[DIFFERENCE].shape[0], -1))),
     ),
     Kind(_rotation_size, _nothing, _rotation),
     Kind(_glora_size, _nothing, _glora),

@@ -76,7 +76,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
-    call, form = _call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
+    call, form = empty_call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
     epilogue = pipeline.plan.speed.epilogue
     precision = pipeline.precision
     dtype = precision.compute or precision.transformer
@@ -84,7 +84,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
 
     def count() -> Work:
-        module = _built(pipeline, TRANSFORMER, shown, dtype)
+        module = built(pipeline, TRANSFORMER, shown, dtype)
         if precision.safe:
             with counting_on_meta():  # which answers what the rewrite asks of weights without data
                 apply_fp16_safe(module, pipeline.family, wide)
@@ -110,7 +110,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     @cache
     def vae() -> Any:
-        module = _built(pipeline, VAE, config, method.dtype)
+        module = built(pipeline, VAE, config, method.dtype)
         for name, value in pipeline.spec.rewrites.vae_settings.items():
             setattr(module, name, value)
         decode_as_published(module)
@@ -143,7 +143,7 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
     form = pipeline.plan.speed.forms.get(VAE, "")
 
     def by_vae() -> Work:
-        vae = _built(pipeline, VAE, config, dtype)
+        vae = built(pipeline, VAE, config, dtype)
         if form:
             fuse_vae(vae, form)
         with counting_on_meta() as work:
@@ -245,7 +245,7 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
     return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * later]
 
 
-def _call(pipeline: Pipeline, size: Size, rows: int) -> Call:
+def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
     """The arguments of one call of the transformer, without data."""
     spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
     frames, *plane = latent_shape(pipeline, size)
@@ -279,7 +279,7 @@ def _vision_tokens(pipeline: Pipeline) -> int:
     return (int(config["image_size"]) // int(config["patch_size"])) ** 2
 
 
-def _built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """The module of ``part`` without data."""
     import diffusers
 

@@ -83,6 +83,8 @@ def load(
     Raises:
         PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
+    from ...compat.transforms.guard import guard_step
+
     progress = progress or Silent()
     with reading(request.model):
         single, family, folders, tools, source_decisions = _sources(request, progress)
@@ -102,7 +104,8 @@ def load(
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps())
+    guard = guard_step(None if request.speed.compile else probes, facts)  # which cannot look into compiled blocks
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps(), guard)
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(

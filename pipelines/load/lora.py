@@ -54,7 +54,8 @@ class LoRA:
         tensors: those tensors on the CPU, by their names in the file, which is not read again.
         stamp: the file's size and time.
         scales: alpha over rank by layer name, 1 where the file has no alpha.
-        of_weight: layers whose own weights it depends on (DoRA, OFT, BOFT, GLoRA): it goes into these in any mode.
+        of_weight: layers whose own weights it depends on (DoRA, OFT, BOFT, GLoRA), and norms: it goes into these in any
+            mode.
     """
 
     path: Path
@@ -100,7 +101,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         layers = _layers_of(pipeline)
-        biased = {name for name, layer in layers.items() if layer.bias is not None}
+        biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
         match = matched(path, shapes, _shapes_of(layers), pipeline.spec, blocks, biased)
         match = _without_packed(match, pipeline, path, progress)
         progress.notify(match.message(path.stem))
@@ -161,8 +162,8 @@ def named(text: str) -> tuple[Path, float, str]:
 
 
 def layers_of(pipeline: Pipeline) -> Shapes:
-    """Names and weight shapes of the transformers' layers; nothing is read for it."""
-    return _shapes_of(_layers_of(pipeline))
+    """Names and weight shapes of the transformers' matrices and convolutions; nothing is read for it."""
+    return {name: shape for name, shape in _shapes_of(_layers_of(pipeline)).items() if len(shape) > 1}
 
 
 def _shapes_of(layers: Mapping[str, Any]) -> Shapes:
@@ -179,7 +180,7 @@ def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
         cls: Any = attribute("diffusers", named if named in classes else classes[0])
         with construction(part, pipeline.model.source, MOST_TENSORS, lambda: None), empty_weights():
             module = cls.from_config(dict(config))
-        layers |= {name: layer for name, layer in module.named_modules() if isinstance(layer, LAYERS)}
+        layers |= {name: layer for name, layer in module.named_modules() if _is_layer(layer)}
     return layers
 
 
@@ -253,7 +254,7 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
     """``match`` without what would have to go into weights that are packed, which is said."""
     if not any(pipeline.model.storage.get(part) for part in pipeline.spec.transformers):
         return match
-    lost = sorted(name for name, pair in match.pairs.items() if pair.of_weight)
+    lost = sorted(name for name, pair in match.pairs.items() if pair.of_weight and not pair.of_norm)
     if lost:
         kind = "DoRA" if all(MAGNITUDE in match.pairs[name].names for name in lost) else "OFT or GLoRA"
         progress.notify(f"{path.stem}: {kind} of {listed(lost)} is left out; it takes unpacked weights (weights auto)")
@@ -401,8 +402,14 @@ def _unload(module: Any) -> None:
 def _is_plain(layer: nn.Module) -> bool:
     """Tell whether an addition to ``weight`` stays: packed layers make theirs again at each use."""
     weight = layer._parameters.get("weight")
-    plain = isinstance(layer, LAYERS) and weight is not None and type(weight.data) is torch.Tensor
+    plain = _is_layer(layer) and weight is not None and type(weight.data) is torch.Tensor
     return plain and weight is not None and weight.dtype in WIDE
+
+
+def _is_layer(layer: nn.Module) -> bool:
+    """Tell whether a LoRA may be for this module: a matrix, a convolution, or a norm, whose weight has one axis."""
+    weight = layer._parameters.get("weight")
+    return isinstance(layer, LAYERS) or (weight is not None and weight.ndim == 1)
 
 
 def _adapter(index: int) -> str:

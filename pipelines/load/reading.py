@@ -23,6 +23,7 @@ from ...compat.device.facts import DeviceFacts, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
+from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, UnsupportedError, remember
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
@@ -443,7 +444,8 @@ def fit_host_memory(
     """
     sizes = {name: part.total_bytes for name, part in files.items()}
     views = {name: part.view_bytes for name, part in files.items()}
-    host_weights = choose_host_weights(sizes, views, free, locks_host_memory(facts.device), facts.unified)
+    pins = policy_for(facts).pins and locks_host_memory(facts.device)
+    host_weights = choose_host_weights(sizes, views, free, pins, facts.unified)
     left = host_weights.of(DISK)
     for name, part in files.items():
         held = sizes[name] - (views[name] if part.mapped or name in left else 0)

@@ -112,6 +112,7 @@ class Picture:
     frame: int = 0
     strength: float = 1.0
     seed: int = -1
+    control: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[P
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
     where: dict[str, Any] = {"frame": request.frame, "strength": request.strength, "seed": request.seed}
+    where["control"] = request.control
     size = int(frames.shape[2]), int(frames.shape[1])
     source = PictureSource(content=content, fit=fit, vision=seen, size=size, **where)
     return (*(request.previous.sources if request.previous is not None else ()), source)
@@ -219,7 +220,10 @@ def _job(
         loras=tuple(Adapter(named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(
-            Picture(Content("", one.content, size=one.size), one.frame, one.strength, one.seed) for one in sources
+            Picture(
+                Content("", one.content, size=one.size), one.frame, one.strength, seed=one.seed, control=one.control
+            )
+            for one in sources
         ),
         fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,

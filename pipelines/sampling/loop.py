@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from .schedules import Schedule
 Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
 SAMPLING = ProgressStage("sampling")
+RESUMABLE = replace(SAMPLING, resumable=True)
 TRIES = 16  # of a stage or a step; each has more room than the one before
 TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer again and continuing in fp32"
 
@@ -185,6 +186,8 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
     doctor = pipeline.run.doctor
     if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
+    for missed, path in ({} if (probes := pipeline.device.probes) is None else probes.misses()).items():
+        progress.notify(f"wrong in earlier runs on this device: {missed}; {path} instead")
     networks = {part: pipeline.parts[part] for part in pipeline.spec.transformers if part in pipeline.parts}
     return Watch(nn.ModuleDict(networks), doctor, progress.notify)
 
@@ -243,7 +246,8 @@ def denoise(
                         require_finite(latents, "sampled latents" if index else "latents after the first step")
             if steps is not None:
                 steps.save(index + 1, latents, schedule)
-            progress.step(index + 1, count, SAMPLING, _later(schedule.clean, output, index, before, preview))
+            stage = SAMPLING if steps is None or not steps.resumable() else RESUMABLE
+            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
     if watch is not None:

@@ -153,6 +153,10 @@ class Steps:
         if self.resuming.store.due():
             self.resuming.save(self.last)
 
+    def resumable(self) -> bool:
+        """Tell whether a sampling that is interrupted now goes on after its last step."""
+        return self.last is not None and not self.resuming.broken and bool(self.resuming.key())
+
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
         """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished.

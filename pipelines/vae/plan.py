@@ -23,7 +23,8 @@ from ...compat.errors import InputError, require_choice
 from ..pipeline import Pipeline
 from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
 
-METHODS = AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU = ("auto", "full", "tiled", "chunked", "streaming", "cpu")
+METHODS = ("auto", "full", "tiled", "chunked", "streaming", "cpu", "draft")  # grows at the end
+AUTO, FULL, TILED, CHUNKED, STREAMING, ON_CPU, DRAFT = METHODS
 CHUNKS = (8, 4, 2, 1)  # latent frames
 STRIDE = 0.75  # of a tile or a window: a quarter of it is blended into the next one
 SHORT_WINDOW = 4  # latent frames, diffusers' own for HunyuanVideo

@@ -64,9 +64,10 @@ function build([spec, appInputs, appOutputs]) {
     const { group = "", nodes } = Array.isArray(column) ? { nodes: column } : column;
     const rows = [[]];
     const room = tallest - (group ? heading + edge : 0);
-    for (const { key, height = 0, width = 340 } of nodes) {
+    for (const { key, height = 0, width = 340, begins = height } of nodes) {
       const [least, tall] = made[key].computeSize();
-      const node = { node: made[key], width: Math.max(least, width), height: Math.max(tall + 10, height) }; // Nodes 2.0 is a little taller
+      const most = (pixels) => Math.max(tall + 10, pixels); // Nodes 2.0 is a little taller
+      const node = { node: made[key], width: Math.max(least, width), height: most(height), begins: most(begins) };
       const filled = [...rows.at(-1), node].reduce((sum, { height }) => sum + height + title + gap, -gap);
       if (filled > room && rows.at(-1).length) rows.push([node]);
       else rows.at(-1).push(node);
@@ -86,8 +87,8 @@ function build([spec, appInputs, appOutputs]) {
       let left = x;
       for (const row of rows) {
         let top = y + (group ? heading : 0) + title;
-        for (const { node, width, height } of row) {
-          node.setSize([width, height]);
+        for (const { node, width, height, begins } of row) {
+          node.setSize([width, begins]);
           node.pos = [left, top];
           top += height + title + gap;
         }

@@ -1,5 +1,5 @@
 // Workflows in which core's KSampler and VAE Decode run our models; made like those of workflows.spec.mjs.
-import { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, WITHOUT, described, group, image, load, picture, prompt } from "./workflows.spec.mjs";
+import { CAFE, CAT, DANCE, NOTE, ROOM, WITHOUT, described, group, image, load, picture, prompt } from "./workflows.spec.mjs";
 
 const CORE =
   "Core's own sampler runs the model, so core's schedulers, previews, *Skip Layer Guidance*, *Context Windows* and " +
@@ -125,8 +125,8 @@ function workflow(name, { title, model, text, fps, nodes, pictures = [], between
   return {
     nodes: { note: described(title, model, text), ...nodes, decode, video: video(fps), save: save(name) },
     columns: [
-      NOTE,
-      LOADED,
+      [{ ...NOTE[0], height: 485 }],
+      group("Load the model", 325, ["load", 480]),
       ...(pictures.length ? [group("Show", 325, ...pictures.map((key) => [key, ROOM.picture]))] : []),
       group("Describe", 325, ["prompt", ROOM.prompt], ...(nodes.encoded ? [["encoded", ROOM.encoded]] : [])),
       group("Prepare", 325, ...[...between, "empty"].map((key) => [key, key === "pictured" ? ROOM.small : 0])),

@@ -19,7 +19,7 @@ const note = (title, text, files, gib) => ({
       `# ${title}`,
       text,
       "## Download",
-      ...files.map(([file, folder, page]) => `- \`${file}\` from [${page}](${HUB}${page}) to *ComfyUI/models/${folder}*`),
+      ...files.map(([file, folder, page]) => `- **${file}** from [${page}](${HUB}${page}) to *ComfyUI/models/${folder}*`),
       "## Memory",
       `The files of core's template hold ${gib} GiB. Core streams what does not fit: there is no *offload* to choose. ` +
         "The peak on a GPU was not measured.",

@@ -88,7 +88,7 @@ try {
   await shot("AnyGPUSample", "AnyGPUSample/running.png");
   await ended(page, 240000);
 
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
   const kept = page.locator(".anygpu-panel details").filter({ has: page.getByRole("heading", { name: "Saved latents" }) });
   await kept.evaluate((part) => (part.open = true)); // it is folded at first
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();

@@ -1,12 +1,12 @@
 // The side bar tab, the notices of errors, what the load node says without a model, and what axe-core says of them.
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdir, readFile, readdir, rename, rmdir } from "node:fs/promises";
+import { mkdir, readFile, readdir, rename, rm, rmdir } from "node:fs/promises";
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
 import { picture } from "./reporting.mjs";
-import { ended, queue, shrink, source } from "./running.mjs";
+import { ended, listen, queue, shrink, source } from "./running.mjs";
 import { isTidy } from "./tidy.mjs";
 
 const AXE = createRequire(import.meta.url).resolve("axe-core/axe.min.js");
@@ -49,7 +49,7 @@ const unfold = (details) => details.first().evaluate((element) => (element.open 
 
 /** Open the tab the way its button does, and wait until the machine is there. */
 export async function openTab(page) {
-  if (!(await panel(page).isVisible().catch(() => false))) await page.locator(".anygpu-tab-button").click();
+  if (!(await panel(page).isVisible().catch(() => false))) await page.locator("[aria-label^='AnyGPU: ']").click();
   await part(page, "This graph").locator("article").first().waitFor();
   for (const title of ["Last run", "Saved latents", "This machine"]) await unfold(part(page, title));
   await part(page, "This graph").locator("article details").evaluateAll((all) => all.forEach((each) => (each.open = true)));
@@ -122,7 +122,7 @@ export async function tabIsAccessible({ page }) {
   await page.keyboard.press("Enter");
   assert.equal(await part(page, "Last run").first().getAttribute("open"), null, "Enter closes a part");
   await page.keyboard.press("Enter");
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
 }
 
 /** What the notice says. */
@@ -215,6 +215,17 @@ export async function memoryIsMended({ page }) {
   await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.RightSidePanel.IsOpen", false));
 }
 
+/** The button names the model of the workflow, says what its download means, and queues it; there is no network here. */
+async function downloads(page) {
+  await page.getByRole("button", { name: "Download LTX-Video…" }).evaluate((button) => button.click());
+  const dialog = page.getByRole("dialog").filter({ hasText: "Download LTX-Video" });
+  assert.match(await dialog.textContent(), /28 GB to download.* GB free on the disk.*huggingface\.co\/Lightricks\/LTX-Video .*licences/s);
+  await dialog.getByRole("button", { name: "Confirm" }).click();
+  const said = await notice(page);
+  assert.match(said.Found, /^https:..huggingface.co.Lightricks.LTX-Video cannot be reached/);
+  assert.match(said.Do, /^Go online and run again to resume/);
+}
+
 /** Run an LTX-Video workflow without LTX-Video, as it is: the demo model draws in its place, and the nodes say so. */
 async function drawsAtOnce(page, nodes2) {
   await page.evaluate(() => fetch("/free", { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) }));
@@ -246,13 +257,13 @@ async function looksRight(page, nodes2) {
   });
   await picture(page, "first_run_1280.png", { height: 800 });
   await page.setViewportSize({ width: 420, height: 800 });
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
   await part(page, "This graph").locator("article").first().waitFor();
   await picture(page, "panel_420.png", { height: 800 });
   const { width } = await panel(page).boundingBox();
   assert.ok(width > 200 && width <= 420, `the tab is ${width} pixels wide in a window of 420`);
   assert.ok(await panel(page).evaluate((element) => element.scrollWidth <= element.clientWidth + 1), "it scrolls sideways");
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
   await page.evaluate(() => window.app.extensionManager.setting.set("Comfy.ColorPalette", "dark"));
   await page.setViewportSize({ width: 1600, height: 900 });
 }
@@ -274,7 +285,7 @@ export async function firstRun(nodes2) {
     await area.waitFor();
     assert.match(await area.textContent(), /^No model yet\. Workflows of LTX-Video, .* run at once: a small demo model .*\nThe smallest that fits this machine .*14 GB of weights in bf16\.$/);
     await page.context().grantPermissions(["clipboard-read", "clipboard-write"]);
-    await page.locator(".anygpu-first button").evaluate((button) => button.click()); // small on the canvas
+    await page.getByRole("button", { name: "Copy what to download" }).evaluate((button) => button.click()); // small on the canvas
     await page.getByRole("button", { name: "Copied" }).waitFor();
     const text = await page.evaluate(() => navigator.clipboard.readText());
     for (const wanted of [models, "https://huggingface.co/Lightricks/LTX-Video", "LTX-Video, 28 GB to download, 14 GB of weights", "a small demo model draws"]) {
@@ -285,6 +296,7 @@ export async function firstRun(nodes2) {
     const sent = await page.evaluate(async () => (await window.app.graphToPrompt()).output);
     const loader = Object.values(sent).find((node) => node.class_type === "AnyGPULoadPipeline");
     assert.ok(!("anygpu_first_steps" in loader.inputs), "what is shown is not sent");
+    await downloads(page);
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
     await loadWorkflow(page, await source("anygpu_hunyuan_video_15_image_to_video"), "anygpu_hunyuan_video_15_image_to_video");
@@ -298,6 +310,57 @@ export async function firstRun(nodes2) {
     await open.browser.close();
     await rmdir(models);
     await rename(`${models}.away`, models);
+  }
+}
+
+/** Where the input folder has no example, as with --base-directory, a template offers to draw it, and then runs. */
+export async function examplesAreDrawn(nodes2) {
+  const input = join(process.env.COMFYUI_BASE, "input");
+  await rename(input, `${input}.away`);
+  await mkdir(input);
+  const { browser, page, errors } = await openPage({ nodes2 });
+  try {
+    await loadWorkflow(page, await source("anygpu_ltx_video_to_video"), "anygpu_ltx_video_to_video");
+    const dialog = page.getByRole("dialog").filter({ hasText: "Example files" });
+    assert.match(await dialog.textContent(), /has no example\.mp4\./);
+    await dialog.getByRole("button", { name: "Confirm" }).click();
+    await page.waitForFunction(() => window.app.graph._nodes.some(({ type, widgets }) => type === "LoadVideo" && widgets[0].options.values.includes("example.mp4")));
+    await shrink(page, { seed: nodes2 ? 81 : 82 });
+    await queue(page);
+    const { ending, message } = await ended(page);
+    assert.equal(ending, "execution_success", message);
+    assert.deepEqual(errors, [], "the page reported errors");
+  } finally {
+    await browser.close();
+    await rm(input, { recursive: true });
+    await rename(`${input}.away`, input);
+  }
+}
+
+/** The run pauses after a step, is listed with a picture, and goes on there when it is resumed. */
+export async function pausesAndResumes(nodes2) {
+  const { browser, page, errors } = await openPage({ nodes2 });
+  try {
+    await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
+    await shrink(page, { steps: 400, seed: nodes2 ? 71 : 72 });
+    await page.locator("[aria-label^='AnyGPU: ']").click();
+    await queue(page);
+    await page.getByRole("button", { name: "Pause after this step" }).click();
+    const { ending, texts } = await ended(page);
+    assert.equal(ending, "execution_interrupted");
+    assert.ok(texts.some((text) => /^paused at sampling \d+\/400/.test(text)), JSON.stringify(texts));
+    const cards = part(page, "Paused runs").locator("article");
+    const done = Number(/^Paused after sampling (\d+)\/400$/.exec(await cards.first().locator("h3").textContent())[1]);
+    await cards.first().locator("img").waitFor();
+    await listen(page);
+    await cards.first().getByRole("button", { name: "Resume" }).click();
+    const resumed = await ended(page);
+    assert.equal(resumed.ending, "execution_success", resumed.message);
+    assert.ok(resumed.texts.some((text) => text.includes(`goes on after step ${done} of 400`)), JSON.stringify(resumed.texts));
+    await cards.first().waitFor({ state: "detached" });
+    assert.deepEqual(errors, [], "the page reported errors");
+  } finally {
+    await browser.close();
   }
 }
 
@@ -345,7 +408,7 @@ export async function markupIsText({ page }) {
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_success");
   const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
-  assert.ok(texts.some((text) => text.includes("frames 26 -> 33")), "an arrow is shown");
+  assert.ok(texts.some((text) => text.includes("frames 26 → 33")), "an arrow is shown");
   assert.ok(!texts.some((text) => /&#\d+;/.test(text)), "an entity is shown");
 }
 

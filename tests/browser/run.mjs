@@ -4,10 +4,12 @@ import assert from "node:assert/strict";
 import { URL_OF_SERVER, loadWorkflow, openPage, showAll } from "./comfy.mjs";
 import {
   errorsSayWhatToDo,
+  examplesAreDrawn,
   firstRun,
   helpIsShown,
   markupIsText,
   memoryIsMended,
+  pausesAndResumes,
   speaks,
   statusIsReadable,
   subgraphRuns,
@@ -82,6 +84,8 @@ async function cancels({ page }) {
 for (const nodes2 of chosenModes()) {
   const check = report(nodes2);
   await check("without a model the demo model draws, and the load node says what to download", () => firstRun(nodes2));
+  await check("what a template loads is drawn by a click", () => examplesAreDrawn(nodes2));
+  await check("a run pauses after a step and goes on there", () => pausesAndResumes(nodes2));
   if (process.argv.includes("--first")) continue; // the first minutes alone
   // Without what earlier runs left, every node runs and shows its text.
   await fetch(`${URL_OF_SERVER}/free`, {

@@ -100,7 +100,7 @@ export async function shrink(page, values = {}) {
 }
 
 /** Start listening to the server's events of the next run. */
-async function listen(page) {
+export async function listen(page) {
   await page.evaluate(() => {
     window.seen = { progress: [], texts: [], previews: 0, animated: 0, ending: null, message: "", cached: [] };
     if (window.listening) return;

@@ -47,7 +47,7 @@ async function oneWindowHears(mine, other, mode) {
   await other.getByRole("button", { name: "Refresh" }).click();
   await other.waitForTimeout(1500);
   assert.equal(await part(other, "Last run").first().innerText(), before, "the tab shows another window's run");
-  await other.locator(".anygpu-tab-button").click();
+  await other.locator("[aria-label^='AnyGPU: ']").click();
 }
 
 /** While one workflow runs another is opened in the same window: no text there; the first goes on when it is back. */
@@ -73,7 +73,7 @@ async function oneWorkflowShows({ page }, mode) {
   await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Interrupt"));
   assert.equal((await ended(page)).ending, "execution_interrupted");
   assert.match(Object.values(await texts(page)).join(), /cancelled at sampling/);
-  await page.locator(".anygpu-tab-button").click();
+  await page.locator("[aria-label^='AnyGPU: ']").click();
 }
 
 const toast = (page) => page.locator(".anygpu-toast");
@@ -152,7 +152,7 @@ async function noticeLeavesRoom({ page }, mode) {
   const covered = Math.max(0, Math.min(box.y + box.height, tab.y + visible) - Math.max(box.y, tab.y));
   assert.ok(covered <= visible / 2, `${covered} of ${visible} pixels of the tab are covered`);
   assert.ok((await toast(page).getByText("Expected").count()) === 1 && box.height > 120, "the notice can be read");
-  await page.locator(".anygpu-tab-button").click(); // beside the open tab ComfyUI itself leaves no room for Run
+  await page.locator("[aria-label^='AnyGPU: ']").click(); // beside the open tab ComfyUI itself leaves no room for Run
   await page.waitForTimeout(1000);
   await shot(page, `${mode}_420_run`);
   const free = await page.getByTestId("queue-button").first().evaluate((button) => {

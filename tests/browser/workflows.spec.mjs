@@ -39,22 +39,26 @@ const DOWNLOADS = {
   mochi: ["genmo/mochi-1-preview"],
 };
 
+/** What a model takes, as its note says it. */
+function memory(model) {
+  const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
+  const counted = `bf16, counted, not measured: ${sizes.join(", ")}. *offload* auto streams what does not fit; the **AnyGPU** tab says `;
+  return `## Memory\n${counted}what this graph needs here.`;
+}
+
 /** The text of a workflow's note. */
 function note(title, model, text) {
-  const sizes = Object.entries(GIB[model] ?? GIB.framepack).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`);
   const places = DOWNLOADS[model].map((page) => `- huggingface.co/${page} into **ComfyUI/models/diffusers/${page.split("/")[1]}**`);
   return [
     `# ${title}`,
     text,
     "## Get the model",
-    "*AnyGPU Download Model* fetches what is needed of:",
+    "The button **Download** under *AnyGPU Load Pipeline* fetches what is needed of:",
     "",
     ...places,
     "",
     "Press **R** afterwards, then choose it in *AnyGPU Load Pipeline*.",
-    "## Memory",
-    `bf16, counted, not measured: ${sizes.join(", ")}. *offload* auto streams what does not fit; the **AnyGPU** tab says ` +
-      "what this graph needs here.",
+    memory(model),
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
@@ -104,12 +108,13 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 470, picture: 330, prompt: 340, encoded: 320, sample: 700, decode: 500, save: 460, recover: 260, lora: 240, small: 100 };
-const NOTE = [{ key: "note", width: 325, height: 500 }];
-const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height]) => ({ key, width, height })) });
+const ROOM = { load: 515, picture: 330, prompt: 435, encoded: 320, sample: 725, decode: 500, save: 460, recover: 260, lora: 240, small: 100 };
+const NOTE = [{ key: "note", width: 325, height: 450 }];
+// A node has a height in the lane, and may begin lower: Nodes 2.0 adds that of pictures to what it has.
+const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height, begins]) => ({ key, width, height, begins })) });
 const LOADED = group("Load the model", 325, ["load", ROOM.load]);
 const SAMPLE = group("Sample", 325, ["sample", ROOM.sample]);
-const SEE = group("See", 325, ["save", ROOM.save], ["decode", ROOM.decode]); // clear of the minimap
+const SEE = group("See", 325, ["save", ROOM.save], ["decode", ROOM.decode, 270]); // clear of the minimap
 
 /** Note, model, pictures, prompt and encoded pictures, sample, result; author.mjs puts them into lanes. */
 function columns({ pictures = [], encoded = [] }) {
@@ -248,7 +253,7 @@ const SPECS = {
     model: "hunyuan_video",
     text:
       "Two LoRAs, one after the other. Put your own into **ComfyUI/models/loras**, press **R** and choose them. The " +
-      "second acts only in the *double* blocks: *blocks* takes terms such as `double 0-9, single`; empty means all. A " +
+      "second acts only in the *double* blocks: *blocks* takes terms such as **double 0-9, single**; empty means all. A " +
       "new *strength* costs nothing, and another file or another choice of *blocks* does not reload the model.",
     placed: ADAPTED,
     nodes: {
@@ -364,5 +369,69 @@ const SPECS = {
   },
 };
 
+// Single files as core's own templates name them (comfyui-workflow-templates 0.11.44), FramePack's transformer as its
+// wrapper for ComfyUI does and Mochi's as its repackager: input of AnyGPU Compose Pipeline, folder, address.
+const COMFY = "https://huggingface.co/Comfy-Org";
+const HUNYUAN_FILES = `${COMFY}/HunyuanVideo_repackaged/resolve/main/split_files`;
+const HUNYUAN_15_FILES = `${COMFY}/HunyuanVideo_1.5_repackaged/resolve/main/split_files`;
+const MOCHI_FILES = `${COMFY}/mochi_preview_repackaged/resolve/main/split_files`;
+const FLUX_FILES = "https://huggingface.co/comfyanonymous/flux_text_encoders/resolve/main";
+const T5 = ["text_encoder", "text_encoders", `${FLUX_FILES}/t5xxl_fp16.safetensors`];
+const OF_HUNYUAN = [
+  ["vae", "vae", `${HUNYUAN_FILES}/vae/hunyuan_video_vae_bf16.safetensors`],
+  ["text_encoder", "text_encoders", `${HUNYUAN_FILES}/text_encoders/llava_llama3_fp8_scaled.safetensors`],
+  ["text_encoder_2", "text_encoders", `${FLUX_FILES}/clip_l.safetensors`],
+];
+const FILES = {
+  ltx_text_to_video: [["transformer", "checkpoints", "https://huggingface.co/Lightricks/LTX-Video/resolve/main/ltx-video-2b-v0.9.5.safetensors"], T5],
+  hunyuan_video_text_to_video: [
+    ["transformer", "diffusion_models", `${HUNYUAN_FILES}/diffusion_models/hunyuan_video_t2v_720p_bf16.safetensors`],
+    ...OF_HUNYUAN,
+  ],
+  hunyuan_video_15_text_to_video: [
+    ["transformer", "diffusion_models", `${HUNYUAN_15_FILES}/diffusion_models/hunyuanvideo1.5_720p_t2v_fp16.safetensors`],
+    ["vae", "vae", `${HUNYUAN_15_FILES}/vae/hunyuanvideo15_vae_fp16.safetensors`],
+    ["text_encoder", "text_encoders", `${HUNYUAN_15_FILES}/text_encoders/qwen_2.5_vl_7b_fp8_scaled.safetensors`],
+    ["text_encoder_2", "text_encoders", `${HUNYUAN_15_FILES}/text_encoders/byt5_small_glyphxl_fp16.safetensors`],
+  ],
+  framepack_image_to_video: [
+    ["transformer", "diffusion_models", "https://huggingface.co/Kijai/HunyuanVideo_comfy/resolve/main/FramePackI2V_HY_fp8_e4m3fn.safetensors"],
+    ...OF_HUNYUAN,
+    ["image_encoder", "clip_vision", `${COMFY}/sigclip_vision_384/resolve/main/sigclip_vision_patch14_384.safetensors`],
+  ],
+  mochi_text_to_video: [
+    ["transformer", "diffusion_models", `${MOCHI_FILES}/diffusion_models/mochi_preview_fp8_scaled.safetensors`],
+    ["vae", "vae", `${MOCHI_FILES}/vae/mochi_vae.safetensors`],
+    T5,
+  ],
+};
+
+const pageOf = (url) => url.replace("https://", "").split("/").slice(0, 3).join("/");
+
+/** The same graph with AnyGPU Compose Pipeline, whose files core's dialog of missing models offers to download. */
+function fromFiles(name, files) {
+  const { title, nodes, ...spec } = SPECS[`anygpu_${name}`];
+  const [, , ...rest] = columns(spec);
+  const models = files.map(([, directory, url]) => ({ name: url.split("/").at(-1), url, directory }));
+  const values = Object.fromEntries(files.map(([input], index) => [input, models[index].name]));
+  const made = workflow(`anygpu_${name}_from_files`, {
+    ...spec,
+    title,
+    placed: [[{ ...NOTE[0], height: 530 }], group("Load the model", 325, ["load", 435]), ...rest],
+    nodes: { ...nodes, load: { kind: "AnyGPUComposePipeline", values, models } },
+  });
+  made.nodes.note.values.text = [
+    `# ${title.split(":")[0]}, from files`,
+    "## Get the files",
+    "ComfyUI offers to download what is missing. By hand, then press **R**:",
+    models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
+    memory(spec.model),
+  ].join("\n\n");
+  return made;
+}
+
 export { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, SEE, WITHOUT, group, described, image, load, picture, prompt };
-export const WORKFLOWS = Object.fromEntries(Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]));
+export const WORKFLOWS = Object.fromEntries([
+  ...Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]),
+  ...Object.entries(FILES).map(([name, files]) => [`anygpu_${name}_from_files`, fromFiles(name, files)]),
+]);

@@ -50,7 +50,15 @@ def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
     assert chosen.choice == "fp16-safe"
     parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv, chosen.latents)
     assert torch.bfloat16 not in parts
-    assert (chosen.compute, chosen.residual, chosen.vae, chosen.latents) == (FP16, FP32, FP32, FP32)
+    published_in_fp16 = family.id in ("hunyuan_video", "framepack")  # diffusers#11112
+    assert (chosen.vae, chosen.conv) == ((FP16, FP16) if published_in_fp16 else (FP32, FP32))
+    assert (chosen.compute, chosen.residual, chosen.latents) == (FP16, FP32, FP32)
+
+
+@pytest.mark.parametrize("family", ["hunyuan_video", "framepack"])
+def test_a_vae_that_is_published_in_fp16_stays_fp32_where_fp16_convolutions_give_nan(family):
+    chosen = precision_for(FAMILIES[family].rewrites.precision, profiles.facts_of("gtx16xx"))
+    assert (chosen.vae, chosen.conv) == (FP32, FP32)
 
 
 def test_an_explicit_choice_is_kept():

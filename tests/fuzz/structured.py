@@ -42,7 +42,7 @@ from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.files import download
+from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.evidence import evidence_of
 from anygpu.pipelines.files.formats import config_of, contents, layouts
 from anygpu.pipelines.latents import musubi, recovery, store
@@ -357,7 +357,7 @@ class Readers:
         repairs.load("model")
         repairs.add("model", Repair("d", FP32))
         repairs.forget("model")
-        model = next(iter(download.offers().values())).downloads[0]
+        model = next(iter(catalogue.offers().values())).downloads[0]
         note = self.folder / download.NOTE
         note.parent.mkdir(parents=True, exist_ok=True)
         stamps = {"files": {"model_index.json": [1, 2]}, "fetched": [[model.revision, []]]}

@@ -1,5 +1,5 @@
-"""The tables of docs/core-models.md: ``python tests/host/core_page.py classes``, ``threads``, ``release COMFYUI`` or
-``merge PAGE ...``.
+"""The tables of docs/core-models.md: ``python tests/host/core_page.py classes``, ``threads``, ``doctor``,
+``release COMFYUI`` or ``merge PAGE ...``.
 
 A release is run with the files that are named, or with all of :data:`SUITE`; what was not run keeps its cells.
 """
@@ -29,7 +29,13 @@ HEADS = {
     "classes": ("Double", "Class of core's", "Layers in safe fp16", "Attention under Fit", "Error", "Loud rows"),
     "releases": ("ComfyUI", "Commit", "Run on", *SUITE, "What failed"),
     "threads": ("Threads", "Reported", "Now", "Held by"),
+    "doctor": ("Injected", "Runs", "Named and repaired", "Calls of the network, at most"),
 }
+DOCTORED = (
+    "Wan 2.1", "LTXV", "Flux", "SD3", "HunyuanVideo", "Qwen-Image", "Lumina 2", "Z-Image", "Hunyuan3D 2", "Kandinsky 5",
+)  # fmt: skip
+FINITE = ("zeros", "saturation", "wrong scale", "swapped rows", "stale weights", "false attention")
+NOT_FINITE = ("NaN in a weight", "infinity in a weight", "overflow", "attention of NaN", "passing NaN")
 UNSAMPLED = ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3")  # rows whose networks core's nodes call by themselves
 STEADY = ["trained", "loud", "massive"]
 ROWS = ["rows x100", "rows x1000", "rows x10000"]
@@ -70,9 +76,10 @@ def bound(found: dict[str, Any]) -> float:
 
 
 def worst(found: dict[str, Any], scenes: Sequence[str]) -> str:
-    """The largest error of some scenes, for the table."""
-    finite = [found[scene]["fit"] for scene in scenes if found[scene]["finite"]]
-    most = [f"{max(finite):.0e}".replace("e-0", "e-") if max(finite) else "none"] if finite else []
+    """The largest error of some scenes, for the table, and beside it what fp16 operands cost core where it is large."""
+    finite = [(found[scene]["fit"], found[scene]["own"]) for scene in scenes if found[scene]["finite"]]
+    fault, own = (f"{each:.0e}".replace("e-0", "e-") for each in max(finite, default=(0.0, 0.0)))
+    most = [(f"{fault} ({own})" if max(finite)[1] else fault) if max(finite)[0] else "none"] if finite else []
     return ", ".join(most + ["core's own is not finite"] * (len(finite) < len(scenes)))
 
 
@@ -98,6 +105,21 @@ def classes(inside: Any, chosen: Sequence[str]) -> None:
         rows.append([row, _class(about["classes"][row], about), "as loaded: called without the sampler", "", "", ""])
     write("classes", rows, f"Counted on ComfyUI {about['version']}, whose {len(about['classes'])} rows are "
           f"{len(set(about['classes'].values()))} classes.")  # fmt: skip
+
+
+def doctor(inside: Any) -> None:
+    """Inject faults, a third of them finite, run sound models, and write the table of both."""
+    rows, most = list[tuple[str, ...]](), 0
+    for faults, count in ((FINITE, 168), (NOT_FINITE, 335)):
+        found = inside.play("doctor_faults", "many", names=list(DOCTORED), faults=list(faults), count=count)
+        for fault in faults:
+            rows.append((fault, str(found["tried"][fault]), str(found["right"][fault]), ""))
+        most = max(most, found["runs"])
+    tried, right = (sum(int(row[place]) for row in rows) for place in (1, 2))
+    clean = inside.play("doctor_faults", "clean", names=list(DOCTORED), count=200)
+    rows.append(("**all**", str(tried), f"{right} ({right / tried:.0%})", str(most)))
+    rows.append(("nothing", str(clean["runs"]), f"{len(clean['said'])} alarms, {len(clean['changed'])} changed", ""))
+    write("doctor", rows, f"On ComfyUI {inside.play('core_sweep', 'networks')['version']}, {datetime.date.today()}.")
 
 
 def release(checkout: Path, columns: Sequence[str]) -> int:
@@ -162,7 +184,7 @@ def main(asked: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         inside = Inside(find_host(), Path(folder), environment())
-        classes(inside, asked[1:])
+        doctor(inside) if asked[0] == "doctor" else classes(inside, asked[1:])
         inside.close()
     return 0
 

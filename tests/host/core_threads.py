@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-UNSEEN = "not seen yet"
-
 
 @dataclass(frozen=True)
 class Thread:
@@ -34,7 +32,8 @@ THREADS = (
            f"{CLASSES}::test_a_residual_of_1e7_and_of_1e12"),
     Thread("#15452", "black on the second decode", "decoded again in fp32",
            f"{CLASSES}::test_a_second_decode_that_is_black"),
-    Thread("#16337, #16437", "noise and false colour on a 9070 XT", UNSEEN,
+    Thread("#16337, #16437", "noise and false colour on a 9070 XT",
+           "a window is held against the CPU, again and again within 3 % of the time; then decoded in fp32",
            f"{CLASSES}::test_a_second_decode_of_noise_or_false_colour"),
     Thread("#16490", "a schedule leaks into later runs", "Doctor names the schedule that is not as loaded",
            f"{CLASSES}::test_a_schedule_that_leaks"),
@@ -46,14 +45,15 @@ THREADS = (
         "#11264, #9128", "hundreds of GiB of scores where torch has no kernel", "exact in chunks",
         f"{FIT}::test_bytes_of_scores_stay_within_the_budget",
     ),
-    Thread("#10681", "Apple's attention is wrong for views", UNSEEN,
+    Thread("#10681", "Apple's attention is wrong for views", "a probe sees it; exact in chunks",
            f"{CLASSES}::test_an_attention_that_is_wrong_for_views"),
     Thread("#14743", "random black on a B580", "Doctor computes the step again and says so",
            f"{CLASSES}::test_nan_that_comes_once"),
-    Thread("#11626, #6859, #8785", "fp8 files on Macs", "not converted yet", f"{CLASSES}::test_fp8_weights_on_a_mac"),
+    Thread("#11626, #6859, #8785", "fp8 files on Macs", "held as bytes, or as fp16 without scales",
+           f"{CLASSES}::test_fp8_weights_on_a_mac"),
     Thread(
         "#5341, #16299", "decodes that always tile, or tile before memory is freed",
-        "whole first; tiles only after memory ran out, other models are not freed before them",
+        "whole first, then with all other models freed; tiles only after that",
         f"{FIT}::test_a_decode_that_runs_out_of_memory_goes_to_smaller_tiles",
     ),
 )  # fmt: skip

@@ -13,6 +13,7 @@ PREFIX = "anygpu_"  # of every name: ComfyUI's frontend has one index of all tem
 PAINT = f"{PREFIX}paint_"
 CORE_SAMPLED = "_core_ksampler"
 RECOVERED = "_recover_latents"
+FROM_FILES = "_from_files"
 FITTED = ("_on_an_older_gpu", "rescue_a_vae_decode")
 PICTURES = "pictures"  # the id of the node that saves frames without loss
 
@@ -93,8 +94,14 @@ def shipped() -> list[Path]:
 
 def filmed() -> list[Path]:
     """Shipped workflows that end in a video of our own sampler."""
-    ours = [workflow for workflow in shipped() if not workflow.stem.endswith((CORE_SAMPLED, RECOVERED, *FITTED))]
+    others = (CORE_SAMPLED, RECOVERED, FROM_FILES, *FITTED)
+    ours = [workflow for workflow in shipped() if not workflow.stem.endswith(others)]
     return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
+
+
+def from_files() -> list[Path]:
+    """The same from single files, which :mod:`host.single_files` writes."""
+    return [workflow for workflow in shipped() if workflow.stem.endswith(FROM_FILES)]
 
 
 def core_sampled() -> list[Path]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from host.core_page import NEAR, PAGE, ROWS, STEADY, UNSAMPLED, bound, counts, table
-from host.core_threads import THREADS, UNSEEN
+from host.core_threads import THREADS
 from host.inside.asking import Inside
 from host.test_core_fit import CLASSES as FITTED
 
@@ -93,10 +93,11 @@ def test_a_second_decode_that_is_black(inside: Inside) -> None:
     assert found["first"] <= NEAR and found["second"] <= NEAR and found["said"]
 
 
-@pytest.mark.xfail(strict=True, reason=UNSEEN)
 @pytest.mark.parametrize("fault", ["noise", "false colour"])
 def test_a_second_decode_of_noise_or_false_colour(inside: Inside, fault: str) -> None:
-    assert inside.play("core_threads", "second_decode", fault=fault)["second"] <= NEAR
+    found = inside.play("core_threads", "second_decode", fault=fault)
+    assert found["first"] <= NEAR and found["second"] <= NEAR
+    assert "other pixels than the CPU makes" in found["said"][0]
 
 
 def test_a_schedule_that_leaks(inside: Inside) -> None:
@@ -104,9 +105,10 @@ def test_a_schedule_that_leaks(inside: Inside) -> None:
     assert found["error"] <= NEAR or found["said"]
 
 
-@pytest.mark.xfail(strict=True, reason=UNSEEN)
 def test_an_attention_that_is_wrong_for_views(inside: Inside) -> None:
-    assert inside.play("core_threads", "views", name="Wan 2.1") <= NEAR
+    found = inside.play("core_threads", "views", name="Wan 2.1")
+    assert found["trusted"] > 10 * NEAR and found["error"] <= NEAR
+    assert any("views of few tokens" in line for line in found["said"])
 
 
 def test_nan_that_comes_once(inside: Inside) -> None:
@@ -114,7 +116,6 @@ def test_nan_that_comes_once(inside: Inside) -> None:
     assert found["error"] <= NEAR and found["said"]
 
 
-@pytest.mark.xfail(strict=True, reason="not converted yet")
 def test_fp8_weights_on_a_mac(inside: Inside) -> None:
     assert inside.play("core_threads", "without_fp8", name="Wan 2.1")["error"] <= NEAR
 

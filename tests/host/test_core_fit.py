@@ -380,3 +380,8 @@ def test_a_fitted_clip_under_cores_select_clip_device(inside: Inside) -> None:
     first, second = found["devices"]
     assert first == second and first.endswith(":1")
     assert found["before"] and found["after"], "another device, the same text"
+
+
+def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
+    found = inside.play("core_attention", "guarded")
+    assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]

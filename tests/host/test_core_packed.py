@@ -7,6 +7,7 @@ stand-in for torch's own product, on a clock that says what it is told.
 import pytest
 
 from host.inside.asking import Inside
+from host.test_core_fit import PROFILES
 
 pytestmark = pytest.mark.host
 full = pytest.mark.full
@@ -25,6 +26,7 @@ CHOICES = {
     "half as fast": False,
     "twice as fast": True,
     "raises for 97 to 127 rows": False,
+    "ends the process": False,
 }
 
 
@@ -38,6 +40,35 @@ def test_every_format_is_dequantised_where_its_product_is_not_known(inside: Insi
     assert found["same"] != emulated, "where the product is in order nothing changes"
     if native:
         assert found["alone"] and found["core"] > 5 * CLOSE, "core multiplies nothing packed: the test tests nothing"
+
+
+QUICK = {("mps-like", kind) for kind in KINDS} | {("gfx1151", "nvfp4"), ("xpu-like", "int8 convrot")}
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind"),
+    [
+        pytest.param(profile, kind, marks=[] if (profile, kind) in QUICK else full)
+        for profile in PROFILES
+        for kind in KINDS
+    ],
+)
+def test_every_format_runs_packed_on_every_simulated_machine(inside: Inside, profile: str, kind: str) -> None:
+    """Apple has no float8: what has it is held as bytes there. tests/simulated/test_packed.py has our own loader."""
+    found = inside.play("core_packed", "on_profile", name="Wan 2.1", kind=kind, profile=profile)
+    assert found["error"] <= CLOSE and not found["products"] and not found["traces"] and found["packed"] == 24
+    assert any("24 " in line and "layers dequantised: auto" in line for line in found["said"])
+    lacking = profile == "mps-like" and (kind.startswith("float8") or kind in ("nvfp4", "mxfp8", "asym_w4a8_int8"))
+    assert any("float8 weights held as bytes" in line for line in found["said"]) is lacking
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "nvfp4", "mxfp8", "asym_w4a8_int8"])
+def test_a_lora_on_weights_that_are_held_as_bytes_costs_what_core_s_packing_costs(inside: Inside, kind: str) -> None:
+    here, there = (
+        inside.play("core_packed", "on_profile", name="Wan 2.1", kind=kind, profile=profile, lora=True)
+        for profile in ("mps-like", "turing")
+    )
+    assert here["changed"] > 5 * here["error"] and here["error"] <= 1.5 * there["error"]
 
 
 @pytest.mark.parametrize("loaded", LOADED)
@@ -101,6 +132,7 @@ def test_nothing_is_left_after_a_cancel_or_an_error(inside: Inside) -> None:
 def test_the_choice_is_right_on_every_clock_and_the_templates_finish(inside: Inside, stand_in: str) -> None:
     found = inside.play("core_packed", "chosen", stand_in=stand_in, names=list(PAST))
     assert found["unasked"] == "dequantise", "nobody has tested it yet"
+    assert found["ends"] == (stand_in == "ends the process"), "a process ended twice"
     for error, same, line in found["results"].values():
         assert same is CHOICES[stand_in] and "tested on this device" in line
         assert same or error <= CLOSE

@@ -9,6 +9,7 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 from host.client import Client
+from host.core_page import DOCTORED, FINITE, NOT_FINITE
 from host.inside.asking import Inside
 from host.prompts import Graph, loading, sampling
 from host.server import Server
@@ -54,28 +55,15 @@ def test_watching_takes_less_than_a_hundredth_of_a_step(inside: Inside) -> None:
     assert 0 < found["alone"] < 0.01 * min(found["plain"]), found
 
 
-MODELS = [
-    "Wan 2.1",
-    "LTXV",
-    "Flux",
-    "SD3",
-    "HunyuanVideo",
-    "Qwen-Image",
-    "Lumina 2",
-    "Z-Image",
-    "Hunyuan3D 2",
-    "Kandinsky 5",
-]
-FINITE = ["zeros", "saturation", "wrong scale", "swapped rows", "stale weights", "false attention"]
-OTHER = ["NaN in a weight", "infinity in a weight", "overflow", "attention of NaN", "passing NaN"]
+MODELS = list(DOCTORED)
 
 
 @pytest.mark.parametrize(
     ("names", "faults", "count"),
     [
-        pytest.param(["Flux"], FINITE, 6, id="some"),
-        pytest.param(MODELS, FINITE, 168, id="a third finite", marks=full),
-        pytest.param(MODELS, OTHER, 335, id="the others", marks=full),
+        pytest.param(["Flux"], list(FINITE), 6, id="some"),
+        pytest.param(MODELS, list(FINITE), 168, id="a third finite", marks=full),
+        pytest.param(MODELS, list(NOT_FINITE), 335, id="the others", marks=full),
     ],
 )
 def test_injected_faults_are_named_and_repaired_in_five_steps(

@@ -11,7 +11,7 @@ import torch
 from anygpu.pipelines.demo import demo_models
 from anygpu.pipelines.demo.scenes import scene_of
 
-from host import lora_files, videos
+from host import lora_files, single_files, videos
 from host.client import Client
 from host.prompts import (
     DEMO_RATE,
@@ -21,6 +21,7 @@ from host.prompts import (
     WORKFLOWS,
     Prompt,
     filmed,
+    from_files,
     pictured,
     replay,
     shrunk,
@@ -30,7 +31,8 @@ from host.server import Server
 
 pytestmark = pytest.mark.host
 
-ASKED = {"anygpu_mochi_text_to_video": 7}  # frames, where they are not 9: what its demo model draws
+MOCHI = ("anygpu_mochi_text_to_video", "anygpu_mochi_text_to_video_from_files")
+ASKED = dict.fromkeys(MOCHI, 7)  # frames, where they are not 9: what its demo model draws
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
     "anygpu_ltx_text_to_video": "a white triangle grows on black",
     "anygpu_ltx_image_to_video": SCENE,
@@ -41,13 +43,14 @@ DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw
 }
 
 
-@pytest.mark.parametrize("workflow", filmed(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("workflow", [*filmed(), *from_files()], ids=lambda path: path.stem)
 def test_saves_a_video_of_the_asked_size_length_and_rate(server: Server, client: Client, workflow: Path) -> None:
     if workflow.stem not in DRAWN:
         server.every_model()
     asked = ASKED.get(workflow.stem, 9)
     prompt = drawable(shrunk(replay(workflow), frames=asked), workflow.stem)
     lora_files.install(server, prompt)
+    single_files.install(server, prompt, workflow.stem)
     sampler = next(node for node in prompt.values() if node["class_type"].startswith("AnyGPUSample"))
     run = client.run(prompt)
     assert run.ending == "execution_success", run.message

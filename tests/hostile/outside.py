@@ -99,7 +99,7 @@ TABLE: dict[str, str] = {
     **each(
         JOB,
         "torch.<device>. empty_cache get_device_properties max_memory_allocated mem_get_info memory_reserved",
-        "torch.<device>. reset_peak_memory_stats synchronize",
+        "torch.<device>. reset_peak_memory_stats set_per_process_memory_fraction synchronize",
         "torch.accelerator. current_accelerator current_device_index current_stream device_count device_index",
         "torch.accelerator. empty_host_cache synchronize",
         "torch._C. _host_emptyCache",
@@ -114,7 +114,7 @@ TABLE: dict[str, str] = {
         "torch.backends.cudnn. version",
         "torch.backends.mps. get_name",
         "torch.version. cuda git_version hip",
-        "torch._C. _cuda_getDriverVersion",
+        "torch._C. _accelerator_getAllocatorSettings _cuda_getDriverVersion",
         "torch.xpu. get_arch_list get_device_properties",
         "torch_xla.core.xla_model. get_memory_info",
         "torch_xla.runtime. device_type",

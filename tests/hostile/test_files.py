@@ -19,7 +19,7 @@ from anygpu.compat.errors import CheckpointError, PackError, json_within
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Prompt, PromptRequest, Silent
-from anygpu.pipelines.files import download
+from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.evidence import Evidence
 from anygpu.pipelines.latents import musubi
 from anygpu.pipelines.latents.prompt_files import load_prompt
@@ -199,7 +199,7 @@ def test_repairs_that_somebody_edited_are_no_repairs(tmp_path: Path, text: str) 
 
 @pytest.mark.parametrize("text", ["3", '{"fetched": [], "files": 1.5}', '{"fetched": [3], "files": {}}', DEEP])
 def test_a_note_of_what_was_fetched_that_somebody_edited_counts_for_nothing(tmp_path: Path, text: str) -> None:
-    model = next(iter(download.offers().values())).downloads[0]
+    model = next(iter(catalogue.offers().values())).downloads[0]
     (tmp_path / download.NOTE).parent.mkdir(parents=True)
     (tmp_path / download.NOTE).write_text(text, encoding="utf-8")
     (tmp_path / "a.json").write_text("{}", encoding="utf-8")

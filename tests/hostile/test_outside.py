@@ -25,7 +25,7 @@ from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.statistics import MemoryStats
 from anygpu.compat.report import report_on
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.files import download
+from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.models import find_models
 from anygpu.pipelines.records.machines import this_machine
 from anygpu.pipelines.records.receipts import versions
@@ -478,7 +478,7 @@ def test_a_download_that_fails_says_so_in_one_line(
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(transfers, "http_get", http_get)
-    ask = functools.partial(download.fetched, next(iter(download.offers())), "download", [tmp_path], Silent())
+    ask = functools.partial(download.fetched, next(iter(catalogue.offers())), "download", [tmp_path], Silent())
     with monkeypatch.context() as patched:
         if name == "shutil.move":  # asked where the folder is on another disk than its part files
             attack(patched, "os.replace", OSError(errno.EXDEV, "Invalid cross-device link"))

@@ -13,9 +13,8 @@ from anygpu.compat.memory.parts import Silent
 from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
-from anygpu.pipelines.files.download import (
+from anygpu.pipelines.files.catalogue import (
     every_offer,
-    fetched,
     first_steps,
     known_page,
     offer_of,
@@ -25,6 +24,7 @@ from anygpu.pipelines.files.download import (
     stored_for,
     variants_of,
 )
+from anygpu.pipelines.files.download import fetched
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest

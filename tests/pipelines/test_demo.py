@@ -246,6 +246,7 @@ def test_each_word_that_a_demo_model_does_not_know_is_named_in_one_line():
     assert "knows no negative prompt: it is left out" in named
     assert "draws one shape that does one thing. Its words" in line("on green a circle spins")
     assert "does not know" not in line("")
+    assert "v9, v10, v11 and 3 more words. Its words" in line(" ".join(f"v{n}" for n in range(15)))
     sections = []
     framepack = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
     given = {"text": scenes.EXAMPLE.caption, "negative": " ", "sections": ("a", "b")}

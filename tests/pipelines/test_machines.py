@@ -14,6 +14,7 @@ from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeResult
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.statistics import StageCost
+from anygpu.compat.proof import Figure, Finished, Proof
 from anygpu.pipelines.records import machines
 from anygpu.pipelines.records.machines import machine_of
 from anygpu.pipelines.report import precisions
@@ -92,6 +93,32 @@ def test_a_shared_text_cannot_leave_its_cell() -> None:
 def test_the_page_is_what_the_files_say() -> None:
     files = sorted((ROOT / "benchmarks" / "machines").glob("*.json"))
     assert files and (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").endswith(machines_page.page())
+
+
+def test_two_devices_merge_into_one_table_and_a_newer_file_replaces_an_older_one() -> None:
+    def proof(device: str, date: str, measured: float) -> Proof:
+        figures = (
+            Figure("product", "TFLOP/s", measured, 80.0),
+            Figure("auto, heads of 64", "of the largest", 1e-3),
+            Figure("flash, heads of 64", fault="no kernel | here"),
+            Figure("peak", "GiB", None, 5.0),
+        )
+        return Proof(
+            device, "cuda", "sm89", "580", 12.0, {"torch": "2.13"}, date, "", (Finished("rates", 1.0, figures),)
+        )
+
+    page = machines_page.proofs_of(
+        [proof("card B", "2026-11-02", 71.0), proof("card A", "2026-11-03", 61.23456), proof("card B", "2026-11-01", 1)]
+    )
+    a, b = (f"{name}, 580, torch 2.13, {date}" for name, date in (("card A", "2026-11-03"), ("card B", "2026-11-02")))
+    assert [line for line in page.splitlines() if line.startswith("| card")] == [
+        f"| {a} | rates | 1 of 2 right; flash, heads of 64: no kernel \\| here | measured | - |",
+        f"| {a} | rates | product | 61.23 TFLOP/s | 80 TFLOP/s |",
+        f"| {a} | rates | peak | - | 5 GiB |",
+        f"| {b} | rates | 1 of 2 right; flash, heads of 64: no kernel \\| here | measured | - |",
+        f"| {b} | rates | product | 71 TFLOP/s | 80 TFLOP/s |",
+        f"| {b} | rates | peak | - | 5 GiB |",
+    ]
 
 
 def test_the_command_shows_the_file_before_it_writes_it(

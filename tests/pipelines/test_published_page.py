@@ -1,7 +1,12 @@
 """The page of published files says what the loader and the memory plan say today."""
 
+from pathlib import Path
+
 import pytest
-from published import page
+from anygpu.pipelines.registry import FAMILIES
+from published import compared, page
+
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.mark.full
@@ -23,3 +28,16 @@ def test_every_published_variant_gets_its_makers_recipe() -> None:
     }
     for name, text in expected.items():
         assert text in next(line for file, line in lines.items() if file.endswith(f"/{name}")), name
+
+
+def test_each_comparison_names_tests_that_exist_and_no_other_row_says_as_published() -> None:
+    for row in compared.ROWS:
+        for test in row.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8"), test
+    for family in FAMILIES.values():
+        for recipe in family.recipes.known.values():
+            row = compared.ROWS[compared.compared(family.id, recipe.name)]
+            assert "as published" not in recipe.name or not row.differs
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert compared.text() in text and text.count("As published.") == sum(not row.differs for row in compared.ROWS)

@@ -25,6 +25,7 @@ from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
 
 import published  # noqa: E402
+from published import compared  # noqa: E402
 
 PAGE = ROOT / "docs" / "published-models.md"
 CARDS = (8, 12, 16, 24)
@@ -155,6 +156,14 @@ Written by `python tests/published/page.py`.
 <!-- published -->
 """
 
+FOOT = """## Compared
+
+Steps, guidance, sizes and noise levels are the publisher's, but for what a row names. By the numbers of the column:
+what tests hold against the publisher's own code on tiny weights, and what differs or was compared with diffusers alone.
+"As published" stands only where the tests cover the whole loop.
+
+"""
+
 
 def row(file: File, folder: Path) -> str:
     """One line of the table."""
@@ -176,7 +185,8 @@ def row(file: File, folder: Path) -> str:
     verdicts = [verdict(published.on_card(pipeline), size, card) for card in CARDS]
     place.unlink()
     name = file.path.removesuffix("/diffusion_pytorch_model.safetensors").removesuffix(".safetensors")
-    return f"| `{name}` | {title} | {told} | {loaded:.1f} | {' | '.join(verdicts)} |"
+    held = compared.compared(pipeline.family, recipe.name) + 1
+    return f"| `{name}` | {title} | {told} | {held} | {loaded:.1f} | {' | '.join(verdicts)} |"
 
 
 def told_apart(place: Path) -> str:
@@ -201,11 +211,11 @@ def verdict(pipeline: Pipeline, size: Size, card: float) -> str:
 def page() -> str:
     """The page as text."""
     cards = [f"{card} GB" for card in CARDS]
-    titles = f"| File | Taken for | Runs as published | GiB loaded | {' | '.join(cards)} |"
-    lines = [HEAD.rstrip("\n"), titles, "|" + " --- |" * 8]
+    titles = f"| File | Taken for | Default recipe | Compared | GiB loaded | {' | '.join(cards)} |"
+    lines = [HEAD.rstrip("\n"), titles, "|" + " --- |" * 9]
     with tempfile.TemporaryDirectory() as folder, published.large_host():
         lines += [row(file, Path(folder)) for file in FILES]
-    return "\n".join(lines) + "\n<!-- end -->\n"
+    return "\n".join(lines) + "\n<!-- end -->\n\n" + FOOT + compared.text() + "\n"
 
 
 def main() -> int:

@@ -190,11 +190,17 @@ def _no_float64(profile: Profile) -> list[Fault]:
 
 def _no_float8(profile: Profile) -> list[Fault]:
     text = "Trying to convert Float8_e4m3fn to the MPS backend but it does not have support for that dtype"
-    return refused(profile, "float8", ("aten::*copy*",), _wants(torch.float8_e4m3fn), text)
+    return refused(profile, "float8", ("aten::*copy*",), _wants("torch.float8"), text)
 
 
-def _wants(dtype: torch.dtype) -> Callable[[list], bool]:
-    return lambda arguments: any(t.dtype is dtype and t.device.type == accelerator.NAME for t in _tensors(arguments))
+def _wants(dtype: object) -> Callable[[list], bool]:
+    """True of a tensor on the device whose dtype's name begins so."""
+
+    def wants(arguments: list) -> bool:
+        there = (t for t in _tensors(arguments) if t.device.type == accelerator.NAME)
+        return any(str(t.dtype).startswith(str(dtype)) for t in there)
+
+    return wants
 
 
 def _contiguous_conv3d_wrong(profile: Profile) -> list[Fault]:

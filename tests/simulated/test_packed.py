@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import layouts
 import pytest
+import quantised
 import tiny
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
@@ -161,4 +162,35 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
         pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
         found = rendered(pipe, CASES["mochi"])[0]
         assert not is_packed(pipe.parts["transformer"])
+    assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)
+
+
+QUICK_CELLS = {("mps-like", "nvfp4"), ("turing", "int8 convrot")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "way"),
+    [
+        pytest.param(machine, way, marks=[] if (machine, way) in QUICK_CELLS else [pytest.mark.full])
+        for machine in profiles.PROFILES
+        for way in quantised.ALL
+    ],
+)
+def test_every_format_runs_packed_on_every_machine(tiny_folder, tmp_path, machine, way):
+    """Our own loader; tests/host/test_core_packed.py has Fit Model. Apple has no float8: that alone is dense there."""
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    folder = tiny.build("mochi", tiny_folder)
+    tensors = layouts.tensors_of(folder / "transformer")
+    quantised.file_as(tmp_path / "mochi.safetensors", tensors, way)
+    layouts.write(tmp_path / "config.safetensors", {}, layouts.config_in(folder / "transformer"))
+    (tmp_path / "config.json").rename(tmp_path / "mochi.json")
+    file = tmp_path / "mochi.safetensors"
+    request = {"base": folder, "precision": "fp32", "files": Files({"transformer": file})}
+    expected = rendered(load(LoadRequest(file, device="cpu", **request)), CASES["mochi"])[0]
+    with profiles.on(machine) as profile:
+        pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
+        found = rendered(pipe, CASES["mochi"])[0]
+        packs = is_packed(pipe.parts["transformer"])
+    assert packs == (machine != "mps-like" or way.split()[0] not in ("fp8", "mxfp8"))
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)

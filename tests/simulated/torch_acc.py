@@ -127,10 +127,23 @@ def memory_stats(device: _Index = None) -> dict[str, int]:
     return torch.accelerator.memory_stats(_index(device))
 
 
+_whole: dict[int, int] = {}  # bytes of devices of which this process may take a share
+
+
 def mem_get_info(device: _Index = None) -> tuple[int, int]:
-    """Free and total bytes."""
+    """Free and total bytes, of the whole card where this process may take a share of it, as CUDA tells them."""
     found = accelerator.memory(_index(device))
-    return max(0, found.capacity_bytes - found.allocated_bytes), found.capacity_bytes
+    total = _whole.get(_index(device), found.capacity_bytes)
+    return max(0, total - found.allocated_bytes), total
+
+
+def set_per_process_memory_fraction(fraction: float, device: _Index = None) -> None:
+    """The share of the device's memory that this process may take, as torch.cuda's."""
+    index = _index(device)
+    total = _whole.pop(index, accelerator.memory(index).capacity_bytes)
+    accelerator.set_limit(int(fraction * total), index)
+    if fraction < 1:
+        _whole[index] = total
 
 
 # ---- random numbers ------------------------------------------------------------------------------

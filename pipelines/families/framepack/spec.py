@@ -12,7 +12,7 @@ from ... import family
 from ...base import EMBEDS, POOLED
 from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
-from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES
+from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES, TINY_DECODERS
 
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
@@ -96,7 +96,7 @@ SPEC = family.FamilySpec(
         | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
         variants=(I2V, F1),
         sections=True,
-        known={"": family.Recipe("as published", "lllyasviel/FramePack demo_gradio.py", steps=25)},
+        known={"": family.Recipe("published settings", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,
@@ -105,6 +105,7 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
     ),
     published=family.Published(
+        tiny_decoders=TINY_DECODERS,
         pages=(
             "https://huggingface.co/lllyasviel/FramePackI2V_HY",
             "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",

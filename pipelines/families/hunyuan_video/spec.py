@@ -32,6 +32,7 @@ FILES = {
     "text_encoder_2": family.FileKind("clip_l", "pooled_projection_dim"),
     "vae": family.FileKind("hunyuan_video/vae"),
 }
+TINY_DECODERS = (family.TinyDecoder("taehv", "madebyollin/taehv 1f14a568, MIT"),)
 NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
@@ -89,7 +90,9 @@ SPEC = family.FamilySpec(
         variants=(TENCENT, SKYREELS),
         newer_variants=2,
         known={
-            TENCENT: family.Recipe("as published", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50),
+            TENCENT: family.Recipe(
+                "published settings", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50
+            ),
             SKYREELS: family.Recipe(
                 "SkyReels V1",
                 "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
@@ -129,6 +132,7 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
     published=family.Published(
+        tiny_decoders=TINY_DECODERS,
         others=(
             family.OtherModel(
                 "HunyuanVideo-Avatar (a picture that speaks)", ("ref_in.", "audio_adapter_blocks."), runs=WAN2GP
@@ -144,6 +148,19 @@ SPEC = family.FamilySpec(
                 "",
                 "it was trained on a reference picture, which has no input here: it runs as plain text to video",
                 f"Tencent-Hunyuan/HunyuanCustom; {WAN2GP}",
+            ),
+            family.Caution(
+                r"game.?craft|voyager",
+                "",
+                "it was trained on camera moves, which have no input here: it runs as plain HunyuanVideo",
+                "Tencent-Hunyuan/Hunyuan-GameCraft-1.0, HunyuanWorld-Voyager READMEs",
+            ),
+            family.Caution(
+                r"key.?frame|img2vid|leapfusion",
+                "",
+                "this LoRA was trained with a first frame, or a start and an end, beside the noise; that has no input "
+                "here: it acts as a style alone",
+                "dashtoon/hunyuan-video-keyframe-control-lora; leapfusion-image2vid-test",
             ),
         ),
         pages=(

@@ -83,7 +83,7 @@ SPEC = family.FamilySpec(
     recipes=family.Recipes(
         effective=family.GUIDED | {"guidance_rescale", "template", "vision"},
         known={
-            "": family.Recipe("as published, also where it needs no cfg", SOURCE, steps=50),
+            "": family.Recipe("published settings, also where it needs no cfg", SOURCE, steps=50),
             FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
             "capybara": family.Recipe(
                 "capybara", WAN2GP, steps=20, guidance=(family.GuidanceStep(cfg=6.0),), shift=7.0
@@ -106,7 +106,7 @@ SPEC = family.FamilySpec(
             r"capybara": "capybara",
             r"1_5_lig[th]{2}x2v.*rank": "lightx2v LoRA",
             r"1_5_i2v_step_distilled.*rank": "step distilled LoRA",
-            r"(hy|hunyuan.?video).?1.5.*lightx2v.*4.?step": "lightx2v",
+            r"(hy|hunyuan.?video).?1.?5.*lightx2v.*4.?step": "lightx2v",
             r"480p_i2v_step_distilled": FEW_STEPS,
         },
     ),
@@ -119,7 +119,25 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("freqs_cis",), dim=0),
     ),
     published=family.Published(
+        tiny_decoders=(
+            family.TinyDecoder("taehv1_5", "madebyollin/taehv 1f14a568, MIT"),
+            # Core multiplies its latents by the scale that its publisher divides them by.
+            family.TinyDecoder("lighttaehy1_5", "lightx2v/Autoencoders", divisor=1.03682, slope=0.2, symmetric=True),
+        ),
         cautions=(
+            family.Caution(
+                r"distilled.?sparse|sparse.?cfg",
+                "",
+                "it was trained with sparse attention (flex-block-attn); here every token sees all others",
+                "Tencent-Hunyuan/HunyuanVideo-1.5 README",
+            ),
+            family.Caution(
+                r"omni.?weaving",
+                "",
+                "OmniWeaving composes from several pictures and clips, which have no input here: it runs as plain "
+                "HunyuanVideo 1.5",
+                "Tencent-Hunyuan/OmniWeaving README",
+            ),
             family.Caution(
                 r"capybara",
                 "",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...vae.fallback import encoding
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
+CONTROL = "control"  # how the moments of a control clip are named
 LAST = -1
 LEVEL_TOLERANCE = 1e-6  # upstream's tolerance in asking whether a token is noisier than the picture in it
 
@@ -32,11 +34,13 @@ class Keyframe:
         moments: what the VAE says of it, mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU.
         frame: pixel frame at which it starts.
         strength: 0..1.
+        controls: whether it is a control clip of an IC-LoRA, which stands beside the video instead of in it.
     """
 
     moments: torch.Tensor
     frame: int
     strength: float
+    controls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class VideoInput:
 
 @dataclass(frozen=True, slots=True)
 class InitialTokens:
-    """Start of sampling, as tokens: first the pictures that stand outside the latent grid, then the video.
+    """Start of sampling, as tokens: pictures that stand outside the latent grid, the video, control clips.
 
     Args:
         tokens: (1, N, 128), fp32, on the device.
@@ -81,6 +85,7 @@ class InitialTokens:
         place: tells the transformer where the tokens are.
         held: (1, N), the strength of the picture in each token; None without pictures.
         outside: how many tokens come before the video's own.
+        shares: (1, N), the share of a step that each token takes, below 1 in control clips; None without those.
     """
 
     tokens: torch.Tensor
@@ -88,6 +93,7 @@ class InitialTokens:
     place: Mapping[str, Any]
     held: torch.Tensor | None = None
     outside: int = 0
+    shares: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +118,17 @@ class TokenStepper:
     def times(self, time: torch.Tensor) -> torch.Tensor:
         """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
         column = time.expand(1).unsqueeze(-1).float()
-        return column if self.start.held is None else torch.min(column, (1 - self.start.held) * TRAIN_TIMESTEPS)
+        if self.start.held is not None:
+            column = torch.min(column, (1 - self.start.held) * TRAIN_TIMESTEPS)
+        return column if self.start.shares is None else column * self.start.shares
 
     def step(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens before the next step: those that are less noisy than this one stay."""
         drawn = self.generator.get_state()
         try:
             stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
+            if self.start.shares is not None:
+                stepped = torch.where(self.start.shares.unsqueeze(-1) > 0, stepped, tokens)
             if self.start.held is None:
                 return stepped
             runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - LEVEL_TOLERANCE < (1.0 - self.start.held)
@@ -165,7 +175,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
             expected="one model for all pictures",
             fix="Connect all Encode Image nodes to the same pipeline.",
         )
-    name = f"{MOMENTS}_{len(anchors)}"
+    name = f"{CONTROL if request.control else MOMENTS}_{len(anchors)}"
     tensors = {**known, name: encoded[MOMENTS], MEAN: encoded[MEAN], STD: encoded[STD]}
     return ImageCondition(
         family=pipeline.family,
@@ -173,6 +183,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         width=request.width,
         height=request.height,
         anchors=(*anchors, (name, request.frame, request.strength)),
+        beside=(0 if request.previous is None else request.previous.beside) + len(frames) * request.control,
     )
 
 
@@ -217,7 +228,7 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
             fitting = (fits - 1) * TEMPORAL_RATIO + 1
             progress.notify(f"clip at frame {start}: {length} -> {fitting} frames (the video has {frames})")
         # The encoder is causal: the first latents of a clip are those of its beginning alone.
-        anchors.append(Keyframe(moments[:, :, :fits], start, strength))
+        anchors.append(Keyframe(moments[:, :, :fits], start, strength, name.startswith(CONTROL)))
     return tuple(anchors)
 
 
@@ -272,6 +283,54 @@ def conditioned_start(
     return InitialTokens(tokens=tokens, noise=noise, place={"video_coords": coordinates}, held=held, outside=outside)
 
 
+def with_controls(
+    video: VideoInput,
+    image: ImageCondition,
+    start: InitialTokens,
+    controls: Sequence[Keyframe],
+    *,
+    pictured: bool,
+    generator: torch.Generator,
+) -> InitialTokens:
+    """``start`` of ``LTXConditionPipeline`` with the tokens of control clips after the video's own, for an IC-LoRA.
+
+    Each has the place of the frames that it controls, the share 1 - strength of noise, and of each step.
+
+    Args:
+        pictured: whether a picture stands at the video's start; of a control there the first latent is left out.
+
+    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``.
+    """
+    from diffusers import LTXConditionPipeline as Upstream
+
+    mean, std = image.tensors[MEAN], image.tensors[STD]
+    tokens, places, shares = [start.tokens], [start.place["video_coords"]], [torch.ones(1, start.tokens.shape[1])]
+    for control in controls:
+        latents = Upstream._normalize_latents(control.moments[:, :CHANNELS], mean, std).to(video.device)
+        ids = Upstream._prepare_video_ids(1, *latents.shape[2:], device=video.device)
+        place = Upstream._scale_video_ids(ids, SPATIAL_RATIO, TEMPORAL_RATIO, control.frame, video.device).float()
+        place[:, 0] *= 1.0 / video.settings.fps
+        own, share = Upstream._pack_latents(latents), 1.0 - control.strength
+        if level := share * video.level:
+            own = (1.0 - level) * own + level * noise_for(tuple(own.shape), generator, video.device)
+        first = math.prod(latents.shape[3:]) if pictured and control.frame == 0 else 0
+        tokens.append(own[:, first:])
+        places.append(place[:, :, first:])
+        shares.append(torch.full((1, own.shape[1] - first), share))
+    added = torch.cat(tokens[1:], dim=1)
+    held = start.held
+    if held is not None:
+        held = torch.cat([held, torch.zeros_like(added[..., 0])], dim=1)
+    return InitialTokens(
+        tokens=torch.cat(tokens, dim=1),
+        noise=torch.cat([start.noise, added], dim=1),
+        place={"video_coords": torch.cat(places, dim=2)},
+        held=held,
+        outside=start.outside,
+        shares=torch.cat(shares, dim=1).to(video.device),
+    )
+
+
 def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
     """Tokens preserved by the noise mask; never those of a picture."""
     from diffusers import LTXPipeline
@@ -281,9 +340,11 @@ def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
     given = noise_mask_for(video.settings, video.clean, start.noise)
     if given is None:
         return None
-    outside = start.noise[:, : start.outside]
-    clean = torch.cat([outside, LTXPipeline._pack_latents(given.clean)], dim=1)
-    mask = torch.cat([torch.ones_like(outside[..., :1]), LTXPipeline._pack_latents(given.mask)], dim=1)
+    own = math.prod(video.shape[2:])
+    sides = start.noise[:, : start.outside], start.noise[:, start.outside + own :]
+    free = [torch.ones_like(side[..., :1]) for side in sides]
+    clean = torch.cat([sides[0], LTXPipeline._pack_latents(given.clean), sides[1]], dim=1)
+    mask = torch.cat([free[0], LTXPipeline._pack_latents(given.mask), free[1]], dim=1)
     if start.held is not None:
         mask = torch.where(start.held.unsqueeze(-1) > 0, 1.0, mask)
     return NoiseMask(clean, start.noise, mask)

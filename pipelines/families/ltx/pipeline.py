@@ -60,7 +60,7 @@ from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
 from . import conditions
-from .spec import CONDITION, DEV, DISTILLED, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .spec import CONDITION, DEV, DISTILLED, ENHANCED_WORDS, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
 from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
@@ -135,6 +135,11 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """
     from diffusers import LTXConditionPipeline, LTXPipeline
 
+    if not pipeline.is_demo and len(request.text.split()) < ENHANCED_WORDS:
+        progress.notify(
+            f"the published script rewrites prompts under {ENHANCED_WORDS} words (Florence-2, Llama-3.2-3B); "
+            "this one is taken as it is"
+        )
     pipe = LTXPipeline if pipeline.is_demo else LTXConditionPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)
@@ -162,31 +167,39 @@ def sample(
 
     A picture wins over ``settings.latents`` and its noise mask where both want the same frames.
 
-    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32.
+    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32,
+    but for the noise on pictures, which Lightricks' configurations have for every version.
     """
     from diffusers import LTXPipeline
 
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
-    anchors = conditions.anchors_of(image, settings.frames, progress)
+    everything = conditions.anchors_of(image, settings.frames, progress)
+    anchors = tuple(each for each in everything if not each.controls)
+    controls = [each for each in everything if each.controls]
     given = [(anchor.frame, anchor.strength, anchor.moments.shape[2]) for anchor in anchors]
-    conditioned = _is_condition(pipeline) or given not in ([], [(0, 1.0, 1)])  # else no picture, or one to start from
+    usual = not controls and given in ([], [(0, 1.0, 1)])  # no picture, or one to start from
+    conditioned = _is_condition(pipeline) or not usual
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None  # each variant of LTX-Video has one
     schedule = _schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     video = conditions.VideoInput(settings, device, clean, schedule.levels[0])
     start = (conditions.conditioned_start if conditioned else conditions.plain_start)(video, image, anchors, generator)
+    if image is not None and controls:
+        pictured = any(anchor.frame == 0 for anchor in anchors)
+        start = conditions.with_controls(video, image, start, controls, pictured=pictured, generator=generator)
     renews = recipe.stochastic and settings.scheduler == "auto"
     stepper = conditions.TokenStepper(
         schedule=schedule,
         start=start,
-        image_noise=recipe.image_noise if conditioned else 0.0,
+        image_noise=0.0 if pipeline.is_demo else recipe.image_noise,  # the demo model was trained without
         generator=generator,
         renews=renews,
     )
 
     def unpacked(tokens: torch.Tensor) -> torch.Tensor:
-        return LTXPipeline._unpack_latents(tokens[:, start.outside :], *video.shape[2:])
+        own = slice(start.outside, start.outside + math.prod(video.shape[2:]))
+        return LTXPipeline._unpack_latents(tokens[:, own], *video.shape[2:])
 
     with held_transformer(pipeline, settings, progress) as transformer:
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
@@ -203,7 +216,7 @@ def sample(
         )
     mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
     latents = sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
-    return replace(latents, task="image" if anchors else "text")
+    return replace(latents, task="image" if everything else "text")
 
 
 def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
@@ -391,7 +404,7 @@ def _predictor(
 
         output = guidance.guided(index, by_halves(group, forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
-        return output if stepper.start.held is None else output * (times / time).unsqueeze(-1)
+        return output if times.shape[1] == 1 else output * (times / time).unsqueeze(-1)
 
     return predict
 

@@ -20,6 +20,7 @@ STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1
 # All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
 STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
 CONFIGS = "Lightricks/LTX-Video configs/"
+ENHANCED_WORDS = 120  # in longer prompts the published script changes nothing
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
 TRAINED = (1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219)
 LARGE_SIZE = (1216, 704, 30.0)  # what the published script makes, since 0.9.6
@@ -120,11 +121,11 @@ SPEC = family.FamilySpec(
         ),
     ),
     recipes=family.Recipes(
-        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous"},
+        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous", "control"},
         variants=(DEV, DISTILLED, STOCHASTIC),
         newer_variants=1,
         known=RECIPES,
-        named={r"13b.?0\.9\.7.?distilled.?lora": f"{DISTILLED} {LARGE}"},
+        named={r"13b.?0\.9\.[78].?distilled.?lora": f"{DISTILLED} {LARGE}"},
         batched_cfg=True,
     ),
     rewrites=family.Rewrites(
@@ -191,7 +192,7 @@ SPEC = family.FamilySpec(
             family.Caution(
                 r"ic.?lora",
                 "",
-                "an IC-LoRA follows a control clip, which has no input here: it acts as a style alone",
+                "an IC-LoRA follows a control clip: give it one through AnyGPU Encode Image with control on",
                 "Lightricks/ComfyUI-LTXVideo iclora.py",
             ),
         ),

@@ -1,7 +1,8 @@
-"""Latents of LTX-Video at twice the width and height, for the second pass of a recipe.
+"""Latents of LTX-Video at twice the width and height, for the second pass of a recipe, or at twice the frame rate.
 
 Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``: the network sees the VAE's own scale, and each channel gets the
-mean and the spread that it had before.
+mean and the spread that it had before. The temporal one has no second pass there, and its channels stay as they come:
+ComfyUI 0.33 ``comfy_extras/nodes_lt_upsampler.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...base import Latents, Progress, ProgressStage
 from ...files.formats import entries_in
 from ...files.part import construction, empty_weights
 from ...keys import listed
-from ...pipeline import Pipeline
+from ...pipeline import Pipeline, held_once
 from ...settings import SECOND_PASS
 from .spec import CHANNELS, SPATIAL_RATIO
 
@@ -36,7 +37,7 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
     """The configuration of an upscaler, by its shapes.
 
     Raises:
-        CheckpointError: another model, or one that makes more frames.
+        CheckpointError: another model.
     """
     shapes = {name: entry.shape for name, entry in entries.items()}
     first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
@@ -46,19 +47,20 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
             expected="such as ltxv-spatial-upscaler-0.9.8.safetensors",
             fix="Download it from https://huggingface.co/Lightricks/LTX-Video.",
         )
-    if len(doubling) != 4 or doubling[0] != 4 * first[0]:
-        raise CheckpointError(
-            f"{str(path)!r} makes more frames",
-            expected="an upscaler of width and height",
-            fix="Choose the spatial upscaler; ComfyUI's own LTXV nodes run the temporal one.",
-        )
     blocks = {name.split(".")[1] for name in shapes if name.startswith("res_blocks.")}
     sizes = {"in_channels": CHANNELS, "mid_channels": first[0], "num_blocks_per_stage": len(blocks)}
-    return {**sizes, "dims": len(first) - 2, "spatial_upsample": True, "temporal_upsample": False}
+    wider, more = (len(doubling), doubling[0]) == (4, 4 * first[0]), (len(doubling), doubling[0]) == (5, 2 * first[0])
+    if wider == more:
+        raise CheckpointError(
+            f"{str(path)!r} enlarges in a way that no published upscaler of LTX-Video does",
+            expected="twice the width and height, or twice the frames",
+            fix="Choose the spatial or the temporal upscaler of https://huggingface.co/Lightricks/LTX-Video.",
+        )
+    return {**sizes, "dims": len(first) - 2, "spatial_upsample": wider, "temporal_upsample": more}
 
 
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, marked for the second pass."""
+    """``latents`` at twice the width and height, marked for the second pass; or with twice the frames per second."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline
 
@@ -70,17 +72,14 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     scale = float(pipeline.configs["vae"].get("scaling_factor", 1.0))
     low = latents.samples
     needed = COPIES * config["mid_channels"] * math.prod(low.shape[2:]) * 4 * pipeline.precision.vae.itemsize
-    pipeline.parts.readers[PART] = partial(_read, entries, config, pipeline.precision.vae)
-    try:
-        with pipeline.offloader.hold(PART, needed, progress) as network:
-            progress.step(0, 1, ProgressStage("upscaling", "latents"))
-            high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
-            high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
-    finally:
-        pipeline.offloader.release(PART)
-        pipeline.parts.drop(PART)
-        pipeline.parts.readers.pop(PART)
+    read = partial(_read, entries, config, pipeline.precision.vae)
+    with held_once(pipeline, PART, read, needed, progress) as network:
+        progress.step(0, 1, ProgressStage("upscaling", "latents"))
+        high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
+        high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
     progress.step(1, 1, ProgressStage("upscaling", "latents"))
+    if config["temporal_upsample"]:  # the first frame stays one: T latents become 2 T - 1
+        return replace(latents, samples=high, frames=2 * latents.frames - 1, fps=2 * latents.fps)
     match: Any = Upstream.adain_filter_latent
     rows, columns = high.shape[3:]
     return replace(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import TIME
 from ...sampling.schedules import Guidance, Levels, schedule_for
+from ...settings import recipe_of
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decode as decode
 from ...vae.fallback import encoded
@@ -68,7 +71,10 @@ def sample(
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     generator = generator_for(settings.seed)
     mean, std, scale = _statistics(pipeline)
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
+    recipe = recipe_of(pipeline)
+    trained = None if recipe is None else recipe.timesteps
+    levels = _levels if trained is None else partial(_between, trained)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
@@ -122,6 +128,14 @@ def _levels(steps: int) -> Levels:
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 
     return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
+
+
+def _between(trained: Sequence[float], steps: int) -> Levels:
+    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
+    import numpy
+
+    places = numpy.linspace(0, len(trained) - 1, steps)
+    return Levels(sigmas=numpy.interp(places, range(len(trained)), trained).tolist())
 
 
 def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:

@@ -45,7 +45,19 @@ SPEC = family.FamilySpec(
     recipes=family.Recipes(
         effective=family.GUIDED,
         batched_cfg=True,
-        known={"": family.Recipe("as published", "genmoai/mochi demos/api_example.py", steps=64)},
+        known={
+            "": family.Recipe("published settings", "genmoai/mochi demos/api_example.py", steps=64),
+            "FastMochi": family.Recipe(
+                "FastMochi",
+                "FastVideo/FastMochi-diffusers model card",
+                steps=8,
+                guidance=(family.GuidanceStep(cfg=1.5),),
+                # 6 linear levels to 0.1, then 2 quadratic ones.
+                timesteps=(1.0, 59 / 60, 58 / 60, 57 / 60, 56 / 60, 55 / 60, 0.9, 2 / 3),
+                frames=163,
+            ),
+        },
+        named={r"fast.?mochi": "FastMochi"},
     ),
     rewrites=family.Rewrites(
         precision=ModelPrecision({ALL_BF16: IN_FP32}),
@@ -55,6 +67,7 @@ SPEC = family.FamilySpec(
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
     published=family.Published(
+        tiny_decoders=(family.TinyDecoder("taem1", "madebyollin/taem1 40a4cd84, MIT"),),
         pages=("https://huggingface.co/genmo/mochi-1-preview",),
         offer=family.Offer(
             (

@@ -6,10 +6,12 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
+from anygpu.compat import report
 from anygpu.compat.device import quirks
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import DTYPES, PLAIN, precision_for
@@ -70,6 +72,16 @@ def cared(name, value):
     return lambda facts: getattr(quirks.policy_for(facts), name) == value
 
 
+def warned(setting):
+    """The report names an allocator's setting where it is set, and only there."""
+
+    def seen(facts):
+        with mock.patch.object(report, "allocator_settings", lambda: f"{setting}:True"):
+            return any(setting in line for line in report.changes_for(facts, {}))
+
+    return seen
+
+
 def replaced(name):
     """The layers that choose a kernel are told not to use this one."""
     return lambda facts: not quirks.abilities(facts)[name.partition(".")[0]][name.partition(".")[2]]
@@ -123,6 +135,13 @@ BUG_CASES = {
         lambda facts: precision_for(PLAIN, facts).choice == "fp32",
     ),
     "xpu_sliced_weight": BugCase(other("xpu"), nvidia(), cared("contiguous_weights", True)),
+    "gfx12_fp32_rows": BugCase(radeon("gfx1201"), radeon("gfx1100"), cared("product_rows", 2**19)),
+    "gfx12_expandable_segments": BugCase(radeon("gfx1201"), radeon("gfx1100"), warned("expandable_segments")),
+    "gfx115x_host_pointers": BugCase(radeon("gfx1151"), radeon("gfx1100"), cared("pins", False)),
+    "mps_linear_with_bias": BugCase(other("mps"), nvidia(), cared("plain_operands", True)),
+    "mps_transposed_left_operand": BugCase(other("mps"), nvidia(), cared("plain_operands", True)),
+    "mps_conv2d_layout": BugCase(other("mps"), nvidia(), cared("plain_operands", True)),
+    "mps_rms_norm_rows": BugCase(other("mps"), nvidia(), cared("norm_rows", 2**20)),
     "cpu_fp16_conv3d": BugCase(other("cpu"), other("xpu"), replaced("conv3d.fp16")),
 }
 
@@ -148,6 +167,11 @@ ACTING = {  # each switch or cap, and the test that sees it act on the simulated
     "vae_cudnn": "simulated/test_vae_policy.py::test_radeon_switches_are_set_for_the_vae_alone",
     "benchmark": "simulated/test_vae_policy.py::test_radeon_switches_are_set_for_the_vae_alone",
     "contiguous_weights": "compat/device/test_quirks.py::test_a_sliced_weight_is_made_contiguous",
+    "product_rows": "compat/transforms/test_plain_calls.py::test_rows_are_multiplied_few_at_a_time",
+    "norm_rows": "compat/transforms/test_plain_calls.py::test_a_norm_of_many_rows_is_not_torchs_own",
+    "plain_operands": "compat/transforms/test_plain_calls.py::test_operands_that_a_device_reads_wrongly_are_made_plain",
+    "pins": "compat/transforms/test_plain_calls.py::test_no_memory_is_locked_where_kernels_read_it_wrongly",
+    "expandable_segments": "compat/device/test_quirks.py::test_the_effect_is_seen_on_the_machine_and_not_elsewhere",
 }
 OPERATORS = {  # operation -> operators of torch that it arrives as
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),

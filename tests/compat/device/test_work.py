@@ -58,7 +58,7 @@ def test_rates_are_probed_within_five_percent_in_two_seconds(monkeypatch, tera, 
     monkeypatch.setattr(work.F, "scaled_dot_product_attention", device.attention)
     monkeypatch.setattr(work, "counting", lambda: _Counting(device))
     with device:
-        pace = work._measured(META, torch.bfloat16, lambda: device.now)
+        pace = work.measured_pace(META, torch.bfloat16, lambda: device.now)
     assert pace.product == pytest.approx(tera * 1e12, rel=0.05)
     assert pace.convolution == pytest.approx(0.7 * tera * 1e12, rel=0.05)
     assert pace.attention == pytest.approx(0.5 * tera * 1e12, rel=0.05)
@@ -109,7 +109,7 @@ def _broken() -> Any:
 
 
 def test_a_processor_is_timed_call_by_call_and_computes_as_it_is_asked():
-    pace = work._measured(torch.device("cpu"), torch.float32)
+    pace = work.measured_pace(torch.device("cpu"), torch.float32)
     assert not pace.ahead and pace.link == pace.plain_link == 0.0 < pace.product
 
 
@@ -117,7 +117,9 @@ def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monk
     facts = DeviceFacts(torch.device("cuda:0"), "cuda", "sm90", "cuda-sm80+", "A card", 0, "2.13")
     store = ProbeStore(facts, asked={})
     calls = []
-    monkeypatch.setattr(work, "_measured", lambda *_, width: calls.append(width) or work.Pace(1e12, 1e12, 1e12, 1e9, 0))
+    monkeypatch.setattr(
+        work, "measured_pace", lambda *_, width: calls.append(width) or work.Pace(1e12, 1e12, 1e12, 1e9, 0)
+    )
     monkeypatch.setattr(work, "_links", lambda device: {"link": 2e9, "plain_link": 1e9})
     emptied: list[torch.device] = []
     monkeypatch.setattr(work, "empty_cache", emptied.append)

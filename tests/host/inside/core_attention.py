@@ -1,7 +1,7 @@
 """Scenes about core's attention functions under a fit: whichever is configured, finite operands give right values."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -120,6 +120,23 @@ def chosen_by_flag() -> dict[str, Any]:
         output(fitted, "Wan 2.1")
     management.unload_all_models()
     return {"said": str(decisions[1]), "told": lines[0]}
+
+
+def guarded() -> dict[str, Any]:
+    """The forwards that a fit hands to the guard of a device, and those of one that has none."""
+    seen: list[Any] = []
+
+    class Recorder:
+        @contextmanager
+        def looking(self, key: Any) -> Iterator[None]:
+            seen.append([*key[1]])
+            yield
+
+    machine = turing()
+    on_cpu, machine.__dict__["guard"] = machine.guard, Recorder()
+    fitted, _ = core_model.fit_model(made("Wan 2.1"), keep_latents="never", machine=machine)
+    output(fitted, "Wan 2.1")
+    return {"seen": seen, "on_cpu": on_cpu is None}
 
 
 def preferred() -> dict[str, Any]:

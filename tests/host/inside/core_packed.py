@@ -3,9 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import json
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +23,7 @@ import comfy_kitchen.tensor.fp8 as fp8
 import torch
 from anygpu.compat import output_check
 from anygpu.compat.device import packed_paths, timed_choice
-from anygpu.compat.device.packed_rows import INT8
+from anygpu.compat.device.packed_rows import INT8, INTEGERS
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
@@ -32,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from host.inside import core_fit_vaes, core_tiny_vaes
-from host.inside.core_fit import PEAK, traces, turing
+from host.inside.core_fit import PEAK, machine_named, traces, turing
 from host.inside.core_tiny import CASES, GROUP, HOST, error, fill, louder, made, output, pack
 
 FULL = torch.float32
@@ -69,11 +72,11 @@ def empty(name: str, loaded: str) -> Any:
     return config.get_model({}, "").eval()
 
 
-def packed_twin(name: str, kind: str, loaded: str = "fp32") -> tuple[Any, Any]:
+def packed_twin(name: str, kind: str, loaded: str = "fp32", device: torch.device = HOST) -> tuple[Any, Any]:
     """A MODEL whose Linears are packed as core's loader packs them, and one with the same values in fp32."""
     model, plain = empty(name, loaded), made(name)
     pack_layers(model.diffusion_model, plain.model.diffusion_model, kind)
-    return comfy.model_patcher.CoreModelPatcher(model, HOST, HOST), plain
+    return comfy.model_patcher.CoreModelPatcher(model, device, HOST), plain
 
 
 @contextmanager
@@ -157,6 +160,33 @@ def packed(
         "traces": left_behind(network, unpacked=not native),
         "said": [str(decision) for decision in decisions],
     }
+
+
+def on_profile(name: str, kind: str, profile: str, lora: bool = False) -> dict[str, Any]:
+    """The same on a simulated machine with its faults and refusals, fitted as ``auto`` decides.
+
+    Args:
+        lora: whether a loud layer is patched; the error then has that of packing it anew.
+    """
+    with machine_named(profile) as machine, products_counted() as calls:
+        model, plain = packed_twin(name, kind, "fp16", machine.facts.device)
+        network, path = model.model.diffusion_model, CASES[name].loud
+        for layer in core_packed.packed_layers(network):
+            layer._full_precision_mm = layer.quant_format not in INTEGERS  # as core's loader decides there
+        before, expected = left_behind(network), output(plain, name)
+        if lora:
+            change = 0.5 * torch.randn(network.get_submodule(path).weight.shape)
+            for each in (model, plain):
+                each.add_patches({f"diffusion_model.{path}.weight": ("diff", (change,))})
+        changed = output(plain, name)
+        fitted, decisions = core_model.fit_model(model, keep_latents="never", machine=machine)
+        found = output(fitted, name)
+        packed = [layer.weight for layer in core_packed.packed_layers(fitted.model.diffusion_model)]
+        management.unload_all_models()
+    return {
+        "error": error(found, changed), "products": calls.total(), "said": [str(decision) for decision in decisions],
+        "traces": left_behind(network) - before, "changed": error(changed, expected), "packed": len(packed),
+    }  # fmt: skip
 
 
 class PackedLinear(torch.nn.Linear):
@@ -306,16 +336,23 @@ def vae(product: str) -> dict[str, Any]:
 STAND_INS: dict[str, tuple[float, Callable[[Tensor], str]]] = {  # seconds of its product, and how it fails by its rows
     "raises": (1.0, lambda _: "raises"), "wrong": (1.0, lambda _: "wrong"), "half as fast": (2.0, lambda _: ""),
     "twice as fast": (0.5, lambda _: ""), "raises for 97 to 127 rows": (0.5, lambda x: "raises" * (96 < len(x) < 128)),
+    "ends the process": (1.0, lambda _: "ends"),
 }  # fmt: skip
 
 
 def chosen(stand_in: str, names: list[str]) -> dict[str, Any]:
-    """The choice on a device whose int8 product is a stand-in, on a stated clock; core's templates run to the end."""
+    """The choice on a device whose int8 product is a stand-in, on a stated clock; core's templates run to the end.
+
+    A process that ends is started again, and asked again by the button.
+    """
     seconds, fault = STAND_INS[stand_in]
-    clock, true = [0.0], torch._int_mm
+    clock, true, ends = [0.0], torch._int_mm, [0]
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         clock[0] += seconds
+        if fault(a) == "ends":
+            ends[0] += 1
+            raise SystemExit(0xC0000005)
         if fault(a) == "raises":
             raise NotImplementedError("aten::_int_mm is not implemented for this device")
         result = true(a, b)
@@ -335,10 +372,19 @@ def chosen(stand_in: str, names: list[str]) -> dict[str, Any]:
         mock.patch.object(timed_choice.time, "perf_counter", lambda: clock[0]),
         mock.patch.object(quant_ops.QuantizedTensor, "dequantize", dequantised),
         mock.patch.multiple(packed_paths, WIDTH=256, ROWS=(1, 17, 97, 112, 127, 300), SAMPLE=300),
+        tempfile.TemporaryDirectory() as folder,
     ):
-        store = ProbeStore(device, more=question)
+        store = ProbeStore(device, Path(folder), more=question, asked={})
         unasked = packed_paths.path_for(device, INT8, store.known()).path
-        store[f"packed.{INT8}"]
+        for _ in range(2):
+            try:
+                with mock.patch.object(store, "probes", question):
+                    store.ask_all(again=True)
+            except SystemExit:
+                kept = json.loads(store.path.read_text(encoding="utf-8"))
+                kept["asking"][2] -= 60  # as of a process that is no more
+                store.path.write_text(json.dumps(kept), encoding="utf-8")
+                store = ProbeStore(device, Path(folder), more=question, asked={})
         for name in names:
             model, plain = packed_twin(name, "int8 convrot", "fp16")
             fitted, decisions = core_model.fit_model(
@@ -346,7 +392,7 @@ def chosen(stand_in: str, names: list[str]) -> dict[str, Any]:
             )
             line = next(str(each) for each in decisions if INT8 in each.subject)
             results[name] = (error(output(fitted, name), output(plain, name)), fitted is model, line)
-    return {"unasked": unasked, "results": results}
+    return {"unasked": unasked, "results": results, "ends": ends[0]}
 
 
 def failed_at_work(name: str, kind: str, precision: str) -> dict[str, Any]:

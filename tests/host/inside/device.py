@@ -25,7 +25,11 @@ from host.inside.sight import seen_by_comfyui
 
 SIDE = 64  # pixels
 # Modules of comfy-kitchen that keep their matrices on a device for good.
-ROTATIONS = ("comfy_kitchen.tensor.int8_utils", "comfy_kitchen.backends.eager.convrot_w4a4")
+TABLES = (  # that comfy-kitchen keeps on the device
+    ("comfy_kitchen.tensor.int8_utils", "_HADAMARD_CACHE"),
+    ("comfy_kitchen.backends.eager.convrot_w4a4", "_HADAMARD_CACHE"),
+    ("comfy_kitchen.backends.eager.quantization", "E2M1_LUT_CACHE"),
+)
 PICTURE = torch.rand(1, SIDE, SIDE, 3, generator=torch.Generator().manual_seed(0))
 CASES: dict[str, tuple[tuple[str, ...], int, bool]] = {  # checkpoints, frames, whether it starts from a picture
     "ltx": (("ltx",), 9, False),
@@ -59,8 +63,8 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             found = scene(**arguments)
         finally:
             management.unload_all_models()
-            for module in ROTATIONS:
-                getattr(sys.modules.get(module), "_HADAMARD_CACHE", {}).clear()
+            for module, table in TABLES:
+                getattr(sys.modules.get(module), table, {}).clear()
             gc.collect()
         assert bytes_on_device() <= before, f"{bytes_on_device() - before} bytes stay on the device"
         return found

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from anygpu.pipelines.files.lora_keys import matched
 from anygpu.pipelines.registry import FAMILIES
+from comfy.lora import calculate_weight, load_lora
 from comfy.weight_adapter.boft import BOFTAdapter
 from comfy.weight_adapter.glora import GLoRAAdapter
 from comfy.weight_adapter.oft import OFTAdapter
@@ -50,4 +51,21 @@ def against_core() -> dict[str, float]:
         core = adapter.calculate_weight(weight.clone(), LAYER, 1.0, 1.0, None, lambda change: change)
         found[kind] = float((ours - core).abs().max())
         assert float((core - weight).abs().max()) > 0.1, f"core changed nothing for {kind}"
+    return found
+
+
+def norms_against_core() -> dict[str, float]:
+    """The largest difference of a norm's weight and bias from core's, by the names of the tensors, at strength 0.5."""
+    norm, found = "transformer_blocks.0.norm", {}
+    for ends in (("w_norm", "b_norm"), ("diff", "diff_b")):
+        tensors = {f"{norm}.{end}": torch.randn(ROWS) for end in ends}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        (pair,) = matched(Path("a"), shapes, {norm: (ROWS,)}, FAMILIES["hunyuan_video"]).pairs.values()
+        delta, own = pair.delta(tensors), {"weight": torch.randn(ROWS), "bias": torch.randn(ROWS)}
+        added = {"weight": pair.product(tensors, own["weight"], delta), "bias": delta.bias}
+        patches = load_lora(tensors, {norm: f"{norm}.weight"})
+        for part, end in zip(own, ends, strict=True):
+            patch = [(0.5, patches[f"{norm}.{part}"], 1.0, None, None)]
+            core = calculate_weight(patch, own[part].clone(), part)
+            found[end] = float((core - own[part] - 0.5 * added[part]).abs().max())
     return found

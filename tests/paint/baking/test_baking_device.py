@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from anygpu.paint.baking.bake import BakeSettings, bake
+from anygpu.paint.baking.bake import BakeSettings, bake, texels_of
 from anygpu.paint.baking.fill import filled
+from anygpu.paint.baking.projection import Reference, projected
 from anygpu.paint.geometry import raster
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
+from anygpu.paint.geometry.pose import Pose, posed_view
 from anygpu.paint.geometry.turntable import turntable
 from anygpu.paint.geometry.views import chosen_views, rendered_maps
 
@@ -32,6 +34,25 @@ def test_a_device_gives_what_the_cpu_gives(acc, form):
         torch.testing.assert_close(
             found[name], tensor, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_a_picture_is_projected_where_the_mesh_is(acc):
+    def found(device):
+        surface, _ = Surface.of(synthetic.torus(8, 16), device).with_uvs()
+        pose = Pose(0.1, 0.2, perspective=0.3, scale=-0.4)
+        _, view, shown = posed_view(surface, pose, 256)
+        places = shown.interpolated(surface.vertices, surface.faces).cpu()
+        colours = torch.cat((synthetic.waves(places), torch.ones(len(places), 1)), dim=1)
+        picture = view.image(colours.to(surface.vertices.device)).cpu()
+        texels = texels_of(surface, 64)
+        texture = synthetic.ideal_texture(texels).to(surface.vertices.device)
+        made = projected(surface, texture, [Reference(picture, "front", 6, 12, given=True)])
+        assert made.texture.device.type == torch.device(device).type
+        return made
+
+    wanted, made = found("cpu"), found(acc)
+    assert (wanted.weight > 0).sum() > 100 and made.notes == wanted.notes
+    torch.testing.assert_close(made.texture.cpu(), wanted.texture, atol=1e-3, rtol=0)
 
 
 def test_a_device_without_int64_minimum_is_rasterised_on_the_cpu(acc, monkeypatch, caplog):

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 from anygpu.compat.errors import InputError, MissingPackageError
+from anygpu.paint import texturing
 from anygpu.paint.baking import fill
 from anygpu.paint.baking.bake import Baked, BakeSettings, bake, texels_of
-from anygpu.paint.baking.fill import filled, pull_push, vertex_filled
-from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
+from anygpu.paint.baking.fill import filled, from_the_other_half, is_symmetric, pull_push, vertex_filled
+from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import Surface
 from paint.synthetic import errors, ideal_texture
 
@@ -75,6 +76,50 @@ def test_a_hole_gets_the_colours_round_it():
     hole = baked.texels.covered & ~baked.painted
     assert hole.sum() > 100
     assert errors(vertex_filled(baked, surface)[0], baked.texels, hole).mean() < 0.05
+
+
+def lopsided(side: float) -> Surface:
+    """A torus, whose right half is another's by ``side`` of its width."""
+    mesh = synthetic.torus(16, 32)
+    right = mesh.vertices[:, :1] > 0
+    return Surface.of(replace(mesh, vertices=torch.where(right, mesh.vertices * (1 + side), mesh.vertices)))
+
+
+def even(places):
+    """Colours that are the same left and right."""
+    return synthetic.waves(places * torch.tensor((0.0, 1.0, 1.0)))
+
+
+SEEN = camera_table([90, 45], [0, 40], [1, 0.5])
+
+
+def test_what_a_symmetric_mesh_hides_comes_from_its_other_half():
+    surface, settings = lopsided(0.0), BakeSettings(128, 256)
+    pictures = synthetic.photographs(surface, SEEN, 256, 256, even)
+    baked = bake(surface, SEEN, pictures, settings)
+    both = from_the_other_half(baked, surface, SEEN, pictures, settings)
+    new = both.painted & ~baked.painted
+    assert new.sum() > 0.15 * baked.texels.covered.sum()
+    assert errors(both.texture, baked.texels, new, even).mean() < 0.02
+    assert torch.equal(both.texture[baked.painted], baked.texture[baked.painted])
+    texture = texturing.texture_of(synthetic.torus(16, 32), SEEN, pictures, None, settings)
+    assert f"{both.share - baked.share:.1%} mirrored from its other half" in texture.notes[0]
+    plain = errors(filled(baked, surface), baked.texels, new, even).mean()
+    assert errors(texture.colour, baked.texels, new, even).mean() < plain / 2
+
+
+@pytest.mark.parametrize(("side", "same"), [(0.0, True), (0.005, True), (0.1, False)])
+def test_symmetry_has_a_tolerance(side, same):
+    assert is_symmetric(lopsided(side)) is same
+
+
+def test_cameras_that_mirror_one_another_leave_the_bake_as_it_is():
+    surface, settings = lopsided(0.0), BakeSettings(64, 128)
+    pictures = synthetic.photographs(surface, DEFAULT_VIEWS, 64, 128)
+    baked = bake(surface, DEFAULT_VIEWS, pictures, settings)
+    assert from_the_other_half(baked, surface, DEFAULT_VIEWS, pictures, settings) is baked
+    seen = bake(surface, SEEN, pictures[:2], exact := BakeSettings(64, 128, exact=True))
+    assert from_the_other_half(seen, surface, SEEN, pictures[:2], exact) is seen
 
 
 def test_every_texel_gets_a_colour_and_painted_ones_stay():

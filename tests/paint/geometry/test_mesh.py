@@ -23,6 +23,7 @@ from anygpu.paint.geometry.mesh import (
 )
 from hostile.bombs import glb
 from paint.shapes import box, sphere
+from PIL import Image
 
 BOX = box()
 
@@ -35,6 +36,37 @@ def with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
     other = tensor.clone()
     other[0, 0] = value
     return other
+
+
+def test_a_file_s_material_comes_with_the_mesh_and_what_is_lost_is_named(tmp_path):
+    trimesh = pytest.importorskip("trimesh")
+    colours = {"baseColor": (200, 10, 10), "metallicRoughness": (0, 100, 50), "normal": (128, 120, 255)}
+    colours |= {"occlusion": (77, 0, 0), "emissive": (1, 2, 3)}
+
+    def part(offset, without=None, **factors):
+        chosen = {name: colour for name, colour in colours.items() if name != without}
+        pictures = {f"{name}Texture": Image.new("RGB", (4, 8), colour) for name, colour in chosen.items()}
+        material = trimesh.visual.material.PBRMaterial(**pictures, **factors)
+        visual = trimesh.visual.TextureVisuals(uv=BOX.uvs.numpy(), material=material)
+        moved = (BOX.vertices + torch.tensor(offset)).numpy()
+        return trimesh.Trimesh(moved, BOX.faces.numpy(), visual=visual, process=False)
+
+    one = part((0.0, 0.0, 0.0), metallicFactor=0.25, baseColorFactor=[255, 0, 51, 255])
+    (tmp_path / "one.glb").write_bytes(one.export(file_type="glb"))
+    mesh, notes = load_mesh(tmp_path / "one.glb")
+    assert {name: tuple((values[0, 0] * 255).round().int().tolist()) for name, values in mesh.maps.items()} == colours
+    assert mesh.maps["normal"].shape == (8, 4, 3)
+    assert mesh.factors["metallicFactor"] == 0.25
+    assert mesh.factors["baseColorFactor"] == [1, 0, 0.2, 1]
+    assert not any("textures" in note for note in notes)
+    painted, _ = load_mesh(write_glb(tmp_path / "painted.glb", mesh, torch.ones(4, 4, 3)))
+    assert painted.maps["baseColor"].eq(1).all() and painted.factors["metallicFactor"] == 0.25
+    assert all(torch.equal(painted.maps[name], mesh.maps[name]) for name in colours if name != "baseColor")
+    two = trimesh.Scene([one, part((3.0, 0.0, 0.0), without="normal", roughnessFactor=0.5)])
+    (tmp_path / "two.glb").write_bytes(two.export(file_type="glb"))
+    mesh, notes = load_mesh(tmp_path / "two.glb")
+    assert {"baseColor", "metallicRoughness"} <= set(mesh.maps) and "normal" not in mesh.maps
+    assert any(note.startswith("textures that are damaged, or") and note.endswith("left out: normal") for note in notes)
 
 
 def test_the_frame_is_the_published_one():

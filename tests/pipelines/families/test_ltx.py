@@ -153,6 +153,12 @@ def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, t
     assert torch.equal(frames, expected[1]) and frames.shape == (FRAMES, SIZE, SIZE, 3)
 
 
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the recipe without noise on pictures, as diffusers' LTXImageToVideoPipeline has it."""
+    recipe = replace(RECIPES["dev"], image_noise=0.0)
+    monkeypatch.setattr("anygpu.pipelines.families.ltx.pipeline.recipe_of", lambda *_: recipe)
+
+
 # Parity -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +169,9 @@ def test_text_equals_ltx_pipeline(plain: Model, rescale: float) -> None:
     assert latents.task == "text"
 
 
-def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model) -> None:
+def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the noise on the picture, which diffusers leaves out."""
+    quiet(monkeypatch)
     latents = ours(plain, anchors=PLACES["first frame"])
     image = PICTURE.permute(0, 3, 1, 2)
     require_same(plain, latents, one_shot(plain.bare("ltx_image"), plain.prompt, image=image))
@@ -191,7 +199,11 @@ def test_frame_rate_counts_as_upstream_counts_it(plain: Model, condition: Model,
 
 
 @pytest.mark.parametrize("task", TASK)
-def test_own_text_encoding_equals_within_what_trimming_costs(plain: Model, condition: Model, task: str) -> None:
+def test_own_text_encoding_equals_within_what_trimming_costs(
+    plain: Model, condition: Model, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if task == "ltx_image":
+        quiet(monkeypatch)
     model = condition if task == "ltx_condition" else plain
     anchors = PLACES["first frame"] if task == "ltx_image" else ()
     image = {"image": PICTURE.permute(0, 3, 1, 2)} if anchors else {}
@@ -320,7 +332,10 @@ def test_a_clip_longer_than_the_video_is_cut_as_upstream_cuts_its_frames(conditi
     assert [text for text in progress.said if "clip" in text] == ["clip at frame 16: 17 -> 9 frames (the video has 25)"]
 
 
-def test_previews_are_videos_with_the_picture_in_its_place(plain: Model, condition: Model, recorded: Any) -> None:
+def test_previews_are_videos_with_the_picture_in_its_place(
+    plain: Model, condition: Model, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet(monkeypatch)
     for model, place in ((condition, "first and last frame"), (plain, "first frame")):
         progress, image = recorded(), encoded(model.pipeline, PLACES[place])
         latents = stages.sample(model.pipeline, model.prompt, image, SETTINGS, progress)
@@ -478,3 +493,110 @@ def test_the_transformer_sees_a_shift_too(condition: Model, recipe: Recipe) -> N
     assert schedule.timesteps.tolist() == pytest.approx([1000 * level for level in schedule.levels[:-1]])
     usual = _schedule(config, replace(settings, shift=0.0), True, recipe, torch.device("cpu"))
     assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))
+
+
+def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch.Tensor | None) -> torch.Tensor:
+    """Latents of plain Euler steps over the video's tokens with a control clip's behind them.
+
+    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``, ComfyUI 0.33 ``comfy_extras/nodes_lt.py``: places, timesteps.
+    """
+    pipe, generator = model.bare("ltx_condition"), generator_for(SEED)
+    transformer, vae = model.pipeline.parts["transformer"], model.pipeline.parts["vae"]
+    settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0)
+    levels = _schedule(model.pipeline.tools["scheduler"], settings, True, RECIPES["dev"], torch.device("cpu")).levels
+
+    def clean(frames: torch.Tensor, draw: bool) -> torch.Tensor:
+        found = vae.encode((frames.permute(3, 0, 1, 2) * 2 - 1)[None]).latent_dist
+        latents = found.sample(generator) if draw else found.mean
+        mean, std = (value.view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std))
+        return pipe._pack_latents((latents - mean) / std)
+
+    def places(frames: int) -> torch.Tensor:
+        cells = [(max(0, 8 * t - 7) / 25, 32.0 * y, 32.0 * x) for t in range(frames) for y in (0, 1) for x in (0, 1)]
+        return torch.tensor(cells).T[None]
+
+    video = pipe._pack_latents(torch.randn(1, 128, *GRID, generator=generator))
+    first = 0 if picture is None else 4
+    held = torch.zeros(1, 16)
+    if picture is not None:
+        video[:, :4], held[:, :4] = clean(picture, draw=True), 1.0
+    beside = clean(control, draw=False)
+    noise = torch.randn(beside.shape, generator=generator) if strength < 1 else beside
+    beside = (strength * beside + (1 - strength) * noise)[:, first:]
+    coords = torch.cat((places(4), places(1 + (len(control) - 1) // 8)[:, :, first:]), 2)
+    tokens, start = torch.cat((video, beside), 1), video.clone()
+    share = torch.cat((1 - held, torch.full((1, beside.shape[1]), 1 - strength)), 1)
+    for index, level in enumerate(levels[:-1]):
+        output = transformer(
+            hidden_states=tokens,
+            encoder_hidden_states=model.prompt.embeds[EMBEDS],
+            encoder_attention_mask=model.prompt.embeds[MASK],
+            timestep=1000 * level * share,
+            video_coords=coords,
+            return_dict=False,
+        )[0]
+        tokens = tokens + (levels[index + 1] - level) * share[..., None] * output
+        tokens[:, :first] = start[:, :first]
+    return pipe._unpack_latents(tokens[:, :16], *GRID)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+@pytest.mark.parametrize("picture", [None, PICTURE], ids=["alone", "after a picture"])
+def test_a_control_clip_stands_beside_the_video(
+    condition: Model, monkeypatch: pytest.MonkeyPatch, picture: torch.Tensor | None, strength: float
+) -> None:
+    quiet(monkeypatch)
+    image = None if picture is None else encoded(condition.pipeline, [(picture, 0, 1.0)])
+    request = ImageRequest(CLIP, SIZE, SIZE, 0, strength, previous=image, control=True)
+    image = stages.encode_image(condition.pipeline, request, "stretch", Silent())
+    assert image.beside == 17 and image.sources[-1].control
+    counts: list[int] = []
+    with condition.pipeline.offloader.hold("transformer") as module:
+        hook = module.register_forward_pre_hook(
+            lambda _, __, given: counts.append(given["hidden_states"].shape[1]), with_kwargs=True
+        )
+        settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0)
+        made = stages.sample(condition.pipeline, condition.prompt, image, settings, Silent())
+        hook.remove()
+    with torch.no_grad():
+        expected = by_hand(condition, CLIP, strength, picture)
+    assert set(counts) == {16 + 12 - (0 if picture is None else 4)} and made.samples.shape == expected.shape
+    torch.testing.assert_close(made.samples, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_they_do_not(
+    plain: Model, tiny_folder: Path, recorded: Any
+) -> None:
+    request = ImageRequest(CLIP, SIZE, SIZE, control=True)
+    image = stages.encode_image(plain.pipeline, request, "stretch", Silent())
+    settings = replace(SETTINGS, cfg=1.0, stg=0.0)
+    without = stages.sample(plain.pipeline, plain.prompt, None, settings, Silent())
+    made = stages.sample(plain.pipeline, plain.prompt, image, settings, Silent())
+    assert made.samples.shape == without.samples.shape and not torch.equal(made.samples, without.samples)
+    other, progress = load(LoadRequest(tiny.build("framepack", tiny_folder), device="cpu")), recorded()
+    stages.encode_image(other, ImageRequest(PICTURE, 64, 64, control=True), "stretch", progress)
+    assert "control has no effect on FramePack" in progress.said
+
+
+@pytest.mark.parametrize("name", ["plain", "condition"])
+def test_pictures_of_every_version_get_the_published_noise(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each step clean + 0.15 t^2 noise, anew each time. Source: every config of Lightricks/LTX-Video."""
+    model, seen = request.getfixturevalue(name), []
+
+    def look(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+        seen.append((named["hidden_states"][-1, :4], float(named["timestep"][-1].max()) / 1000))
+
+    image, settings = encoded(model.pipeline, PLACES["first frame"]), replace(SETTINGS, cfg=1.0, stg=0.0)
+    with model.pipeline.offloader.hold("transformer") as module:
+        hook = module.register_forward_pre_hook(look, with_kwargs=True)
+        stages.sample(model.pipeline, model.prompt, image, settings, Silent())
+        hook.remove()
+    quiet(monkeypatch)
+    clean = stages.sample(model.pipeline, model.prompt, image, settings, Silent()).samples[0, :, 0].flatten(1).T
+    noises = [(tokens - clean) / (0.15 * level**2) for tokens, level in seen]
+    assert len(noises) == STEPS
+    for index, noise in enumerate(noises):
+        assert 0.85 < float(noise.std()) < 1.15 and abs(float(noise.mean())) < 0.15
+        assert index == 0 or not torch.allclose(noise, noises[index - 1], atol=0.1)

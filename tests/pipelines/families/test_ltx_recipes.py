@@ -171,11 +171,36 @@ def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[
     assert again.samples.shape == found.samples.shape and not torch.equal(again.samples, found.samples)
 
 
-@pytest.mark.parametrize(("frames", "words"), [(True, "makes more frames"), (False, "holds no latent upscaler")])
-def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, frames: bool, words: str) -> None:
+def test_a_temporal_upscaler_doubles_the_frames_of_the_same_seconds(
+    models: dict[str, Pipeline], tmp_path: Path
+) -> None:
+    from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
-    kind = {"spatial_upsample": False, "temporal_upsample": True} if frames else {"in_channels": 16}
+    pipeline, low = models["linear-quadratic"], start(models["shifted"])
+    torch.manual_seed(5)
+    network = LTXLatentUpsamplerModel(
+        mid_channels=32, num_blocks_per_stage=1, spatial_upsample=False, temporal_upsample=True
+    ).eval()
+    file = tmp_path / "temporal.safetensors"
+    save_file(network.state_dict(), file)
+    found = stages.upscale(pipeline, low, file, Silent())
+    vae = pipeline.parts.read("vae", Silent())
+    with torch.no_grad():
+        expected = network(LTXPipeline._denormalize_latents(low.samples, vae.latents_mean, vae.latents_std))
+    expected = LTXPipeline._normalize_latents(expected, vae.latents_mean, vae.latents_std)
+    torch.testing.assert_close(found.samples, expected, rtol=0, atol=1e-5)
+    assert (found.frames, found.fps) == (2 * low.frames - 1, 2 * low.fps) and SECOND_PASS not in found.extra
+    assert stages.decode(pipeline, found, Silent()).shape[0] == found.frames
+    asked = SampleSettings(0, 0, 0, steps=2, seed=3, denoise=0.3, latents=found)
+    assert stages.sample(pipeline, prompt(), None, asked, Silent()).frames == found.frames
+
+
+@pytest.mark.parametrize(("both", "words"), [(True, "enlarges in a way"), (False, "holds no latent upscaler")])
+def test_another_upscaler_is_named(models: dict[str, Pipeline], tmp_path: Path, both: bool, words: str) -> None:
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+
+    kind = {"spatial_upsample": True, "temporal_upsample": True} if both else {"in_channels": 16}
     file = tmp_path / "x.safetensors"
     save_file(LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1, **kind).state_dict(), file)
     with pytest.raises(CheckpointError, match=words):

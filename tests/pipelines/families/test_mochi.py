@@ -133,3 +133,20 @@ def test_conditioning_of_another_encoder_is_refused_in_one_line(pipeline):
     width = pipeline.configs["transformer"]["text_embed_dim"]
     with pytest.raises(InputError, match=f"width {width + 8}; expected width {width}"):
         stages.prompt_from_core(pipeline, [[torch.zeros(1, 5, width + 8), {}]])
+
+
+def test_fast_mochi_takes_its_own_levels(pipeline, prompt):
+    """Those of its card: ``linear_quadratic_schedule(8, 0.1, 6)``, 8 steps, cfg 1.5, 163 frames."""
+    from anygpu.pipelines.settings import of_checkpoint, recipe_of
+    from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
+
+    fast = replace(pipeline, model=replace(pipeline.model, recipe="FastMochi"))
+    usual, sigmas = of_checkpoint(fast).sizes.defaults, (*map(float, linear_quadratic_schedule(8, 0.1, 6)), 0.0)
+    assert (usual.steps, usual.cfg, usual.frames, usual.width, usual.height) == (8, 1.5, 163, 848, 480)
+    assert recipe_of(fast).timesteps == pytest.approx(sigmas[:-1], abs=1e-9)
+    own = stages.sample(fast, prompt, None, replace(ASKED, steps=0, cfg=0.0), Silent())
+    given = stages.sample(fast, prompt, None, replace(ASKED, steps=8, cfg=1.5, sigmas=sigmas), Silent())
+    torch.testing.assert_close(own.samples, given.samples, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(
+        own.samples, stages.sample(pipeline, prompt, None, replace(ASKED, steps=8), Silent()).samples
+    )

@@ -21,9 +21,11 @@ import pytest
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
-from anygpu.pipelines.files import download
-from anygpu.pipelines.files.download import every_offer, fetched, is_checked, selected
+from anygpu.pipelines.family import HUB_FILES, Download, Offer
+from anygpu.pipelines.files import catalogue, download
+from anygpu.pipelines.files.catalogue import absent_offers, every_offer
+from anygpu.pipelines.files.download import fetched, is_checked, selected
+from anygpu.pipelines.offers import HUB
 from anygpu.pipelines.registry import FAMILIES
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -132,7 +134,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub with one repository, which the first family's model is; its bytes come in small pieces."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 65536)
-    monkeypatch.setattr(download, "offers", lambda: {"LTX-Video": Offer((DOWNLOAD,), {"all": 0.1})})
+    monkeypatch.setattr(catalogue, "offers", lambda: {"LTX-Video": Offer((DOWNLOAD,), {"all": 0.1})})
     monkeypatch.setattr(download, "WAIT_SECONDS", 0.01)
     found = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
@@ -312,11 +314,11 @@ def test_what_cannot_be_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytes
         run(hub, tmp_path, choice="yes")
     other = replace(DOWNLOAD, revision="f" * 40)
     with monkeypatch.context() as patch:
-        patch.setattr(download, "offers", lambda: {"LTX-Video": Offer((other,), {"all": 0.1})})
+        patch.setattr(catalogue, "offers", lambda: {"LTX-Video": Offer((other,), {"all": 0.1})})
         with pytest.raises(CheckpointError, match=rf"has no commit f{{40}}; .*Update AnyGPU, or download {HUB}"):
             run(hub, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
+        patch.setattr(catalogue.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
         other = tmp_path / DOWNLOAD.folder / download.PARTS / "of-something-else.incomplete"
         other.parent.mkdir(parents=True)
         with other.open("wb") as file:
@@ -342,6 +344,19 @@ def test_one_set_of_weights_of_each_folder_is_chosen() -> None:
     assert sorted(selected(sizes, HUB_FILES)) == sorted(WANTED)
     assert "ltx-video-2b-v0.9.safetensors" in selected(sizes, ())
     assert not selected(dict.fromkeys(("C:a.json", "..\\a.json", "a/../../b.json", "/a.json"), 1), ())
+
+
+def test_what_is_not_here_is_offered_with_what_its_download_means(tmp_path: Path) -> None:
+    (tmp_path / "HunyuanVideo").mkdir()
+    all_of_them = absent_offers((), [tmp_path / "not" / "yet"])
+    assert [offer["title"] for offer in all_of_them.values()] == list(every_offer())
+    absent = absent_offers({"LTX-Video": tmp_path}, [tmp_path])
+    assert set(all_of_them) - set(absent) == {"LTX-Video"}
+    text = absent["FramePackI2V_HY"]["text"]
+    assert text.startswith("43 GB to download, 42 GB of weights in bf16; ") and " GB free on the disk. " in text
+    for folder in ("FramePackI2V_HY", "HunyuanVideo", "flux_redux_bfl"):
+        assert f"into {tmp_path / folder}\n" in text
+    assert "licences" in text.splitlines()[-1]
 
 
 def test_each_model_on_offer_is_fixed_at_a_commit() -> None:

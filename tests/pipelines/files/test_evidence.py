@@ -127,23 +127,27 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuan_video_accvid_t2v-5-steps_Q4_K_M accvideo-t2v-5-steps-Q8_0""",
         "caution": """hunyuan_video_custom_720p_fp8_scaled hunyuan_video_custom_720_bf16 HunyuanCustom
             hunyuan_custom_720p_fp8_scaled hunyuan_video_custom_audio_720_bf16 hunyuan_video_custom_edit_720_bf16
-            hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar""",
+            hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar
+            HunyuanVideo_dashtoon_keyframe_lora_converted_comfy_bf16 HunyuanVideo_dashtoon_keyframe_lora_converted_bf16
+            hunyuan-video-keyframe-control-lora img2vid img2vid544p Hunyuan-GameCraft-1.0 HunyuanWorld-Voyager""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
             skyreels_hunyuan_t2v_bf16 skyreels-hunyuan-I2V-Q5_K_M hunyuan_video_720_bf16 hunyuan_video_i2v_720_bf16
-            hunyuan-video-i2v-720p-Q8_0""",
+            hunyuan-video-i2v-720p-Q8_0 hyvid_I2V_lora_embrace hyvid_I2V_lora_hair_growth""",
     },
     "hunyuan_video_15": {
         "lightx2v": """hy1.5_t2v_480p_lightx2v_4step hy1.5_t2v_480p_scaled_fp8_e4m3_lightx2v_4step
-            hy1.5_t2v_480p_lightx2v_4step_fp8_e4m3fn_scaled_kj hunyuanvideo1.5_t2v_480p_lightx2v_4step-Q4_K_M""",
+            hy1.5_t2v_480p_lightx2v_4step_fp8_e4m3fn_scaled_kj hunyuanvideo1.5_t2v_480p_lightx2v_4step-Q4_K_M
+            hy1.5_t2v_480p_lightx2v_4step_quanto_int8_bf16""",
         "lightx2v LoRA": "hunyuan_1_5_LigthX2V_dpm_rank32 1_5_LigthX2V_dpm_rank32",
         "step distilled LoRA": "hunyuan_1_5_i2v_step_distilled_dpm_rank32 1_5_i2v_step_distilled_dpm_rank32",
         "few steps": "480p_i2v_step_distilled hunyuanvideo1.5_480p_i2v_step_distilled_fp16",
         "capybara": "capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled",
         "caution": """capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled hunyuanvideo1.5_1080p_sr
-            hunyuanvideo1.5_720p_sr_distilled_fp16""",
-        "": """hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
+            hunyuanvideo1.5_720p_sr_distilled_fp16 720p_i2v_distilled_sparse HY-OmniWeaving""",
+        "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
+            hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
             hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
             HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled""",
     },
@@ -155,6 +159,11 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             ltxv-2b-0.9.6-distilled-04-25 ltxv-2b-0.9.8-distilled ltxv-13b-0.9.7-dev ltxv-13b-0.9.7-distilled
             ltxv-13b-0.9.8-dev ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-dev-Q4_K_M ltxv-13b-0.9.8-distilled-fp8
             ltx_squish_lora LTX-Video-Cakeify-LoRA""",
+    },
+    "mochi": {
+        "FastMochi": "FastMochi FastMochi-diffusers",
+        "": """mochi_preview_bf16 mochi_preview_fp8_scaled mochi_preview_dit_bf16 mochi_preview_dit_GGUF_Q8_0
+            mochi-1-preview mochi-q3_k_m""",
     },
 }
 
@@ -168,3 +177,9 @@ def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> Non
         kinds = {kind for kind, group in groups.items() if name in group.split()}
         assert recipe_named(spec, (name,)) == next(iter(kinds - {"caution"}), ""), name
         assert bool(cautions_by_name(spec, (name,))) == ("caution" in kinds), name
+
+
+def test_at_least_eighty_published_names_are_held() -> None:
+    assert (
+        len({name for groups in PUBLISHED_NAMES.values() for group in groups.values() for name in group.split()}) >= 80
+    )

@@ -107,7 +107,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
 
 
 LAYER = "transformer_blocks.0.attn.to_q"
-NEAR = dict(atol=1e-4, rtol=1e-5)
+NEAR = dict(atol=1e-5, rtol=1e-5)
 
 
 def weight_and_bias(made: Any) -> tuple[Tensor, Tensor]:
@@ -272,3 +272,51 @@ def test_glora_multiplies_the_weight_and_adds(made: Any, older: bool) -> None:
 def test_rotations_of_several_layers_at_once_are_named_and_left() -> None:
     tensors = {f"{FUSED}.oft_blocks": (3, 6, 6), f"{LAYER}.diff": (6, 6)}
     assert matched(FILE, tensors, LAYERS, HUNYUAN).unmatched == [f"{FUSED}.oft_blocks"]
+
+
+NORMS = {  # a norm of each model, its name in the original release, and whether it has a bias
+    "hunyuan_video": ("transformer_blocks.0.attn.norm_q", "double_blocks_0_img_attn_q_norm", False),
+    "hunyuan_video_15": ("image_embedder.norm_in", "vision_in_proj_0", True),
+    "ltx": ("transformer_blocks.0.attn1.norm_k", "transformer_blocks_0_attn1_k_norm", False),
+    "mochi": ("transformer_blocks.0.attn1.norm_added_q", "blocks_0_attn_q_norm_y", False),
+}
+
+
+@pytest.mark.parametrize("mode", LORA_MODES)
+@pytest.mark.parametrize("family", NORMS)
+def test_differences_of_norms_are_in_their_weights(family: str, mode: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """LyCORIS' ``w_norm`` and ``b_norm``, and ``diff``: all times the strength, no alpha. Beside a LoRA of a matrix."""
+    ours, release, biased = NORMS[family]
+    pipeline = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
+    name, shape = next((n, s) for n, s in lora.layers_of(pipeline).items() if len(s) == 2)
+    for spelled, end in ((f"lycoris_{release}", "w_norm"), (f"diffusion_model.{ours}", "diff")):
+        with pipeline.offloader.hold("transformer") as module:
+            before = {key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
+        tensors = {f"{spelled}.{end}": torch.randn(before[f"{ours}.weight"].shape)}
+        if biased:
+            bias = "b_norm" if end == "w_norm" else "diff_b"
+            tensors[f"{spelled}.{bias}"] = torch.randn(before[f"{ours}.bias"].shape)
+        factors = {f"{name}.lora_A.weight": torch.randn(2, shape[1]), f"{name}.lora_B.weight": torch.randn(shape[0], 2)}
+        save_file({**tensors, **factors}, tmp_path / "norm.safetensors")
+        pipe = lora.with_lora(pipeline, tmp_path / "norm.safetensors", -0.5, "", mode, Silent())
+        assert set(lora.on(pipe)[0].pairs) == {ours, name}
+        with pipe.offloader.hold("transformer") as module:
+            norm = module.get_submodule(ours)
+            for owned, added in zip(("weight", "bias"), tensors.values(), strict=False):
+                expected = before[f"{ours}.{owned}"] - 0.5 * added
+                torch.testing.assert_close(getattr(norm, owned).detach(), expected, atol=1e-6, rtol=0)
+        with pipeline.offloader.hold("transformer") as module:
+            assert all(torch.equal(tensor, before[key]) for key, tensor in module.state_dict().items())
+
+
+def test_norms_beside_packed_weights_take_their_differences(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
+    request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights="int8")
+    pipeline: Pipeline = load(request)
+    norm, progress = NORMS["hunyuan_video"][0], recorded()
+    with pipeline.offloader.hold("transformer") as module:
+        before = module.get_submodule(norm).weight.detach().clone()
+    save_file({f"{norm}.w_norm": torch.ones(before.shape)}, tmp_path / "norm.safetensors")
+    pipe = lora.with_lora(pipeline, tmp_path / "norm.safetensors", 1.0, "", "separate", progress)
+    with pipe.offloader.hold("transformer") as module:
+        assert torch.equal(module.get_submodule(norm).weight, before + 1)
+    assert not any("left out" in line for line in progress.said)

@@ -71,8 +71,8 @@ def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
     config = {**pipeline.configs["transformer"], "num_layers": 5, "num_single_layers": 7}
     pipeline = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, "transformer": config}))
     size = Size(64, 64, 5, text=6)
-    call = counts._call(pipeline, size, 1)
-    module = counts._built(pipeline, "transformer", config, torch.float32).to_empty(device="cpu")
+    call = counts.empty_call(pipeline, size, 1)
+    module = counts.built(pipeline, "transformer", config, torch.float32).to_empty(device="cpu")
     given = {key: getattr(call, key) for key in call.__slots__ if isinstance(getattr(call, key), torch.Tensor)}
     with counting() as ran:
         ones = replace(call, **{key: torch.ones(value.shape) for key, value in given.items()})

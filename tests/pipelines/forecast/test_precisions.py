@@ -71,10 +71,10 @@ def test_safe_fp16_moves_what_its_rewrite_moves(tiny_folder, name):
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
     pipeline = replace(pipeline, device=replace(pipeline.device, precision=SAFE))
     size = Size(64, 64, CASES[name].frames, text=6)
-    call = counts._call(pipeline, size, 1)
+    call = counts.empty_call(pipeline, size, 1)
     given = {key: getattr(call, key) for key in call.__slots__ if isinstance(getattr(call, key), torch.Tensor)}
     ones = replace(call, **{key: torch.ones(value.shape, dtype=value.dtype) for key, value in given.items()})
-    module = counts._built(pipeline, "transformer", pipeline.configs["transformer"], HALF).to_empty(device="cpu")
+    module = counts.built(pipeline, "transformer", pipeline.configs["transformer"], HALF).to_empty(device="cpu")
     apply_fp16_safe(module.requires_grad_(False), pipeline.family)
     with counting() as ran:
         pipeline.spec.code.call_transformer(pipeline, module, ones)

@@ -1,0 +1,48 @@
+"""Files of tensors that torch pickled (.bin, .pth), read without running code."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import TOKEN_BYTES, CheckpointError, PackError, afford
+from .headers import plain_status
+
+
+def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that torch pickled, mapped, not read; nothing in it is run.
+
+    Raises:
+        CheckpointError: it is damaged, or holds something beside tensors.
+    """
+    try:
+        size = plain_status(path).st_size
+        if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more
+            with zipfile.ZipFile(path) as archive:
+                pickled = sum(item.file_size for item in archive.infolist() if item.filename.endswith(".pkl"))
+            afford(repr(str(path)), TOKEN_BYTES * pickled, size)
+        try:
+            content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            content = torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6: no mapping
+    except PackError:
+        raise
+    except Exception as error:  # the unpickler of torch raises nearly anything on damage
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read as weights alone ({reason})",
+            expected=f"a complete {path.suffix} that contains only tensors",
+            fix="Download this file again, or use the .safetensors one.",
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise CheckpointError(
+            f"{str(path)!r} holds something beside tensors",
+            expected=f"a {path.suffix} that maps names to tensors",
+            fix="Use the file as published, not a training checkpoint.",
+        )
+    return content

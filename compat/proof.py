@@ -1,0 +1,200 @@
+"""The proof of a device: parts that measure it, in one file that grows part by part, and one picture of it.
+
+A part that fails is a figure with its reason; a process that dies costs the part that it died in. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+from .device.facts import GIBIBYTE, DeviceFacts
+from .durable import replacing
+from .errors import InputError, first_line
+from .records import FIX, json_in, parse, plain, shown
+from .redaction import own_names, redact
+
+VERSION, HEAD = 1, "anygpu_proof"
+MOST_BYTES, MOST_FIGURES, MOST_TEXT = 2**20, 400, 200
+SECONDS = 540.0  # after which no part begins: ten minutes with the last one
+ENDED = "the process ended in this part"
+BAR, LEFT, ROW = 300, 300, 16  # of the picture, in its own units
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a device.
+
+    Args:
+        measured: in ``unit``, on the device; None where it was not.
+        modelled: by data sheets or a forecast; None where there is none.
+        fault: why it could not be measured, or is wrong.
+    """
+
+    what: str
+    unit: str = ""
+    measured: float | None = None
+    modelled: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a proof: its name and what makes its figures, which may raise anything after any of them."""
+
+    name: str
+    figures: Callable[[], Iterable[Figure]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A part that ran."""
+
+    name: str
+    seconds: float
+    figures: tuple[Figure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """All that is known of a device; ``running`` is the part that runs, or in which the process died."""
+
+    device: str
+    backend: str
+    arch: str
+    driver: str
+    memory_gb: float
+    versions: dict[str, str]
+    date: str
+    running: str = ""
+    parts: tuple[Finished, ...] = ()
+
+    def text(self) -> str:
+        """The file's content."""
+        return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
+
+
+def proof_in(text: str | bytes) -> Proof:
+    """The proof that a file holds.
+
+    Raises:
+        InputError: no such file, another version, an unknown field, a value of a wrong type.
+    """
+    record = json_in(text[:MOST_BYTES], "the proof")
+    if not isinstance(record, dict) or record.pop(HEAD, None) != VERSION:
+        raise InputError(f"{shown(record)} instead of a proof", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
+    return parse(Proof, record, "the proof")
+
+
+def proof_of(facts: DeviceFacts, versions: dict[str, str]) -> Proof:
+    """A proof of the device of ``facts`` without any part."""
+    told = {name: text for name, text in {**versions, **facts.versions}.items() if name != "kernel"}
+    own = {name: getattr(facts, name) for name in ("backend", "arch", "driver")}
+    memory, date = round(facts.total_bytes / GIBIBYTE, 1), datetime.date.today().isoformat()
+    return Proof(facts.name, **own, memory_gb=memory, versions=redact(told, own_names()), date=date)
+
+
+def run_parts(
+    parts: Sequence[Part],
+    fresh: Proof,
+    path: Path,
+    notify: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    seconds: float = SECONDS,
+    release: Callable[[], None] = lambda: None,
+) -> Proof:
+    """Run the parts that the file at ``path`` lacks, write each as it ends, and draw the picture beside it.
+
+    Args:
+        fresh: a proof of this device without any part.
+        seconds: after which no further part begins; what is left, the next call does.
+        release: frees what a part left on the device.
+
+    Raises:
+        InputError: the file is another device's, or of other versions.
+    """
+    proof, began = _opened(path, fresh), clock()
+    for number, part in enumerate(parts, 1):
+        head = f"part {number} of {len(parts)}: {part.name}"
+        if any(done.name == part.name for done in proof.parts):
+            notify(f"{head}: done before")
+            continue
+        if (started := clock()) - began > seconds:
+            notify(f"{seconds:g} s are over: the same command goes on at part {number}")
+            break
+        notify(head)
+        _write(path, replace(proof, running=part.name).text())
+        try:
+            figures = tuple(figures_of(part))
+        except KeyboardInterrupt:
+            _write(path, proof.text())
+            raise
+        proof = replace(proof, parts=(*proof.parts, Finished(part.name, round(clock() - started, 2), figures)))
+        _write(path, proof.text())
+        release()
+        faults = [f"  {figure.what}: {figure.fault}" for figure in figures if figure.fault]
+        notify("\n".join([f"  {len(figures)} figures", *faults]))
+    _write(path.with_suffix(".svg"), picture(proof))
+    return proof
+
+
+def figures_of(part: Part) -> Iterator[Figure]:
+    """The figures of a part, or of a piece of one; what it raises is the last of them."""
+    names = own_names()
+    try:
+        for _, each in zip(range(MOST_FIGURES), part.figures(), strict=False):
+            fault = redact(each.fault, names)[:MOST_TEXT]
+            yield replace(each, measured=_short(each.measured), modelled=_short(each.modelled), fault=fault)
+    except Exception as error:  # a device and its libraries fail in any way
+        yield Figure(part.name, fault=redact(f"{type(error).__name__}: {first_line(error)}", names)[:MOST_TEXT])
+
+
+def _short(value: float | None) -> float | None:
+    """Five digits; None for what is not finite, which JSON does not have."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def _opened(path: Path, fresh: Proof) -> Proof:
+    """The proof in the file, where it has one; a part in which its process died counts as done."""
+    if not path.exists():
+        return fresh
+    proof = proof_in(path.read_bytes())
+    if (proof.device, proof.driver, proof.versions) != (fresh.device, fresh.driver, fresh.versions):
+        raise InputError(
+            f"{path.name} is the proof of {proof.device} with driver {proof.driver or 'unknown'}",
+            expected=f"one of {fresh.device} with the driver and versions of now",
+            fix="Choose another --output.",
+        )
+    dead = [Finished(name, 0.0, (Figure(name, fault=ENDED),)) for name in filter(None, (proof.running,))]
+    return replace(proof, running="", parts=(*proof.parts, *dead))
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def picture(proof: Proof) -> str:
+    """The figures as an SVG: a bar each, blue where measured, as long as its share of the largest of its unit."""
+    rows = [(part.name, each) for part in proof.parts for each in part.figures]
+    values = [abs(next((v for v in (each.measured, each.modelled) if v is not None), 0.0)) for _, each in rows]
+    most: dict[str, float] = {}
+    for (_, each), value in zip(rows, values, strict=True):
+        most[each.unit] = max(most.get(each.unit, 1e-30), value)
+    lines = [f'<text x="8" y="{ROW}">{escape(f"{proof.device}, {proof.date}")}</text>']
+    for number, ((part, each), value) in enumerate(zip(rows, values, strict=True), 2):
+        kind, colour = ("measured", "#48a") if each.measured is not None else ("modelled", "#bbb")
+        told, length = each.fault or f"{value:.4g} {each.unit}, {kind}", BAR * value / most[each.unit]
+        place = f'y="{number * ROW - 10}" height="12" fill="{"#c33" if each.fault else colour}"'
+        lines.append(f'<rect x="{LEFT}" width="{length:.1f}" {place}/>')
+        for x, text in ((8, f"{part}: {each.what}"), (LEFT + BAR + 8, told)):
+            lines.append(f'<text x="{x}" y="{number * ROW}">{escape(text)}</text>')
+    size = f'width="{LEFT + 2 * BAR}" height="{ROW * (len(rows) + 3)}" font-family="sans-serif" font-size="11"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"

@@ -1,0 +1,370 @@
+"""A guard inside the run: the first use of each operation, dtype and size class on a device is computed again for 64
+rows on the host, in fp64, from the operands as the device holds them.
+
+It looks on through a dispatch mode that is there only in forwards whose shapes are new: later ones cost nothing. A miss
+is said once, replaced from then on by the first of ``PATHS`` that is right, and kept with the probes of the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...kernels.library import FAULTS, NAMESPACE
+from ..device.execution import HOST, placed, to_host
+from ..device.facts import DeviceFacts, value_or
+from ..device.failures import is_shortage
+from ..device.probe_store import IN_RUNS, ProbeStore
+from ..device.quirks import policy_for
+from ..device.rates import work_of
+from ..errors import UnsupportedError, first_line
+from ..memory.parts import Undo
+from .attention_chunks import chunked
+from .order import Back, Order, Step
+from .plain_calls import PlainCalls, plain_calls
+
+log = logging.getLogger(__name__)
+
+ROWS, WHOLE = 64, 2**22  # of a sample; values of an operation that can only be computed as a whole
+ROWWISE = ("normalized", "gated_residual", "residual_norm", "swiglu")  # operations of ours
+SHARE, SECONDS = 0.01, 0.5  # of the work so far, and of each forward: what is left waits for the next one
+# An entry y may be off by a|y| + b s, where s is the product of its operands' norms, or the largest value that it is
+# made of: a and b by dtype. fp32 may be TF32; sums in 16 bits may be rounded between blocks.
+BOUNDS = {torch.float32: (2**-10, 2**-10), torch.float16: (2**-9, 2**-8), torch.bfloat16: (2**-6, 2**-7)}
+Sample = tuple[Tensor, Tensor, Tensor, int]  # found, exact, what s is, and the operations of the host
+Check = Callable[[Mapping[str, Any], Tensor], "Sample | None"]
+
+
+def _some(count: int) -> Tensor:
+    """At most 64 of ``count`` rows: the ends, both sides of powers of two from 2^15 on, and others at equal steps."""
+    edges = [side for power in range(15, count.bit_length()) for side in (2**power - 1, 2**power) if side < count]
+    left = min(count, ROWS - len(edges))
+    return torch.tensor(sorted({*edges, *(step * (count - 1) // max(1, left - 1) for step in range(left))}))
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return to_host(tensor).double()
+
+
+def _at(tensor: Tensor, *rows: Tensor) -> Tensor:
+    """The rows, and columns of these, on the host."""
+    for axis, some in enumerate(rows):
+        tensor = tensor.index_select(axis, some.to(tensor.device))
+    return _exact(tensor)
+
+
+def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
+    """The entries of the first ``axes`` axes, of all without a number, on the host; no operand is copied as a whole."""
+    return _exact(tensor[tuple(each.to(tensor.device) for each in torch.unravel_index(some, tensor.shape[:axes]))])
+
+
+def _product(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    first = next(name for name in ("mat1", "batch1", "input", "self") if name in given)
+    a, b = given[first], given.get("mat2", given.get("batch2"))
+    bias = given.get("bias" if b is None else "self") if first != "self" else None
+    if b is None:  # linear, where it is an operation of its own
+        b = given["weight"].t()
+    else:
+        a, b, result = (each[-1] if each.ndim == 3 else each for each in (a, b, result))
+    rows, columns = _some(a.shape[:-1].numel()), _some(b.shape[1])
+    left, right = _picked(a, rows, -1), _at(b.t(), columns)
+    exact = given.get("alpha", 1) * (left @ right.T)
+    if bias is not None:
+        bias = bias.expand(result.shape) if bias.ndim < 3 else bias[-1].expand(result.shape)
+        exact += given.get("beta", 1) * _picked(bias, rows, -1)[:, columns]
+    found = _picked(result, rows, -1)[:, columns]
+    return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
+
+
+def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
+    """s of a product of rows with rows, and of what is added to it."""
+    return torch.outer(left.norm(dim=1), right.norm(dim=1)) + exact.abs()
+
+
+def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    q, k, v = (given[name][-1, -1] for name in ("query", "key", "value"))
+    if given.get("is_causal") or any(given.get(name) is not None for name in ("attn_bias", "attn_mask")):
+        return None
+    rows, scale = _some(q.shape[0]), given.get("scale") or q.shape[-1] ** -0.5
+    keys, values = _exact(k), _exact(v)
+    exact = torch.softmax(_at(q, rows) @ keys.T * scale, -1) @ values
+    return _at(result[-1, -1], rows), exact, values.abs().max(), 4 * ROWS * k.numel()
+
+
+def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if given.get("transposed") or given.get("groups", 1) != 1 or x.ndim != weight.ndim or not result.numel():
+        return None
+    some, channels = _some(result.numel() // result.shape[1]), _some(weight.shape[0])
+    sample, *place = torch.unravel_index(some, (result.shape[0], *result.shape[2:]))
+    taps = torch.unravel_index(torch.arange(weight[0, 0].numel()), weight.shape[2:])
+    valid, spots = torch.ones(len(some), len(taps[0]), dtype=torch.bool), []
+    terms = zip(place, taps, x.shape[2:], given["stride"], given["padding"], given["dilation"], strict=True)
+    for at, tap, extent, stride, padding, dilation in terms:
+        spot = at[:, None] * stride - padding + tap * dilation
+        valid &= (spot >= 0) & (spot < extent)
+        spots.append(spot.clamp(0, extent - 1).to(x.device))
+    patches = _exact(x.movedim(1, -1)[(sample[:, None].to(x.device), *spots)]) * valid[..., None]
+    filters = _at(weight, channels).flatten(2).movedim(1, 2)  # (O, taps, C)
+    left, right = patches.flatten(1), filters.flatten(1)
+    exact = left @ right.T + (0 if bias is None else _at(bias, channels))
+    found = _picked(result.movedim(1, -1), some, -1)[:, channels]
+    return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * left.shape[1]
+
+
+def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    x, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    eps = given.get("eps") or torch.finfo(x.dtype).eps
+    if groups := given.get("group"):  # the last group of the last sample
+        own = x.shape[1] // groups
+        found, values = (_exact(each.view(x.shape)[-1, -own:]).reshape(1, -1) for each in (result, x))
+        terms = [
+            each if each is None else each[-own:, None].expand(own, values.numel() // own) for each in (weight, bias)
+        ]
+    else:
+        axes, terms = -len(given["normalized_shape"]), [weight, bias]
+        rows = _some(x.shape[:axes].numel())
+        found, values = (_picked(each, rows, axes).flatten(1) for each in (result, x))
+    centred = values if "rms" in str(given["function"]) else values - values.mean(1, keepdim=True)
+    exact = centred * (centred.square().mean(1, keepdim=True) + eps).rsqrt()
+    weight, bias = (each if each is None else _exact(each).flatten() for each in terms)
+    exact = exact * (1 if weight is None else weight) + (0 if bias is None else bias)
+    return found, exact, exact.abs().max(), 4 * values.numel()
+
+
+def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    source = given.get("src", given.get("self"))
+    if source.shape != result.shape or given.get("non_blocking") or not result.numel() or not result.ndim:
+        return None
+    found, exact = (_picked(each, _some(result.numel())) for each in (result, source))
+    exact = exact.to(result.dtype).double()
+    return found, exact, exact.new_tensor(1e-30), 2 * ROWS
+
+
+def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    dim, sides = given.get("dim", 0), [each for each in given["tensors"] if each.numel()]
+    parts = torch.split(result, [side.shape[dim] for side in sides], dim)
+    pairs = [_copy({"src": side}, part) for side, part in zip(sides, parts, strict=True)]
+    found, exact = (torch.cat([pair[:2][n] for pair in pairs if pair is not None]) for n in (0, 1))
+    return found, exact, exact.new_tensor(1e-30), 2 * ROWS * len(sides)
+
+
+def _own(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """One of our operations: the same call on the host, of 64 tokens where each row is a token's."""
+    function, first = given["function"], given["args"][0]
+    by_token = function.overloadpacket.__name__ in ROWWISE and not given.get("split") and first.ndim == 3
+    if not by_token and result.numel() > WHOLE:
+        return None
+    rows = _some(first.shape[1])
+
+    def on_host(each: Tensor) -> Tensor:
+        there = by_token and each.ndim == 3 and each.shape[1] == first.shape[1]
+        return to_host(each.index_select(1, rows.to(each.device)) if there else each)
+
+    exact = _changed(function, given["args"], {}, on_host).double()
+    found = _exact(result.index_select(1, rows.to(result.device)) if by_token else result)
+    return found, exact, exact.abs().max(), 10 * exact.numel()
+
+
+CHECKS: dict[str, Check] = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "_int_mm"), _product),
+    **{f"_scaled_dot_product_{kind}": _attention for kind in (
+        "flash_attention", "efficient_attention", "cudnn_attention", "fused_attention_overrideable",
+        "attention_math_for_mps", "flash_attention_for_cpu",
+    )},
+    "convolution": _convolution,
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "_fused_rms_norm"), _norm),
+    **dict.fromkeys(("_to_copy", "copy_", "clone"), _copy),
+    "cat": _joined,
+}  # fmt: skip
+
+
+def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first result of the call with its tensors changed."""
+    args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
+    return next(each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor))
+
+
+def _reference(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """One of our operations by its reference, which runs from now on."""
+    if function.namespace != NAMESPACE:
+        raise NotImplementedError
+    FAULTS.setdefault(function.overloadpacket.__name__, "wrong in a run")
+    return _changed(function, args, kwargs, lambda each: each)
+
+
+def _upcast(each: Tensor) -> Tensor:
+    return each.float() if each.dtype.is_floating_point else each
+
+
+PATHS: dict[str, Callable[[Any, Any, Any], Tensor]] = {  # what stands in for a call that was wrong, the nearest first
+    "its reference": _reference,
+    "contiguous operands": lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
+    "chunks of queries": lambda f, args, kwargs: chunked(*args[:3]),
+    "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, _upcast),
+    "the host": lambda f, args, kwargs: _changed(f, args, kwargs, to_host),
+}
+
+
+class Guard(TorchDispatchMode):
+    """The guard of one device, whose ``store`` keeps what was checked; ``clock`` tells seconds."""
+
+    def __init__(self, store: ProbeStore, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.store, self.clock = store, clock
+        self.known: dict[str, str] = dict(store.recall(IN_RUNS) or {})
+        self.work, self.spent, self.seconds, self.waits = 0, 0, 0.0, False
+        self.done: set[Any] = set()
+
+    @contextmanager
+    def looking(self, key: Any) -> Iterator[None]:
+        """The block of one forward, which is looked at where its ``key`` is new or something is wrong here."""
+        if key in self.done and not any(self.known.values()):
+            yield
+            return
+        self.seconds, self.waits, before = 0.0, False, len(self.known)
+        with self:
+            yield
+        if not self.waits:
+            self.done.add(key)
+        if len(self.known) != before:
+            self.store.keep(IN_RUNS, self.known)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        check = _own if function.namespace == NAMESPACE else CHECKS.get(name)
+        if check is None and torch.is_inference_mode_enabled():
+            with self:  # torch takes it apart before it asks a device, but not here
+                result = function.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = function(*args, **kwargs)
+        output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
+        if output is None or output.device.type in ("cpu", "meta"):
+            return result
+        if output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex()):
+            check = None  # fp64 needs another reference, and fp8 rounds as each device likes
+        if function._schema.is_mutable and name != "copy_":
+            check = None  # it cannot be asked again
+        flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
+        self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
+        key = "" if check is None else _size_class(name, args, output)
+        path = self.known.get(key)
+        if check is None or path == "":
+            return result
+        if path is None:
+            if self.seconds > SECONDS or self.spent > SHARE * self.work:
+                self.waits = True
+                return result
+            started, path = self.clock(), ""
+            given = {"function": function, "args": args}
+            given |= {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+            try:
+                path = self._checked(check, given, output, key, kwargs)
+            finally:
+                self.seconds += self.clock() - started
+        if not path:
+            return result
+        right = placed(PATHS[path](function, args, kwargs), output.device).to(output.dtype)
+        if name == "copy_":
+            return output.view(right.shape).copy_(right)
+        return right if result is output else type(result)((right, *result[1:]))
+
+    def _checked(self, check: Check, given: Mapping[str, Any], output: Tensor, key: str, kwargs: Any) -> str:
+        """The path that stands in for a call; empty where it is right, or cannot be checked."""
+        function, args = given["function"], given["args"]
+
+        def wrong(result: Tensor) -> int:
+            sample = check(given, result)
+            if sample is None:
+                return 0
+            found, exact, size, count = sample
+            self.spent += count
+            a, b = BOUNDS.get(output.dtype, (0.0, 0.0))
+            fits = exact.abs() <= (torch.finfo(output.dtype).max if output.dtype in BOUNDS else math.inf)
+            bad = ~((found - exact).abs() <= a * exact.abs() + b * size) & fits
+            return int(bad.sum()) if int(bad.sum()) > 1 or found[bad].isnan().any() else 0
+
+        self.known[key] = ""
+        try:
+            if not (count := wrong(output)):
+                return ""
+            if not function._schema.is_mutable and not wrong(_changed(function, args, kwargs, lambda each: each)):
+                log.warning("AnyGPU: %s was wrong once and then right: this device is unstable", key)
+                return ""
+        except Exception as error:  # what cannot be checked is unknown
+            log.debug("%s cannot be checked: %s", key, first_line(error))
+            if is_shortage(error):  # another time
+                del self.known[key]
+                self.waits = True
+            return ""
+        for path, run in PATHS.items():
+            try:
+                if not wrong(placed(run(function, args, kwargs), output.device).to(output.dtype)):
+                    log.warning(
+                        "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on", key, count, path
+                    )
+                    self.known[key] = path
+                    return path
+            except Exception as error:
+                log.debug("%s by %s: %s", key, path, first_line(error))
+        raise UnsupportedError(
+            f"{key} is wrong on this device, however it is computed",
+            expected="a device that computes right",
+            fix="Update the driver and torch, or choose another device.",
+        )
+
+
+def _size_class(name: str, args: Any, output: Tensor) -> str:
+    """Operation, dtype, and of each operand the bit length of its sides, the last one modulo 8, and its layout."""
+    operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:3]
+    sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
+    rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
+    return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
+
+
+def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
+    """The guard of ``device``; None without a store that asks it, and on a CPU, which the guard would compare with."""
+    return None if store is None or store.quiet or device.type == HOST.type else Guard(store)
+
+
+def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
+    """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its two halves."""
+    guard, calls = guard_of(store, facts.device), plain_calls(policy_for(facts))
+
+    def apply(part: str, module: nn.Module) -> Back | None:
+        if guard is None and calls is None:
+            return None
+        named = [getattr(module, name, None) for name in ("encoder", "decoder")] if part == "vae" else [module]
+        return Undo(back for each in filter(None, named) for back in _hooks(each, guard, calls)).restore
+
+    return Step(Order.GUARD, "guard", apply)
+
+
+def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> Iterator[Back]:
+    """Put both around the forwards of ``module``; what takes them away."""
+    entered: list[ExitStack] = []
+
+    def before(_: Any, args: Any, kwargs: Any) -> None:
+        shapes = [each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        entered.append(ExitStack())
+        if calls is not None:
+            entered[-1].enter_context(calls)
+        if guard is not None:
+            entered[-1].enter_context(guard.looking((id(module), tuple(shapes))))
+
+    def after(*_: Any) -> None:
+        entered.pop().close()
+
+    yield module.register_forward_pre_hook(before, with_kwargs=True).remove
+    yield module.register_forward_hook(after, always_call=True).remove

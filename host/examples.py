@@ -1,0 +1,61 @@
+"""The picture and the clip that the templates load, drawn into ComfyUI's input folder where it has none."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+
+import folder_paths
+import torch
+from torch.nn.functional import interpolate
+
+from ..pipelines.demo.scenes import EXAMPLE, first_frame
+from .api import InputImpl, Types
+
+PIXELS, FRAMES, SPEED = 512, 49, 4  # a side of the picture; of the clip, and by how many pixels its shape moves in each
+PICTURE, CLIP = "example.png", "example.mp4"
+
+
+def add() -> list[str]:
+    """Write the files that are not there, and return their names; never over a file.
+
+    Raises:
+        OSError: the folder takes no file.
+    """
+    folder = Path(folder_paths.get_input_directory())
+    return [name for name, content in ((PICTURE, _picture), (CLIP, _clip)) if _added(folder / name, content)]
+
+
+def _added(path: Path, content: Callable[[], bytes]) -> bool:
+    if path.exists():
+        return False
+    made = content()
+    with suppress(FileExistsError), path.open("xb") as file:
+        file.write(made)
+        return True
+    return False
+
+
+def _frame(pixels: int) -> torch.Tensor:
+    """The demo's first frame, (H, W, 3) in 0..1."""
+    small = first_frame(EXAMPLE).movedim(-1, 1)
+    return interpolate(small, (pixels, pixels), mode="bicubic")[0].movedim(0, -1).clamp(0, 1)
+
+
+def _picture() -> bytes:
+    from PIL import Image
+
+    target = io.BytesIO()
+    Image.fromarray((_frame(PIXELS) * 255).round().byte().numpy()).save(target, "PNG")
+    return target.getvalue()
+
+
+def _clip() -> bytes:
+    frame, target = _frame(PIXELS), io.BytesIO()
+    frames = torch.stack([frame.roll(-SPEED * index, 1) for index in range(FRAMES)])
+    components = Types.VideoComponents(images=frames, frame_rate=Fraction(25))
+    InputImpl.VideoFromComponents(components).save_to(target, format=Types.VideoContainer.MP4)
+    return target.getvalue()

@@ -1,0 +1,129 @@
+"""Paused runs: a prompt ends after a step that is saved, and is kept with its workflow to be queued again."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from server import PromptServer
+
+from ...compat.durable import write_json
+from ...compat.errors import CheckpointError, InputError, json_file
+from ..folders import state_folder
+
+log = logging.getLogger(__name__)
+
+MOST = 4  # no more than what latents/steps.py keeps of unfinished samplings
+PIXELS = 160  # of a picture's longer side
+_wanted: set[str] = set()  # ids of prompts that are to pause
+
+
+def request() -> dict[str, str]:
+    """Have the prompt that runs pause after its next step that can be gone on from.
+
+    Raises:
+        InputError: nothing runs.
+    """
+    running = _running()
+    if not running:
+        raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
+    _wanted.clear()
+    _wanted.update(item[1] for item in running)
+    return {"text": "Pausing after this step."}
+
+
+def is_wanted() -> bool:
+    """True if the prompt that runs is to pause."""
+    return bool(_wanted) and any(item[1] in _wanted for item in _running())
+
+
+def save(where: str, picture: Any) -> bool:
+    """Save the prompt that runs, which the caller ends then, and have the card's memory freed; False if the disk fails.
+
+    Args:
+        where: such as ``sampling 3/20``.
+        picture: of the step, as ComfyUI sends previews; None for none.
+    """
+    _, prompt_id, prompt, extra, *_ = next(item for item in _running() if item[1] in _wanted)
+    _wanted.clear()
+    workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
+    record = {
+        "where": where,
+        "time": time.time(),
+        "prompt": prompt,
+        "workflow": workflow,
+        "picture": _data_url(picture),
+    }
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        write_json(_folder() / f"{prompt_id}.json", record)
+        for path in sorted(_files().values(), key=lambda path: path.stat().st_mtime, reverse=True)[MOST:]:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("AnyGPU: the run goes on, since it cannot be saved as paused: %s", error)
+        return False
+    for flag in ("unload_models", "free_memory"):
+        PromptServer.instance.prompt_queue.set_flag(flag, True)
+    log.info("AnyGPU: paused after %s; the AnyGPU tab resumes it", where)
+    return True
+
+
+def listing() -> list[dict[str, Any]]:
+    """The paused runs, newest first: ``id``, ``where``, ``time`` in seconds since 1970, and ``picture``."""
+    found = []
+    for identity in _files():
+        with suppress(InputError):
+            record = resumable(identity)
+            found.append({"id": identity, **{name: record.get(name) for name in ("where", "time", "picture")}})
+    return sorted(found, key=lambda item: item["time"], reverse=True)
+
+
+def resumable(identity: str) -> dict[str, Any]:
+    """The ``prompt`` and ``workflow`` of a paused run.
+
+    Raises:
+        InputError: there is none of that id, or its file is damaged.
+    """
+    try:
+        record = json_file(_files()[identity])
+        if isinstance(record["prompt"], dict) and isinstance(record["time"], float):
+            return dict(record)
+    except (OSError, ValueError, LookupError, TypeError, CheckpointError):
+        pass
+    raise InputError(f"no paused run {identity!r}", expected="an id from the list", fix="Press Refresh.")
+
+
+def forget(identity: str) -> None:
+    """Remove a paused run from the list; its saved step stays until newer ones take its place."""
+    path = _files().get(identity)
+    if path is not None:
+        path.unlink(missing_ok=True)
+
+
+def _files() -> dict[str, Path]:
+    """Id to file: no id from a client becomes a path."""
+    return {path.stem: path for path in _folder().glob("*.json")}
+
+
+def _running() -> list[Any]:
+    queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
+    return [] if queue is None else queue.get_current_queue_volatile()[0]
+
+
+def _folder() -> Path:
+    return state_folder() / "paused"
+
+
+def _data_url(picture: Any) -> str:
+    """A preview, (kind, PIL image, size), as the small JPEG of a page; empty for none."""
+    with suppress(Exception):  # a previewer of another pack gives what it likes
+        target, small = io.BytesIO(), picture[1].convert("RGB")
+        small.thumbnail((PIXELS, PIXELS))
+        small.save(target, "JPEG", quality=80)
+        return f"data:image/jpeg;base64,{base64.b64encode(target.getvalue()).decode()}"
+    return ""

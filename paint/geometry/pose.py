@@ -1,0 +1,358 @@
+"""The camera that took a picture of a mesh, found by the outline of the object, and by its colours where outlines tie.
+
+A pose maps the frame to the picture as a projective map of space: straight edges stay straight and depth stays linear
+on the screen, so the orthographic raster sees the mapped mesh as the camera saw the mesh.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compat.device.execution import to_host
+from .cameras import Camera
+from .mesh import Surface, welded
+from .raster import Fragments
+from .turntable import looked_up
+from .views import View, rasterised
+
+FRONT = Camera(0, 0)  # looks along the axis of depth of what a pose has placed
+COARSE, FINE = 96, 320  # pixels of the outlines that are compared, first and last
+SOFT = 48  # pixels of the colours that are compared
+TURNS, HEIGHTS = (-30, -15, 0, 15, 30), (-15, 0, 15, 30)  # degrees tried, from the given direction
+PERSPECTIVES = (0.0, 0.45)  # one over the distance from the mesh's middle, in units of the frame, whose radius is 0.575
+NEAREST_CAMERA = 1.1  # the largest such value: a wide lens
+STARTS, FIRST, LAST = 3, 3, 10  # places of the grid that are tried further, for so many rasters; those of the best
+STEPS = 2  # of a pose for each raster
+POINTS = 1500  # of an outline
+SPACING = 0.01  # units of the frame between points of the mesh's outline
+FAR, NEAR = 0.06, 0.006  # widths of the picture beyond which an outline's point counts little, at first and at last
+COLOUR_WEIGHT = 0.03  # of a colour that is off by 1, against an outline that is off by a picture's width
+TYPICAL = (0.5, 0.5, 0.15, 0.5, 1.0, 1.0, 1.0)  # how far each of a pose's numbers usually lies from where it starts
+DOUBT = 1e-6  # weight of those typical values against the mean squared distance of the outlines
+
+
+@dataclass(frozen=True, slots=True)
+class Pose:
+    """A camera and where its picture lies.
+
+    Args:
+        azimuth, elevation, roll: radians, as of :class:`cameras.Camera`; a roll turns the picture counter-clockwise.
+        perspective: one over the distance to the frame's middle; 0: orthographic.
+        scale: logarithm of the widths of the picture that one unit of the frame takes at the middle.
+        right, up: the frame's middle, from the picture's, in its widths.
+    """
+
+    azimuth: float
+    elevation: float
+    roll: float = 0.0
+    perspective: float = 0.0
+    scale: float = 0.0
+    right: float = 0.0
+    up: float = 0.0
+
+    def values(self) -> Tensor:
+        """(7,) float64 on the CPU, in the order of the arguments."""
+        return torch.tensor([getattr(self, name) for name in self.__slots__], dtype=torch.float64)
+
+    @classmethod
+    def of(cls, values: Tensor) -> Pose:
+        """The pose of :meth:`values`."""
+        return cls(*to_host(values).tolist())
+
+    def towards(self) -> tuple[float, float, float]:
+        """The direction of the camera from the middle, (X, Y, Z), of length 1."""
+        return Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes()[2]
+
+    def rays(self, places: Tensor) -> Tensor:
+        """(P, 3), unit: from ``places`` (P, 3) in the frame towards the camera."""
+        return F.normalize(places.new_tensor(self.towards()) - self.perspective * places, dim=1)
+
+    def nearness(self, places: Tensor) -> Tensor:
+        """(P,): one over the depth of ``places``, 1 at the middle."""
+        return 1 / (1 - self.perspective * (places @ places.new_tensor(self.towards())))
+
+    def placed(self, places: Tensor) -> Tensor:
+        """(P, 3): right and up from the picture's middle, in its widths, and depth, larger where nearer."""
+        axes = places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
+        x, y, z = (places @ axes.T * (self.nearness(places) * math.exp(self.scale))[:, None]).unbind(1)
+        cosine, sine = math.cos(self.roll), math.sin(self.roll)
+        return torch.stack((cosine * x - sine * y + self.right, sine * x + cosine * y + self.up, z), dim=1)
+
+
+def posed(surface: Surface, pose: Pose) -> Surface:
+    """``surface`` as the orthographic :data:`FRONT` sees what the pose's camera saw: (-0.5, 0.5) is the picture."""
+    vertices = pose.placed(surface.vertices)
+    a, b, c = (vertices[surface.faces[:, k]] for k in range(3))
+    return replace(surface, vertices=vertices, face_normals=F.normalize(torch.linalg.cross(b - a, c - a), dim=1))
+
+
+def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
+    """The mapped surface, its raster of ``size`` pixels, and the place of each covered pixel on ``surface``."""
+    mapped = posed(surface, pose)
+    # pixels at whole numbers lie on the edges of a view, those of a picture half a pixel inside
+    view = rasterised(mapped, FRONT, size, (size - 1) / size)
+    near = pose.nearness(surface.vertices)[surface.faces[view.shown.face]]
+    weights = view.shown.weights * near
+    return mapped, view, replace(view.shown, weights=weights / weights.sum(1, keepdim=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A pose, the share of the two outlines' union that both cover, 0..1, and how far colours are off, 0..1."""
+
+    pose: Pose
+    overlap: float
+    mismatch: float
+
+    @property
+    def score(self) -> float:
+        return self.overlap - self.mismatch
+
+
+def found_pose(
+    surface: Surface,
+    texture: Tensor,
+    picture: Tensor,
+    direction: tuple[float, float],
+    given: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Found:
+    """The camera of a picture: a coarse grid round a direction, then the best of it moved onto the outline.
+
+    Args:
+        surface: with UVs.
+        texture: (T, T, 3) in 0..1 on the surface's device, for what outlines leave open: sides that look alike.
+        picture: (S, S, 4) in 0..1 on the CPU, the object with its alpha.
+        direction: azimuth and elevation in degrees from which to look first.
+        given: the direction is known; only size, place, roll and perspective are found.
+        check: called between steps, some 60, of at most 0.15 s for 40,000 faces on a CPU core; may raise to cancel.
+    """
+    search = _PoseSearch.of(surface, texture, picture)
+    if not len(search.outline):
+        return Found(Pose(0.0, 0.0), 0.0, 1.0)  # an object thinner than a pixel
+    turns, heights = ((0,), (0,)) if given else (TURNS, HEIGHTS)
+    tried = []
+    for turn, height, perspective in itertools.product(turns, heights, PERSPECTIVES):
+        check()
+        elevation = min(max(direction[1] + height, -90), 90)
+        start = Pose(math.radians(direction[0] + turn), math.radians(elevation), perspective=perspective)
+        tried.append(search.compared(search.fitted(start), COARSE))
+    best = sorted(tried, key=lambda found: found.score, reverse=True)[:STARTS]
+    closer = [search.refined(each.pose, given, [FAR] * FIRST, check) for each in best]
+    reaches = [FAR * (NEAR / FAR) ** (index / (LAST - 1)) for index in range(LAST)]
+    return search.refined(max(closer, key=lambda found: found.score).pose, given, reaches, check)
+
+
+@dataclass(frozen=True, eq=False)
+class _PoseSearch:
+    """One picture and the mesh, on the CPU but for ``surface`` and ``texture``.
+
+    Args:
+        colours, alpha: (3, S, S), smooth, and (S, S) of the picture.
+        outline, outward: (Q, 2), places on the picture's outline, right and up, and the directions away from it.
+        edges, sides: (E, 2) vertices and (M, 3) int64, the edge of each side of each face.
+        vertices, normals: of the surface, float64; of its faces.
+    """
+
+    surface: Surface
+    texture: Tensor
+    colours: Tensor
+    alpha: Tensor
+    outline: Tensor
+    outward: Tensor
+    edges: Tensor
+    sides: Tensor
+    vertices: Tensor
+    faces: Tensor
+    normals: Tensor
+
+    @classmethod
+    def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:
+        alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
+        outline, outward = outline_of(alpha)
+        faces = to_host(surface.faces)
+        own = welded(to_host(surface.vertices))[faces]
+        ends = torch.stack((own, own.roll(-1, 1)), dim=2).sort(2).values
+        sides = (ends[..., 0] * (int(own.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
+        edges = torch.zeros((int(sides.max()) + 1, 2), dtype=torch.int64)
+        edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
+        return cls(
+            surface=surface,
+            texture=F.adaptive_avg_pool2d(texture.movedim(-1, 0)[None], min(FINE, len(texture)))[0].movedim(0, -1),
+            colours=softened(resized(picture[..., :3], COARSE), resized(picture[..., 3:], COARSE)),
+            alpha=alpha,
+            outline=outline,
+            outward=outward,
+            edges=edges,
+            sides=sides,
+            vertices=to_host(surface.vertices).double(),
+            faces=faces,
+            normals=to_host(surface.face_normals).double(),
+        )
+
+    def fitted(self, pose: Pose) -> Pose:
+        """``pose`` with the size and place that lay the box of the mesh on that of the picture's outline."""
+        places = pose.placed(self.vertices)[:, :2]
+        low, high = self.outline.amin(0), self.outline.amax(0)
+        grow = float(((high - low) / (places.amax(0) - places.amin(0)).clamp(min=1e-6)).log().mean())
+        shift = (low + high) / 2 - (places.amax(0) + places.amin(0)) / 2 * math.exp(grow)
+        return replace(pose, scale=pose.scale + grow, right=float(shift[0]), up=float(shift[1]))
+
+    def compared(self, pose: Pose, size: int) -> Found:
+        """Agreement of outlines and colours at a pose, in a raster of ``size`` pixels."""
+        covered, _, painted, pixel = self.seen(pose, size)
+        alpha = F.adaptive_avg_pool2d(self.alpha[None, None], size)[0, 0] > 0.5
+        overlap = float((covered & alpha).sum() / (covered | alpha).sum().clamp(min=1))
+        chosen = alpha.view(-1)[pixel]
+        if not bool(chosen.any()):
+            return Found(pose, overlap, 1.0)
+        colours = F.adaptive_avg_pool2d(self.colours[None], size)[0].view(3, -1).T[pixel[chosen]]
+        return Found(pose, overlap, float((colours - adapted(painted[chosen], colours)).abs().mean()))
+
+    def seen(self, pose: Pose, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Covered pixels (H, W), and of each its place (P, 3), its colour in the texture (P, 3) and its number (P,)."""
+        _, view, shown = posed_view(self.surface, pose, size)
+        assert self.surface.uvs is not None
+        painted = looked_up(self.texture, shown.interpolated(self.surface.uvs, self.surface.faces))
+        covered = to_host(view.ids >= 0)
+        whole = softened(to_host(view.image(painted)).movedim(-1, 0), covered[None].float())
+        place = shown.interpolated(self.surface.vertices, self.surface.faces)
+        pixel = to_host(shown.pixel)
+        return covered, to_host(place), whole.view(3, -1).T[pixel], pixel
+
+    def rim(self, pose: Pose, covered: Tensor) -> Tensor:
+        """(P, 3) float64: points of the mesh's outline, from edges between a face towards the camera and one away."""
+        centres = self.vertices[self.faces].mean(1)
+        towards = torch.tensor(pose.towards(), dtype=torch.float64)
+        front = ((towards - pose.perspective * centres) * self.normals).sum(1) > 0
+        sides = torch.zeros((len(self.edges), 2)).index_put_(
+            (self.sides.view(-1), front.long()[:, None].expand(-1, 3).reshape(-1)), torch.ones(()), accumulate=True
+        )
+        rims = self.edges[((sides > 0).all(1) | (sides.sum(1) == 1)).nonzero()[:, 0]]
+        first, second = self.vertices[rims[:, 0]], self.vertices[rims[:, 1]]
+        count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
+        owner = torch.repeat_interleave(torch.arange(len(rims)), count)
+        step = torch.arange(len(owner)) - torch.repeat_interleave(count.cumsum(0) - count, count)
+        share = ((step + 0.5) / count[owner])[:, None]
+        points = first[owner] * (1 - share) + second[owner] * share
+        size = len(covered)
+        background = F.max_pool2d((~covered).float()[None, None], 5, 1, 2)[0, 0] > 0
+        column, row = in_pixels(pose.placed(points), size).round().long().clamp(0, size - 1).unbind(1)
+        return thinned(points[background[row, column]])
+
+    def refined(self, pose: Pose, given: bool, reaches: list[float], check: Callable[[], None]) -> Found:
+        """``pose`` moved until the outlines lie on one another, by damped least squares.
+
+        Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays.
+        """
+        start = pose.values()
+        values, free = start.clone(), torch.ones(len(TYPICAL), dtype=torch.float64)
+        free[:2] = 0 if given else 1
+        doubt = torch.diag(DOUBT / torch.tensor(TYPICAL, dtype=torch.float64) ** 2)
+        for reach in reaches:
+            check()
+            pose = Pose.of(values)
+            covered, place, painted, _ = self.seen(pose, FINE // 2)
+            rim, inside = self.rim(pose, covered), thinned(torch.cat((place.double(), painted.double()), 1))
+            if not len(rim):
+                break
+            for _ in range(STEPS):
+                residuals = self.residuals(Pose.of(values), rim, inside, reach)
+                now = residuals(values)
+                steps = torch.eye(len(values), dtype=torch.float64) * 1e-4 * free
+                slope = torch.stack([(residuals(values + step) - now) / 1e-4 for step in steps], dim=1)
+                pull = slope.T @ now + doubt @ (values - start)
+                values = values - free * torch.linalg.solve(slope.T @ slope + doubt, pull)
+                values[3] = values[3].clamp(0, NEAREST_CAMERA)
+        return self.compared(Pose.of(values), FINE)
+
+    def residuals(self, pose: Pose, rim: Tensor, inside: Tensor, reach: float) -> Callable[[Tensor], Tensor]:
+        """A function from the numbers of a pose to what is off, (R,), with partners as they are at ``pose``.
+
+        Args:
+            rim: (P, 3), of the mesh's outline.
+            inside: (P, 6), visible places with their colour in the texture.
+        """
+        here = pose.placed(rim)[:, :2]
+        apart = torch.cdist(here, self.outline, compute_mode="donot_use_mm_for_euclid_dist")
+        (near, partner), (far, other) = apart.min(1), apart.min(0)
+        points = torch.cat((rim, rim[other]))
+        targets = torch.cat((self.outline[partner], self.outline))
+        lines = torch.cat((self.outward[partner], self.outward))
+        weight = reach**2 / (reach**2 + torch.cat((near, far)) ** 2) / len(points) ** 0.5
+        colours = adapted(inside[:, 3:], self.sampled(pose, inside[:, :3]))
+
+        def off(values: Tensor) -> Tensor:
+            moved = Pose.of(values)
+            lines_off = ((moved.placed(points)[:, :2] - targets) * lines).sum(1) * weight
+            colours_off = (self.sampled(moved, inside[:, :3]) - colours) * COLOUR_WEIGHT / len(colours) ** 0.5
+            return torch.cat((lines_off, colours_off.reshape(-1)))
+
+        return off
+
+    def sampled(self, pose: Pose, places: Tensor) -> Tensor:
+        """(P, 3) float64: the picture's smooth colours where a pose puts ``places`` (P, 3)."""
+        at = pose.placed(places)[None, None, :, :2] * torch.tensor((2.0, -2.0), dtype=places.dtype)
+        options = {"padding_mode": "border", "align_corners": False}
+        return F.grid_sample(self.colours.double()[None], at, **options)[0, :, 0].T
+
+
+def resized(picture: Tensor, size: int) -> Tensor:
+    """(C, size, size): means of ``picture`` (S, S, C)."""
+    return F.adaptive_avg_pool2d(picture.movedim(-1, 0)[None], size)[0]
+
+
+def softened(colours: Tensor, alpha: Tensor) -> Tensor:
+    """(3, S, S): means of ``colours`` (3, S, S) over a sixth of the picture, of what ``alpha`` (1, S, S) shows."""
+    values = F.adaptive_avg_pool2d(torch.cat((colours * alpha, alpha))[None], SOFT)
+    for _ in range(2):
+        values = F.avg_pool2d(values, 9, 1, 4, count_include_pad=False)
+    values = F.interpolate(values, colours.shape[1:], mode="bilinear")[0]
+    return values[:3] / values[3:].clamp(min=1e-3)
+
+
+def in_pixels(placed: Tensor, size: int) -> Tensor:
+    """(P, 2): column and row, centres at whole numbers, of what a pose has ``placed`` (P, 2 or 3)."""
+    return torch.stack((placed[:, 0] + 0.5, 0.5 - placed[:, 1]), dim=1) * size - 0.5
+
+
+def thinned(points: Tensor) -> Tensor:
+    """Every so-manieth row of ``points``, at most :data:`POINTS`."""
+    return points[:: -(-len(points) // POINTS) or 1]
+
+
+def adapted(painted: Tensor, colours: Tensor) -> Tensor:
+    """(P, 3) ``painted`` in the light of ``colours`` (P, 3): a gain from 1/2 to 2 and an offset for each channel."""
+    own, other = painted - painted.mean(0), colours - colours.mean(0)
+    gain = ((own * other).sum(0) / own.square().sum(0).clamp(min=1e-9)).clamp(0.5, 2)
+    return own * gain + colours.mean(0)
+
+
+def outline_of(alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Places at which ``alpha`` (S, S) crosses one half, and the directions out of the object, each (Q, 2) float64.
+
+    Both count right and up; places from the middle, in widths.
+    """
+    size = len(alpha)
+    smooth = F.pad(alpha[None, None], (3, 3, 3, 3), mode="replicate")
+    for _ in range(3):
+        smooth = F.avg_pool2d(smooth, 3, 1)
+    down, across = (F.pad(smooth[0, 0], (1, 1, 1, 1)) for _ in range(2))
+    slope = torch.stack((across[1:-1, :-2] - across[1:-1, 2:], down[2:, 1:-1] - down[:-2, 1:-1]), dim=2)
+    places, outward = [], []
+    for dim in (0, 1):
+        first, second = alpha.narrow(dim, 0, size - 1), alpha.narrow(dim, 1, size - 1)
+        row, column = ((first > 0.5) != (second > 0.5)).nonzero(as_tuple=True)
+        share = ((0.5 - first) / (second - first))[row, column].double()
+        moved = [row + share, column] if dim == 0 else [row, column + share]
+        places.append(torch.stack(((moved[1] + 0.5) / size - 0.5, 0.5 - (moved[0] + 0.5) / size), dim=1))
+        outward.append(slope[row, column])
+    chosen = thinned(torch.cat((torch.cat(places), F.normalize(torch.cat(outward).double(), dim=1)), dim=1))
+    return chosen[:, :2], chosen[:, 2:]

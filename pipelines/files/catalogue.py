@@ -1,0 +1,164 @@
+"""Published models that can be downloaded, their pages and folders, and advice on the first one, in words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+from ...compat.device.facts import GIBIBYTE
+from ...compat.errors import require_choice
+from ..family import Download, FamilySpec, Offer, Quantised
+from ..offers import HUB
+from ..registry import FAMILIES
+
+FETCHER = "AnyGPU Download Model"  # the node
+STORED = (("bf16", 1.0), ("fp8 or GGUF Q8_0", 0.53), ("GGUF Q4_K_M", 0.3))  # of a transformer, and its share of bf16
+BESIDE_GIB = 2.0  # of activations and the driver
+
+
+def offers() -> dict[str, Offer]:
+    """Title of each family that one may start with to what to download, the smallest first."""
+    each = [(known.title, known.published.offer) for known in FAMILIES.values() if known.published.offer is not None]
+    return dict(sorted(each, key=lambda item: item[1].total_bytes))
+
+
+def every_offer() -> dict[str, Offer]:
+    """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
+    more = (family.published.more_offers.items() for family in FAMILIES.values())
+    return offers() | {title: offer for family in more for title, offer in family}
+
+
+def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
+    """Title and offer of the smallest whose largest part fits into ``memory_bytes``; of the smallest if none fits."""
+    each = list(offers().items())
+    return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
+
+
+def known_page(name: str) -> str:
+    """The page from which a folder of this name comes; empty for a name that is not a published one."""
+    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
+
+
+def published_family(name: str) -> FamilySpec | None:
+    """The family of a published folder of this name; None for another name."""
+    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
+
+
+def _pages() -> list[tuple[FamilySpec, str]]:
+    return [(family, page) for family in FAMILIES.values() for page in family.published.pages]
+
+
+def remedy(name: str, root: Path, memory_bytes: int) -> str:
+    """Advice on a model that is not there: its page where the name is a published one, else the smallest."""
+    each = (download for offer in every_offer().values() for download in offer.downloads)
+    offered = next((download for download in each if download.folder == Path(name).name), None)
+    if offered is not None:
+        return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
+    page = known_page(name)
+    if page:
+        return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
+    title, offer = smallest_for(memory_bytes)
+    where = "; and ".join(download.text(root) for download in offer.downloads)
+    return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
+
+
+def stored_for(offer: Offer, card_bytes: int) -> str:
+    """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
+
+    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
+    for Q4_K_M.
+    """
+    if not card_bytes:
+        return ""
+    size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
+    card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    if size <= room:
+        return f"{card} fits in one piece as bf16, about {size:.1f} GiB."
+    forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
+    forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
+    text = _whole(offer.quantised.get("text", ()), room)
+    beside = f", with {text} as text encoder" if text else ""
+    name = next((name for name, gib in forms if gib <= room), "")
+    if not name:
+        return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
+    return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline."
+
+
+def _whole(files: Sequence[Quantised], room: float) -> str:
+    """The largest of ``files`` that fits into ``room`` GiB, else the smallest; empty without files."""
+    fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
+    return str(next(fitting, files[-1])) if files else ""
+
+
+def variants_of(title: str) -> str:
+    """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
+    family = next(family for family in FAMILIES.values() if title in (family.title, *family.published.more_offers))
+    offered = {download.page for offer in every_offer().values() for download in offer.downloads}
+    others = [page.removeprefix(HUB) for page in family.published.pages if page not in offered]
+    return f"Other variants, for `hf download NAME --local-dir …`: {', '.join(others)}" if others else ""
+
+
+def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
+    """Advice while there is no model: the smallest model that fits, its pages and folders, and where was searched.
+
+    Args:
+        searched: the model folders; the first is where the model goes.
+        machine: the machine in words.
+        memory_bytes: of the computer that holds the weights.
+        card_bytes: of the device; 0 where it is the computer.
+    """
+    title, offer = smallest_for(memory_bytes)
+    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
+    return "\n".join(
+        [
+            f"{fits} this machine ({machine}): {title}, {offer.size}.",
+            *filter(None, (stored_for(offer, card_bytes),)),
+            *(f"Download {download.text(searched[0])}" for download in offer.downloads),
+            f"Then press R and choose it. {FETCHER} can fetch it.",
+            "Folders searched:",
+            *(f"  {folder}" for folder in searched),
+        ]
+    )
+
+
+def absent_offers(there: Container[str], roots: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """Folder name of each offer that is not ``there`` -> its ``title``, and in ``text`` size, room, pages, folders."""
+    free = f"{free_bytes(roots[0]) / 1e9:.0f}"
+    offers_of = {offer.downloads[0].folder: (title, offer) for title, offer in every_offer().items()}
+    return {
+        name: {
+            "title": title,
+            "text": "\n".join(
+                [
+                    f"{offer.size}; {free} GB free on the disk. An interrupted download resumes.",
+                    *(download.text(folder_of(download, roots).parent) for download in offer.downloads),
+                    "Their licences are on these pages; by downloading you accept them.",
+                ]
+            ),
+        }
+        for name, (title, offer) in offers_of.items()
+        if name not in there
+    }
+
+
+def offer_of(title: str) -> Offer:
+    """The offer under a title.
+
+    Raises:
+        InputError: none has it.
+    """
+    require_choice("model", title, every_offer())
+    return every_offer()[title]
+
+
+def folder_of(download: Download, roots: Sequence[Path]) -> Path:
+    """The folder of a repository: in the first of ``roots`` that has it, in the first of all where none has."""
+    return next((root for root in roots if (root / download.folder).is_dir()), roots[0]) / download.folder
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that a folder, which need not be there yet, is or will be on."""
+    while not folder.is_dir():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,242 @@
+"""Stacks of each family's blocks at published widths, with random weights: memory and time of a forward beside what the
+forecasts say, on cards as small as wanted. Without diffusers the blocks are plain ones of the same widths.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..compat import measures
+from ..compat.device import facts as memory
+from ..compat.device.execution import HOST
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, value_or
+from ..compat.device.probe_store import OK, ProbeStore
+from ..compat.device.timed_choice import seconds_of
+from ..compat.device.work import META, Work, counting_on_meta, pace_of
+from ..compat.errors import MissingPackageError
+from ..compat.measures import device_parts
+from ..compat.memory.offloader import MODES, OffloadOptions
+from ..compat.memory.parts import PartBytes, Parts, part_bytes
+from ..compat.memory.standalone import StandaloneOffloader
+from ..compat.probe_results import probe_results_of
+from ..compat.proof import Figure, Part, Proof, figures_of, proof_of, run_parts
+from .family import FamilySpec
+from .records.receipts import versions
+from .registry import FAMILIES
+
+TRANSFORMER = "transformer"
+NOISE, DEVIATION = 2**22, 0.02  # of the weights: how many before they repeat, and their scale
+REPEATED = re.compile(r"blocks\.\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class StackSizes:
+    """Blocks of each kind, pixels and frames of the video, cards in GiB, and whether blocks are as published or as the
+    demo models'."""
+
+    blocks: int = 8
+    width: int = 704
+    height: int = 480
+    frames: int = 49
+    cards: tuple[float, ...] = (6, 8, 12, 16, 24)
+    published: bool = True
+
+
+TINY = StackSizes(blocks=2, width=64, height=64, frames=9, published=False)  # a second on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A transformer cut short, in host memory.
+
+    Args:
+        forward: runs it where it is given, on inputs made there.
+        activations: bytes of a forward by the family's forecast; None where it is none of the family's own blocks.
+    """
+
+    module: nn.Module
+    forward: Callable[[nn.Module, torch.device], Any]
+    work: Work
+    dtype: torch.dtype
+    activations: int | None = None
+
+
+def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None], tiny: bool = False) -> Proof:
+    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs.
+
+    Raises:
+        InputError: the file is another device's. UnsupportedError: torch cannot reach the device.
+    """
+    facts = facts_for(device)
+    store = probe_results_of(facts, state)
+    parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]
+    parts += stack_parts(facts, store, TINY if tiny else StackSizes())
+    notify(f"{facts}: {len(parts)} parts, about ten minutes; nothing is sent; after a stop the same command goes on")
+    done = run_parts(
+        parts, proof_of(facts, versions()), output, notify, release=partial(memory.empty_cache, facts.device)
+    )
+    faults = sum(bool(figure.fault) for part in done.parts for figure in part.figures)
+    notify(f"{output} and its picture: {len(done.parts)} of {len(parts)} parts, {faults} figures with a fault")
+    return done
+
+
+def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:
+    """A part for each family."""
+    for family in FAMILIES.values():
+        yield Part(f"memory {family.id}", partial(stack_figures, family, facts, store, sizes))
+
+
+def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
+    """Peak of a forward on each card beside the forecast, then the seconds of a forward whose weights stay, and of one
+    whose weights are streamed, beside their model."""
+    try:
+        stack, kind = family_stack(family, facts, store, sizes), ""
+    except (ImportError, MissingPackageError):
+        stack, kind = plain_stack(family, store, sizes), "plain blocks, "
+    weights = part_bytes({name: each.nbytes for name, each in stack.module.state_dict().items()})
+    accelerated = facts.device.type != HOST.type
+    for card in sizes.cards if accelerated else ():
+        if card * GIBIBYTE <= facts.total_bytes:
+            name = f"{kind}peak on {card:g} GiB"
+            yield from figures_of(Part(name, partial(_peak, name, int(card * GIBIBYTE), stack, weights, facts)))
+    pace = pace_of(facts, store, stack.dtype)
+    computing = None if pace is None else pace.seconds(stack.work)
+    yield Figure(f"{kind}forward", "s", _run(stack, facts.device, "none")[1], computing)
+    if accelerated:
+        from .forecast.times import link_of
+
+        link = link_of(facts, [], pace)
+        modelled = max(computing, weights.total / link) if link and computing is not None else None
+        yield Figure(f"{kind}forward, streamed", "s", _run(stack, facts.device, "group", 0)[1], modelled)
+
+
+def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceFacts) -> Iterator[Figure]:
+    """The peak on a card of ``room`` bytes, in the first mode that fits; ``group`` fills it, so it has no forecast."""
+    forward = stack.activations or 0
+    needs = {mode: weights.resident(mode, TRANSFORMER, forward) + forward for mode in MODES}
+    mode = next((mode for mode in ("none", "group") if needs[mode] + weights.block <= room), "sequential")
+    with small_card(facts, room):
+        peak, _ = _run(stack, facts.device, mode, room)
+    modelled = None if stack.activations is None or mode == "group" else needs[mode] / GIBIBYTE
+    yield Figure(f"{name}, offload {mode}", "GiB", None if peak is None else peak / GIBIBYTE, modelled)
+
+
+def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Stack:
+    """The family's own transformer with few blocks, prepared as a run would.
+
+    Raises:
+        ImportError, MissingPackageError: a package of the pack's is absent.
+    """
+    from .forecast import counts
+    from .load.folder import load
+    from .pipeline import DEMOS
+    from .requests import LoadRequest
+    from .sizes import Size, sampling_bytes
+
+    pipeline = load(LoadRequest(DEMOS / family.id, search=(DEMOS,), device=facts, state=store.folder))
+    config = published_config(family) if sizes.published else dict(pipeline.configs[TRANSFORMER])
+    config |= {key: min(sizes.blocks, int(config[key])) for key in counts.BLOCKS if config.get(key)}
+    configs = {**pipeline.configs, TRANSFORMER: config}
+    pipeline = replace(pipeline, model=replace(pipeline.model, configs=configs, weights={}))
+    size = Size(sizes.width, sizes.height, sizes.frames)
+    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    work, empty = counts.transformer_work(pipeline, size), counts.empty_call(pipeline, size, 1)
+    module = _filled(counts.built(pipeline, TRANSFORMER, config, dtype))
+    assert pipeline.parts.prepare is not None
+    pipeline.parts.prepare(TRANSFORMER, module)
+    tensors = {name: each for name in empty.__slots__ if isinstance(each := getattr(empty, name), Tensor)}
+
+    def forward(module: nn.Module, device: torch.device) -> Any:
+        ones = {name: torch.ones(each.shape, dtype=each.dtype, device=device) for name, each in tensors.items()}
+        return family.code.call_transformer(pipeline, module, replace(empty, **ones))  # type: ignore[arg-type]
+
+    return Stack(module, forward, work, dtype, activations=sampling_bytes(pipeline, size))
+
+
+def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Stack:
+    """torch's own blocks of the family's width and number of tokens, in bf16 where the device has it."""
+    config, (spatial, temporal) = published_config(family), family.sizes.ratios
+    heads, side = int(config.get("num_attention_heads", 24)), int(config.get("patch_size") or 1) * spatial
+    width = heads * (int(config.get("attention_head_dim", 128)) if sizes.published else 2)
+    dtype = torch.bfloat16 if store["matmul.bf16"].status == OK else torch.float32
+    tokens = ((sizes.frames - 1) // temporal + 1) * (sizes.height // side) * (sizes.width // side)
+    with META:
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        module = nn.TransformerEncoder(block, sizes.blocks, enable_nested_tensor=False).to(dtype)
+
+    def forward(module: nn.Module, device: torch.device) -> Any:
+        return module.train()(torch.ones(1, tokens, width, dtype=dtype, device=device))  # eval has kernels of its own
+
+    with counting_on_meta() as work:
+        forward(module, META)
+    return Stack(_filled(module), forward, work, dtype)
+
+
+def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:
+    """The configuration of the family's first published part of this name."""
+    content = json.loads((family.folder / f"{part}.json").read_text(encoding="utf-8"))
+    first: Mapping[str, Any] = content[0] if isinstance(content, list) else content
+    return dict(first.get("config", first))
+
+
+def _filled(module: nn.Module) -> nn.Module:
+    """``module`` in host memory with random weights, those of the first block in all that are alike."""
+    noise, known = DEVIATION * torch.randn(NOISE, generator=torch.Generator().manual_seed(0)), dict[str, Tensor]()
+    module = module.to_empty(device=HOST)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        key = f"{REPEATED.sub('blocks', name)} {tuple(tensor.shape)}"
+        if key not in known:
+            for piece in tensor.data.view(-1).split(NOISE):
+                piece.copy_(noise[: piece.numel()])
+            known[key] = tensor.data
+        tensor.data = known[key]
+    return module.eval().requires_grad_(False)
+
+
+def _run(stack: Stack, device: torch.device, mode: str, room: int | None = None) -> tuple[int | None, float]:
+    """Peak bytes of two forwards, without what was there before, and the seconds of the second.
+
+    Args:
+        room: bytes that weights and activations may take; None for all that are free.
+    """
+    free = memory.free_bytes(device)
+    keep = 0 if room is None or free is None else max(0, free - room)
+    parts = Parts({TRANSFORMER: lambda _: stack.module})
+    offloader = StandaloneOffloader(parts, device, mode, OffloadOptions(keep_free_bytes=keep))
+    memory.reset_peak(device)
+    before, seconds = memory.peak_bytes(device), 0.0
+    try:
+        with torch.no_grad(), offloader.hold(TRANSFORMER, stack.activations or 0) as module:
+            for _ in range(2):
+                seconds = seconds_of(lambda: stack.forward(module, device), device)
+        peak = memory.peak_bytes(device)
+    finally:
+        offloader.detach(TRANSFORMER)
+        memory.empty_cache(device)
+    return None if peak is None or before is None else peak - before, seconds
+
+
+@contextmanager
+def small_card(facts: DeviceFacts, room: int) -> Iterator[None]:
+    """The block in which torch gives out at most ``room`` bytes of the device, where its kind can be limited."""
+    backend: Any = getattr(torch, facts.device.type, None)
+    where = () if facts.device.type == "mps" else (facts.device,)
+
+    def limit(share: float) -> None:
+        backend.set_per_process_memory_fraction(share, *where)
+
+    value_or(lambda: limit(min(1.0, room / facts.total_bytes)), None)
+    try:
+        yield
+    finally:
+        value_or(lambda: limit(1.0), None)

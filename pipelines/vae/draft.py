@@ -1,0 +1,223 @@
+"""Drafts: a tiny published decoder in the place of the VAE, for a look before the final decode, in a tenth of its work.
+
+Architecture: madebyollin/taehv 1f14a568 ``taehv.py`` and madebyollin/taem1 40a4cd84 ``taem1.py`` (MIT), which differ
+in channels, strides and patches; ModelTC/LightX2V 29c8504c ``tae.py`` for the lighttae files. Shapes say which it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...compat.checkpoints.pickled import pickled_tensors
+from ...compat.checkpoints.weights import tensor_file
+from ...compat.device.execution import placed, to_host
+from ...compat.errors import CheckpointError, UnsupportedError
+from ...compat.memory.transfer import transfer_for
+from ...compat.output_check import require_finite
+from ..base import Latents, Progress, ProgressStage
+from ..family import FamilySpec, TinyDecoder
+from ..keys import listed
+from ..pipeline import Pipeline, held_once
+
+PART = "tiny_decoder"
+WIDTHS = (256, 128, 64, 64)  # channels of the stages, each twice as wide and high as the one before
+GROWTHS = (7, 13, 19)  # places of the layers that make several frames of one
+COPIES = 6  # of its widest activation alive at once
+ENDINGS = (".safetensors", ".pth")
+
+
+class Recurrent(nn.Module):
+    """A residual block that sees its input and that of the frame before."""
+
+    def __init__(self, width: int, slope: float) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(slope)
+        self.conv = nn.Sequential(_conv(2 * width, width), self.act, _conv(width, width), self.act, _conv(width, width))
+
+    def forward(self, frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Frames (F, C, H, W) in order, of which ``before`` (1, C, H, W) comes first."""
+        past = torch.cat((before, frames[:-1]))
+        return self.act(self.conv(torch.cat((frames, past), dim=1)) + frames)
+
+
+class Growth(nn.Module):
+    """``stride`` frames of each: (F, C, H, W) to (F * stride, C, H, W)."""
+
+    def __init__(self, width: int, stride: int) -> None:
+        super().__init__()
+        self.stride, self.conv = stride, nn.Conv2d(width, width * stride, 1, bias=False)
+
+    def forward(self, frames: torch.Tensor) -> torch.Tensor:
+        """The frames in their order."""
+        return self.conv(frames).unflatten(1, (self.stride, -1)).flatten(0, 1)
+
+
+class SoftClamp(nn.Module):
+    """Values bent into -3..3."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """3 tanh(x / 3)."""
+        return torch.tanh(values / 3) * 3
+
+
+class Network(nn.Sequential):
+    """The decoder, its layers numbered as in the files."""
+
+    def __init__(self, channels: int, strides: Sequence[int], patch: int, row: TinyDecoder) -> None:
+        stages: list[nn.Module] = []
+        for (width, after), stride in zip(pairwise(WIDTHS), strides, strict=True):
+            stages += [Recurrent(width, row.slope) for _ in range(3)]
+            stages += [nn.Upsample(scale_factor=2), Growth(width, stride), _conv(width, after, bias=False)]
+        first, act = _conv(channels, WIDTHS[0]), nn.LeakyReLU(row.slope)
+        last = _conv(WIDTHS[-1], 3 * patch**2)
+        super().__init__(SoftClamp(), first, act, *stages, act, last, nn.PixelShuffle(patch))
+        self.row, self.stride = row, math.prod(strides)
+        self.before: dict[nn.Module, torch.Tensor] = {}  # the last frame that each recurrent block was given
+
+    def forward(self, latent: torch.Tensor, first: bool) -> torch.Tensor:  # type: ignore[override]
+        """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it.
+
+        Args:
+            first: whether a video begins with it, which makes one frame; each later one makes ``stride``.
+        """
+        if first:
+            self.before.clear()
+        frames = latent / self.row.divisor
+        for layer in self:
+            if isinstance(layer, Recurrent):
+                earlier = torch.zeros_like(frames[:1]) if first else self.before[layer]
+                self.before[layer] = frames[-1:].clone()
+                frames = layer(frames, earlier)
+            else:
+                frames = layer(frames)
+        frames = frames[self.stride - 1 if first else 0 :]
+        return ((frames + 1) / 2 if self.row.symmetric else frames).clamp(0, 1)
+
+    def close(self) -> None:
+        """Forget the frames of the video."""
+        self.before.clear()
+
+
+def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
+    return nn.Conv2d(channels, width, 3, padding=1, bias=bias)
+
+
+def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Network]:
+    """The first file in ``folders``, or in ``vae_approx`` below, with a tiny decoder of the family; and its network.
+
+    Raises:
+        UnsupportedError: none is published for this family. CheckpointError: no file that fits, or a damaged one.
+    """
+    rows = spec.published.tiny_decoders
+    if not rows:
+        raise UnsupportedError(
+            f"a draft of {spec.title}, for which no tiny decoder is published",
+            expected="another decode method",
+            fix="Choose method auto.",
+        )
+    files = [file for folder in folders for beside in (folder, folder / "vae_approx") for file in _files_in(beside)]
+    passed = []
+    for row in rows:
+        for file in (file for file in files if file.name.lower().startswith(row.name)):
+            if (network := _network(file, row, spec)) is not None:
+                return file, network
+            passed.append(file.name)
+    names = " or ".join(f"{row.name}{ENDINGS[0]} ({row.source})" for row in rows)
+    raise CheckpointError(
+        f"no tiny decoder for {spec.title} in {', '.join(map(str, folders)) or 'no folder'}"
+        + (f"; {listed(sorted(set(passed)))} holds another network" if passed else ""),
+        expected=names,
+        fix="Download it into ComfyUI/models/vae_approx, or choose method auto.",
+    )
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS)
+    except OSError:  # a folder that is not there, or a share that is gone
+        return []
+
+
+def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
+    """The network of a file, on the CPU in the file's dtype; None where its tensors are those of another one."""
+    tensors = {name.removeprefix("decoder."): tensor for name, tensor in _tensors(file).items() if "decoder." in name}
+    growths = [tensors.get(f"{place}.conv.weight", torch.empty(0)) for place in GROWTHS]
+    first, last = (tensors.get(f"{place}.weight", torch.empty(0)) for place in (1, 22))
+    strides = [len(growth) // width for growth, width in zip(growths, WIDTHS[:-1], strict=True)]
+    patch = math.isqrt(len(last) // 3)
+    if first.ndim != 4 or (8 * patch, math.prod(strides)) != spec.sizes.ratios:
+        return None
+    with torch.device("meta"):
+        network = Network(first.shape[1], strides, patch, row)
+    if {name: tensor.shape for name, tensor in network.state_dict().items()} != _shapes(tensors):
+        return None
+    with torch.inference_mode(False), torch.no_grad():
+        network.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+    return network.eval().requires_grad_(False)
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    if file.suffix != ENDINGS[0]:
+        return pickled_tensors(file)
+    with tensor_file(file) as opened:
+        return opened.read(set(opened.entries), lambda _: None)
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
+    """Frames (F, H, W, 3) in 0..1 by the tiny decoder in ``folders``; the VAE is not read.
+
+    Raises:
+        UnsupportedError, CheckpointError: as :func:`tiny_decoder`.
+    """
+    samples, dtype = latents.samples, pipeline.precision.vae
+    if pipeline.is_demo:
+        raise UnsupportedError(
+            "a draft of a demo model, whose VAE is its own",
+            expected="latents of a published model",
+            fix="Choose method auto, which takes a second.",
+        )
+    require_finite(samples, "latents")
+    file, network = tiny_decoder(pipeline.spec, folders)
+    progress.notify(f"a draft by {file.name}: any other method makes the final video of the same latents")
+    transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
+    needed = COPIES * math.prod(samples.shape[3:]) * 64 * WIDTHS[-1] * network.stride * dtype.itemsize
+    stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], list[torch.Tensor]()
+    with (
+        held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held,
+        closing(network),
+    ):
+        for latent in _scaled(pipeline, samples).unbind(2):
+            made = transfer.to_host_fp32(held(transfer.to_device(latent), not frames))
+            frames.append(made.permute(0, 2, 3, 1))
+            progress.step(len(frames), total, stage)
+    video = torch.cat(frames)
+    require_finite(video, "draft")
+    return video[int(latents.extra.get("drop_frames", 0)) :]
+
+
+def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The first frame (H, W, 3) in 0..1 of ``estimate`` (1, C, T, H, W), as the transformer has it; on the CPU."""
+    with closing(network):
+        frames = network.to(device, dtype)(placed(estimate[:1, :, 0], device, dtype), True)
+    return to_host(frames[0].permute(1, 2, 0).contiguous()).float()
+
+
+def _scaled(pipeline: Pipeline, samples: torch.Tensor) -> torch.Tensor:
+    """Latents in core's space as the transformer has them."""
+    config = pipeline.configs["vae"]
+    mean, std = (
+        torch.tensor(config.get(f"latents_{name}") or [usual]) for name, usual in (("mean", 0.0), ("std", 1.0))
+    )
+    scale = float(config.get("scaling_factor") or 1.0)
+    return (samples - mean.view(1, -1, 1, 1, 1)) * scale / std.view(1, -1, 1, 1, 1)

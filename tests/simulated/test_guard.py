@@ -1,0 +1,227 @@
+"""The guard inside a run: wrong results of each kind of operation are named, replaced, kept; right ones cost little."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from anygpu.compat.device import probes
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.report import report_on
+from anygpu.compat.transforms import guard as guard_module
+from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some
+from anygpu.pipelines.load import folder
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.report import precisions
+from anygpu.pipelines.requests import LoadRequest
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simulated import accelerator
+from simulated.test_families import CASES, rendered
+
+WIDTH = 256
+
+
+class Network(nn.Module):
+    """One of each operation, large enough that 64 rows are few."""
+
+    def __init__(self, of: Callable[[nn.Module, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.of, self.layers = of, nn.ModuleDict(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        big = functional.linear(x.reshape(-1, WIDTH), x.reshape(-1, WIDTH)[:512])  # work, of which a share is spent
+        return self.of(self.layers, x) + 0 * big.sum()
+
+
+def attention(_: nn.ModuleDict, x: Tensor) -> Tensor:
+    q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    return functional.scaled_dot_product_attention(q, q, q)
+
+
+KINDS: dict[str, tuple[str, Callable[[], nn.Module]]] = {  # operation as the guard names it -> operator that is spoiled
+    "addmm": ("aten::addmm", lambda: Network(lambda m, x: m["a"](x), a=nn.Linear(WIDTH, 96))),
+    "bmm": ("aten::bmm", lambda: Network(lambda m, x: x @ x.mT)),
+    "convolution": ("aten::convolution*", lambda: Network(
+        lambda m, x: m["a"](x.reshape(1, 16, 8, 32, -1)), a=nn.Conv3d(16, 24, 3, padding=1, stride=(1, 2, 1)))),
+    "attention": ("aten::*flash_attention_for_cpu", lambda: Network(attention)),
+    "native_layer_norm": ("aten::native_layer_norm", lambda: Network(lambda m, x: m["a"](x), a=nn.LayerNorm(WIDTH))),
+    "native_group_norm": ("aten::native_group_norm", lambda: Network(
+        lambda m, x: m["a"](x.reshape(len(x), 16, -1)), a=nn.GroupNorm(4, 16))),
+    "_to_copy": ("aten::copy_", lambda: Network(lambda m, x: x.half().float())),
+    "cat": ("aten::cat", lambda: Network(lambda m, x: torch.cat([x, x + 1], 1))),
+}  # fmt: skip
+
+
+PATHS_OF = {"attention": "chunks of queries"}
+
+
+def store_of(device: torch.device, folder: Path) -> ProbeStore:
+    return ProbeStore(facts_for(device), folder)
+
+
+def zeroed(rows: int = 0) -> Callable[[str, list, list], None]:
+    """Results that lose all rows after so many, as an overflowing index does."""
+
+    def after(op: str, arguments: list, results: list) -> None:
+        if op == "aten::copy_" and (arguments[0].dtype is not torch.float16 or arguments[1].dtype is torch.float16):
+            return
+        (results[0].view(-1)[rows:] if results[0].is_contiguous() else results[0]).zero_()
+
+    return after
+
+
+def run(guard: Guard, network: nn.Module, x: Tensor) -> Tensor:
+    for _ in range(3):  # what has no budget in the first forward is checked in a later one
+        with torch.no_grad(), guard.looking(x.shape):
+            result = network(x)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_result_is_named_replaced_and_kept(
+    acc, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator, make = KINDS[kind]
+    torch.manual_seed(0)
+    network, x = make().eval(), torch.randn(2, 1024, WIDTH)
+    with torch.no_grad():
+        exact = network(x)
+    there, store = network.to(acc), store_of(acc, tmp_path)
+    assert not store.misses()
+    with accelerator.hook(operator, after=zeroed(64)), caplog.at_level(logging.WARNING):
+        found = run(Guard(store), there, x.to(acc)).cpu()
+        (named,) = store.misses()
+        assert kind in named and store.misses()[named] == PATHS_OF.get(kind, "the host")
+        assert "is wrong on this device" in caplog.text
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+        caplog.clear()
+        again = run(Guard(store_of(acc, tmp_path)), there, x.to(acc)).cpu()
+    torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
+    assert not caplog.text, "the next process knows"
+
+
+def test_a_healthy_device_has_no_miss_and_later_forwards_are_not_looked_at(acc, tmp_path: Path) -> None:
+    store = store_of(acc, tmp_path)
+    for name, (_, make) in KINDS.items():
+        halves = (torch.float16, torch.bfloat16) if name in ("addmm", "attention", "native_layer_norm") else ()
+        for dtype in (torch.float32, *halves):
+            torch.manual_seed(1)
+            network, guard, x = make().eval().to(acc, dtype), Guard(store), torch.randn(1, 512, WIDTH).to(acc, dtype)
+            run(guard, network, x)
+            assert guard.done == {x.shape}, name
+            before = guard.work
+            run(guard, network, x)
+            assert guard.work == before, "no mode, no counting"
+    assert not store.misses() and {key.partition(" ")[0] for key in guard.known} <= {*CHECKS}
+
+
+def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
+    """A check costs more than what is left of the share only once: the next one waits until there is more."""
+    guard, largest = Guard(store_of(acc, tmp_path)), 0
+    network = KINDS["addmm"][1]().eval().to(acc)
+    for rows in (1024, 2048, 4096, 8192):
+        before = guard.spent
+        run(guard, network, torch.randn(2, rows, WIDTH, device=acc))
+        largest = max(largest, guard.spent - before)
+    assert guard.spent - largest <= SHARE * guard.work and guard.spent > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_check_copies_no_operand_as_a_whole(acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_module, "SHARE", 1e9)
+    network, peaks = KINDS[kind][1]().eval().to(acc), []
+    x = torch.randn(2, 2048, WIDTH, device=acc)
+    for guard in (None, Guard(store_of(acc, tmp_path))):
+        accelerator.reset_peak()
+        before = accelerator.memory().allocated_bytes
+        with torch.no_grad(), contextlib.nullcontext() if guard is None else guard.looking(0):
+            network.of(network.layers, x)
+        peaks.append(accelerator.memory().peak_bytes - before)
+    assert peaks[1] - peaks[0] < x.nbytes / 4, peaks
+
+
+def test_dtypes_without_a_bound_are_left_alone(acc, tmp_path: Path) -> None:
+    network, guard = KINDS["addmm"][1]().eval().to(acc, torch.float64), Guard(store_of(acc, tmp_path))
+    run(guard, network, torch.randn(2, 1024, WIDTH, device=acc, dtype=torch.float64))
+    assert not guard.known
+
+
+def test_a_check_without_room_waits_and_changes_nothing(acc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = KINDS["addmm"][1]().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    guard = Guard(store_of(acc, tmp_path))
+    with monkeypatch.context() as short:
+
+        def refuse(given: Any, result: Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        short.setitem(CHECKS, "addmm", refuse)
+        run(guard, network, x)
+    assert not [key for key in guard.known if key.startswith("addmm")] and not guard.done
+    run(guard, network, x)
+    assert [key for key in guard.known if key.startswith("addmm")] and guard.done
+
+
+def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:
+    operator, make = KINDS["addmm"]
+    network, store = make().eval().to(acc), store_of(acc, tmp_path)
+    with accelerator.hook(operator, after=zeroed(64)), torch.inference_mode():
+        run(Guard(store), network, torch.randn(2, 1024, WIDTH, device=acc))
+    assert [key.partition(" ")[0] for key in store.misses()] == ["linear"]  # which torch takes apart later here
+
+
+def test_what_is_wrong_once_is_said_and_not_kept(acc, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    operator, make = KINDS["addmm"]
+    calls: list[str] = []
+
+    def once(op: str, arguments: list, results: list) -> None:
+        calls.append(op)
+        if len(calls) == 1:
+            results[0].zero_()
+
+    store = store_of(acc, tmp_path)
+    with accelerator.hook(operator, after=once), caplog.at_level(logging.WARNING):
+        run(Guard(store), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc))
+    assert not store.misses() and "this device is unstable" in caplog.text
+
+
+def test_where_nothing_is_right_the_run_stops(acc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, make = KINDS["addmm"]
+    monkeypatch.delitem(guard_module.PATHS, "the host")
+    with accelerator.hook(operator, after=zeroed(64)), pytest.raises(UnsupportedError, match="however it is computed"):
+        run(Guard(store_of(acc, tmp_path)), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc))
+
+
+def test_rows_of_a_sample_stand_on_both_sides_of_each_power_of_two() -> None:
+    rows = set(_some(600_000).tolist())
+    assert len(rows) <= 64 and {0, 599_999, 2**19 - 1, 2**19, 2**15, 2**15 - 1} <= rows
+    assert _some(3).tolist() == [0, 1, 2] and _some(1).tolist() == [0]
+
+
+@pytest.mark.parametrize("family", ["ltx", "hunyuan_video"])
+def test_a_run_is_guarded_and_a_wrong_product_does_not_reach_the_video(
+    acc, tiny_folder: Path, tmp_path: Path, on_host: Any, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny models do little work: the share is all of it here."""
+    monkeypatch.setattr(guard_module, "SHARE", 1e9)
+    monkeypatch.setattr(guard_module, "SECONDS", 60.0)
+    monkeypatch.setattr(probes, "PRODUCTS", probes.PRODUCTS[:1])
+    store = store_of(acc, tmp_path / "kept")
+    monkeypatch.setattr(folder, "probe_results_of", lambda *_: store)
+    with accelerator.hook("aten::addmm", after=lambda op, arguments, results: results[0][1:].zero_()):
+        model = tiny.build(CASES[family].checkpoints[0], tiny_folder)
+        pipeline = load(LoadRequest(model, precision="fp32", device=acc, state=tmp_path / "kept"))
+        latents, frames = rendered(pipeline, CASES[family])
+    for found, expected in zip((latents, frames), on_host(family), strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
+    named = {key.partition(" ")[0] for key in store.misses()}
+    assert named == {"addmm"}
+    text = report_on(pipeline.facts, store, precisions(), None, "", store.misses()).text()
+    assert "Wrong in runs here" in text and "addmm float32" in text

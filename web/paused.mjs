@@ -1,0 +1,48 @@
+// Pause and Resume: the run ends after a step that is saved, and its prompt is queued again later, after a restart too.
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { ask } from "./ask.mjs";
+import { make } from "./elements.mjs";
+
+/** A button that acts, and whose text is then what happened. */
+function button(name, act) {
+  const told = make("p", { role: "status", class: "anygpu-why" });
+  const element = make("button", { type: "button", class: "anygpu-button" }, name);
+  element.addEventListener("click", async () => {
+    element.disabled = true;
+    told.textContent = (await act().catch((error) => error.message)) ?? "";
+    element.disabled = false;
+  });
+  return make("div", {}, element, told);
+}
+
+export const pauseButton = () => button("Pause after this step", async () => (await ask("/pause", {})).text);
+
+/** Show a pause button while a run goes on. */
+export function offer(pause, running) {
+  pause.hidden = !running;
+  if (!running) pause.lastChild.textContent = "";
+}
+
+/** Open the workflow of a paused run where another graph is open, and queue its prompt. */
+async function resume({ id }) {
+  const { prompt, workflow } = await ask(`/paused/${id}`);
+  const kinds = (nodes) => JSON.stringify(Object.entries(nodes).map(([node, { class_type }]) => [node, class_type]).sort());
+  const open = (await app.graphToPrompt()).output;
+  if (workflow && kinds(open) !== kinds(prompt)) await app.loadGraphData(workflow, true, true, "Resumed");
+  await api.queuePrompt(0, { output: prompt, workflow });
+  await ask("/forget", { id });
+}
+
+function card(entry, changed) {
+  const when = new Date(1000 * entry.time).toLocaleString();
+  const act = (name, does) => button(name, async () => { await does(entry); changed(); });
+  const picture = entry.picture && make("img", { src: entry.picture, alt: "The step after which it was paused" });
+  const buttons = [act("Resume", resume), act("Forget", ({ id }) => ask("/forget", { id }))];
+  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, `Paused after ${entry.where}`), make("p", {}, when), buttons));
+}
+
+/** The cards of the paused runs; `changed` is called when one was resumed or forgotten. */
+export async function pausedCards(changed) {
+  return (await ask("/paused")).paused.map((entry) => card(entry, changed));
+}
