@@ -18,6 +18,7 @@ import torch
 from ...compat.checkpoints.headers import reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.decision import AUTO, Decision
+from ...compat.device.execution import HOST
 from ...compat.device.facts import (
     DeviceFacts,
     device_fault,
@@ -39,7 +40,7 @@ from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import stored_timings
 from ...compat.transforms.fp16 import stored_dtype
-from ...compat.transforms.order import Preparation, attention_step, conv3d_step
+from ...compat.transforms.order import Preparation, Step, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..files.evidence import evidence_of, named_place, names_around, published, recipe_named, variant_of
@@ -83,8 +84,6 @@ def load(
     Raises:
         PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
-    from ...compat.transforms.guard import guard_step
-
     progress = progress or Silent()
     with reading(request.model):
         single, family, folders, tools, source_decisions = _sources(request, progress)
@@ -104,8 +103,8 @@ def load(
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
-    guard = guard_step(None if request.speed.compile else probes, facts)  # which cannot look into compiled blocks
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps(), guard)
+    guards = _guards(request, facts, probes)
+    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps(), *guards)
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(
@@ -129,6 +128,15 @@ def load(
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
     decisions += (*source_decisions, *recipe_decisions(pipeline, guessed))
     return replace(pipeline, plan=replace(plan, decisions=decisions))
+
+
+def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
+    """The guard of a device, which cannot look into compiled blocks; none on a CPU, with which it compares."""
+    if facts.device.type == HOST.type:
+        return ()
+    from ...compat.transforms.guard import guard_step
+
+    return (guard_step(None if request.speed.compile else probes, facts),)
 
 
 def load_placed(

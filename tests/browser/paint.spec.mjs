@@ -103,7 +103,7 @@ const sized = (width, ...keys) =>
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
 const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];
-const NOTE = [{ key: "note", width: 315, height: 640 }];
+const NOTE = [{ key: "note", width: 315, height: 590 }];
 
 function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };

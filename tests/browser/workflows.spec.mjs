@@ -108,7 +108,7 @@ const described = (title, model, text) => ({
 });
 
 // Pixels in which a node has room for what a run puts on it: its text, and a preview. Both canvases were measured.
-const ROOM = { load: 515, picture: 330, prompt: 435, encoded: 320, sample: 725, decode: 500, save: 460, recover: 260, lora: 240, small: 100 };
+const ROOM = { load: 515, picture: 330, prompt: 435, encoded: 370, sample: 725, decode: 500, save: 460, recover: 260, lora: 240, small: 100 };
 const NOTE = [{ key: "note", width: 325, height: 450 }];
 // A node has a height in the lane, and may begin lower: Nodes 2.0 adds that of pictures to what it has.
 const group = (name, width, ...nodes) => ({ group: name, nodes: nodes.map(([key, height, begins]) => ({ key, width, height, begins })) });
