@@ -4,7 +4,6 @@ forecasts say, on cards as small as wanted. Without diffusers the blocks are pla
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, value_or
 from ..compat.device.probe_store import OK, ProbeStore
 from ..compat.device.timed_choice import seconds_of
 from ..compat.device.work import META, Work, counting_on_meta, pace_of
-from ..compat.errors import MissingPackageError
+from ..compat.errors import MissingPackageError, json_file
 from ..compat.measures import device_parts
 from ..compat.memory.offloader import MODES, OffloadOptions
 from ..compat.memory.parts import PartBytes, Parts, part_bytes
@@ -184,7 +183,7 @@ def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Sta
 
 def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:
     """The configuration of the family's first published part of this name."""
-    content = json.loads((family.folder / f"{part}.json").read_text(encoding="utf-8"))
+    content = json_file(family.folder / f"{part}.json")
     first: Mapping[str, Any] = content[0] if isinstance(content, list) else content
     return dict(first.get("config", first))
 

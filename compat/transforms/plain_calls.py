@@ -36,7 +36,7 @@ class PlainCalls(TorchFunctionMode):
         rows = input.reshape(-1, input.shape[-1]).contiguous()
         parts = rows.split(self.policy.product_rows or max(1, len(rows)))
         results = [functional.linear(part, weight, bias) for part in parts]
-        return (results[0] if len(results) == 1 else torch.cat(results)).view(*input.shape[:-1], -1)
+        return (results[0] if len(results) == 1 else torch.cat(results)).view(*input.shape[:-1], weight.shape[0])
 
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None

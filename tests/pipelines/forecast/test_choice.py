@@ -92,7 +92,7 @@ def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
 
 def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, failed_forecasts):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
-    monkeypatch.setattr(counts, "_built", lambda *_: 1 / 0)
+    monkeypatch.setattr(counts, "built", lambda *_: 1 / 0)
     text, _ = memory_plan(load(LoadRequest(build("ltx", tiny_folder), device="cpu")), Size(64, 96, 9))
     said = "time unknown: the forecast failed (ZeroDivisionError: division by zero)"
     assert text.splitlines().count(said) == 1

@@ -94,5 +94,5 @@ def test_tiles_of_a_decode_count_what_they_overlap(tiny_folder):
 def test_a_size_is_counted_once(tiny_folder, monkeypatch):
     pipeline = loaded_for(CASES["ltx"], tiny_folder, "cpu")
     first = counts.transformer_work(pipeline, Size(96, 64, 9))
-    monkeypatch.setattr(counts, "_built", None)
+    monkeypatch.setattr(counts, "built", None)
     assert counts.transformer_work(pipeline, Size(96, 64, 9)) is first
