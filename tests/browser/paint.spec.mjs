@@ -96,10 +96,10 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 500, render: 460, first: 700, paint: 700, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
-const PICTURED = ["delight", "render", "first", "paint", "turntable", "texture"]; // begin lower: Nodes 2.0 adds the pictures
+const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 580, render: 460, first: 900, paint: 900, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
+const BEGINS = { delight: 260, render: 220, first: 460, paint: 460, turntable: 240, texture: 460 }; // Nodes 2.0 adds the pictures
 const sized = (width, ...keys) =>
-  keys.map((key) => ({ key, width, height: HEIGHTS[key], begins: PICTURED.includes(key) ? HEIGHTS[key] - 240 : HEIGHTS[key] }));
+  keys.map((key) => ({ key, width, height: HEIGHTS[key], begins: BEGINS[key] ?? HEIGHTS[key] }));
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
 const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];

@@ -32,7 +32,7 @@ def test_what_was_rounded_and_what_has_no_effect_is_said(server: Server, client:
     server.model("LTX-Video")
     run = client.run(text_to_video("LTX-Video", width=80, frames=10, guidance=5.0).prompt)
     said = run.texts_of(SAMPLE)[-1]
-    assert "width 80 -> 96" in said and "frames 10 -> 17" in said
+    assert "width 80 → 96" in said and "frames 10 → 17" in said
     assert "guidance has no effect on LTX-Video" in said
     assert "AnyGPU: guidance has no effect on LTX-Video" in server.log
 
