@@ -189,7 +189,7 @@ def test_every_format_runs_packed_on_every_machine(tiny_folder, tmp_path, machin
     request = {"base": folder, "precision": "fp32", "files": Files({"transformer": file})}
     expected = rendered(load(LoadRequest(file, device="cpu", **request)), CASES["mochi"])[0]
     with profiles.on(machine) as profile:
-        pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
+        pipe = load(LoadRequest(file, device=profile.facts, offload="model", state=tmp_path / "state", **request))
         found = rendered(pipe, CASES["mochi"])[0]
         packs = is_packed(pipe.parts["transformer"])
     assert packs == (machine != "mps-like" or way.split()[0] not in ("fp8", "mxfp8"))
