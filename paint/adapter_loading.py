@@ -19,10 +19,10 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import PartBytes, Parts, Reader, Silent
 from ..compat.packages import attribute, empty_encoder, fill, names_in
 from ..compat.probe_results import probe_results_of
-from ..compat.transforms.attention import Attention, attention_for, avoided_by
+from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import CompileSettings
 from .choices import ADAPTER_VARIANTS
-from .loading import PaintPipeline, network_bytes, paint_bytes, paint_offloader, reader_of
+from .loading import PaintPipeline, chosen_attention, network_bytes, paint_bytes, paint_offloader, reader_of
 from .networks import base_lora, vae
 from .networks import mv_adapter as networks
 from .networks.encoders import CLASSES
@@ -95,9 +95,7 @@ def load_adapter(
     facts, shape = facts_for(request.device), UNetShape.of(configs["unet"])
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = _with_wide_vae(precision_for(PAINT, facts, request.precision, probes), configs["vae"])
-    operands = precision.compute or precision.transformer
-    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
-    attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
+    attention = chosen_attention(request.attention, facts, probes, precision, shape)
     readers, weights = _readers(files, made, precision, attention)
     parts = Parts(readers)
     offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)

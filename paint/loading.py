@@ -130,6 +130,15 @@ class PaintPipeline(KnownToHost):
         return f"<{self.family} {self.variant} {self.source.name!r}: {self.precision}; {self.offloader}>"
 
 
+def chosen_attention(
+    choice: str, facts: DeviceFacts, probes: ProbeStore | None, precision: Precision, shape: UNetShape
+) -> Attention:
+    """The attention kernel of a UNet of this ``shape``, and of its VAE; raises for a choice that cannot run here."""
+    operands = precision.compute or precision.transformer
+    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
+    return attention_for(choice, facts, operands, shape.widths[0] // shape.heads[0], avoided)
+
+
 def load_paint(
     request: PaintRequest,
     progress: Any = None,
@@ -157,9 +166,8 @@ def load_paint(
     facts = facts_for(request.device)
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)
-    shape, operands = networks.shape_for(kind, config), precision.compute or precision.transformer
-    avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
-    attention = attention_for(request.attention, facts, operands, shape.widths[0] // shape.heads[0], avoided)
+    shape = networks.shape_for(kind, config)
+    attention = chosen_attention(request.attention, facts, probes, precision, shape)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {
         part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)

@@ -6,20 +6,16 @@ import { app } from "../../scripts/app.js";
 const NODE = "AnyGPULoadPipeline";
 const WIDGET = "anygpu_first_steps"; // not the name of an input: shown only, never saved or sent
 
-/** Queue the download of an offer; resolves when it has ended. */
+/** Queue the download of an offer; when it has ended well, the lists are read again. */
 async function download(node, title) {
   const output = { [node.id]: { class_type: "AnyGPUDownloadModel", inputs: { model: title, download: "download" } } };
   const { prompt_id } = await api.queuePrompt(0, { output, workflow: app.graph.serialize() });
-  await new Promise((resolve) => {
-    const ends = ["execution_success", "execution_error", "execution_interrupted"];
-    const ended = ({ detail }) => {
-      if (detail.prompt_id !== prompt_id) return;
-      for (const end of ends) api.removeEventListener(end, ended);
-      resolve();
-    };
-    for (const end of ends) api.addEventListener(end, ended);
+  api.addEventListener("execution_success", async function ended({ detail }) {
+    if (detail.prompt_id !== prompt_id) return;
+    api.removeEventListener("execution_success", ended);
+    await app.refreshComboInNodes();
+    node.anygpuOffer();
   });
-  await app.refreshComboInNodes();
 }
 
 async function offer(node) {
@@ -38,9 +34,7 @@ async function offer(node) {
   button.addEventListener("click", async () => {
     const { title, text: message } = chosen();
     if (!(await app.extensionManager.dialog.confirm({ title: `Download ${title}`, message }))) return;
-    button.disabled = true;
-    await download(node, title).finally(() => (button.disabled = false));
-    node.anygpuOffer();
+    await download(node, title).catch(({ message: detail }) => app.extensionManager.toast.add({ severity: "error", summary: `Download ${title}`, detail }));
   });
   const changed = node.onWidgetChanged;
   node.onWidgetChanged = function (...given) {

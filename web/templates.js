@@ -43,8 +43,12 @@ async function offerExamples() {
   const message = `ComfyUI's input folder has no ${missing.join(" and ")}. Draw a red circle on blue there, to try this template with?`;
   if (!missing.length || !(await app.extensionManager.dialog.confirm({ title: "Example files", message }))) return;
   const { ask } = await import("./ask.mjs");
-  await ask("/examples", {});
-  await app.refreshComboInNodes();
+  try {
+    await ask("/examples", {});
+    await app.refreshComboInNodes();
+  } catch ({ message: detail }) {
+    app.extensionManager.toast.add({ severity: "error", summary: "Example files", detail });
+  }
 }
 
 app.registerExtension({

@@ -34,22 +34,27 @@ def request() -> dict[str, str]:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
     _wanted.clear()
     _wanted.update(item[1] for item in running)
-    return {"text": "Pausing after this step."}
+    return {"text": "Pausing after the next step that can be saved; core's samplers and step caches save none."}
 
 
 def is_wanted() -> bool:
     """True if the prompt that runs is to pause."""
-    return bool(_wanted) and any(item[1] in _wanted for item in _running())
+    return _wanted_run() is not None
 
 
 def save(where: str, picture: Any) -> bool:
-    """Save the prompt that runs, which the caller ends then, and have the card's memory freed; False if the disk fails.
+    """Save the prompt that runs and is to pause, which the caller ends then, and have the card's memory freed.
+
+    False if it is not to pause, or the disk fails.
 
     Args:
         where: such as ``sampling 3/20``.
         picture: of the step, as ComfyUI sends previews; None for none.
     """
-    _, prompt_id, prompt, extra, *_ = next(item for item in _running() if item[1] in _wanted)
+    item = _wanted_run()
+    if item is None:
+        return False
+    _, prompt_id, prompt, extra, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
     record = {
@@ -108,6 +113,11 @@ def forget(identity: str) -> None:
 def _files() -> dict[str, Path]:
     """Id to file: no id from a client becomes a path."""
     return {path.stem: path for path in _folder().glob("*.json")}
+
+
+def _wanted_run() -> Any:
+    """The queue's item of the prompt that runs and is to pause; None where there is none."""
+    return next((item for item in _running() if item[1] in _wanted), None) if _wanted else None
 
 
 def _running() -> list[Any]:
