@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from unittest import mock
 import numpy as np
 import tiny
 import torch
+from anygpu.compat.checkpoints.weights import described, read_tensors, weight_files
 from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
@@ -44,6 +46,7 @@ from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
+from quantised import file_as
 from runner import DOCS, SCRATCH, Case, Row, known_rows, write_table
 from scene_scores import chosen_scenes, scores
 from torch import Tensor, nn
@@ -57,6 +60,7 @@ K_BLOCK = 256  # values that share their scales; llama.cpp's tools fall back whe
 STRIP = 2  # clips in a strip
 STEPS = 20  # of a clip of a tiny model
 PACKED = ("fp16", "fp8", "int8", "int8_convrot", "w4a8")  # choices of ``weights``; the first unpacks
+FROM_FILES = ("w4a4", "nvfp4")  # what is read from files only: transformers that comfy-kitchen packs anew
 EQUAL = 99.0  # dB, of clips without a difference
 
 
@@ -332,24 +336,37 @@ def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
             yield row | {"steps": STEPS, "psnr_db": round(psnr(quick, plain), 2), "ssim": round(ssim(quick, plain), 4)}
 
 
-def packed_rows(prompts: int, models: tuple[str, ...]) -> Iterator[Row]:
+def packed_rows(prompts: int, models: tuple[str, ...], stored: tuple[str, ...]) -> Iterator[Row]:
     """A row per model that ships and way to store its transformer, unpacked first."""
     asked = chosen_scenes(prompts)
     for choice, folder in demo_models().items():
-        for weights in PACKED if any(text in choice for text in models) else ():
-            score = scores(clips(folder, Switch(weights, load={"weights": weights}), asked), asked)
+        for weights in stored if any(text in choice for text in models) else ():
+            drawn, switch = folder, Switch(weights, load={"weights": weights} if weights in PACKED else {})
+            if weights in FROM_FILES:
+                drawn = packed_anew(folder, weights)
+            with mock.patch("anygpu.pipelines.pipeline.DEMOS", drawn.parent):
+                score = scores(clips(drawn, switch, asked), asked)
             right = {name: round(score[key], 3) for name, key in (("right", "all"), ("shape", "shape"))}
             yield {"model": choice.removeprefix("demo: "), "weights": weights, "prompts": prompts, **right}
+
+
+def packed_anew(folder: Path, weights: str) -> Path:
+    """A copy of the demo models' ``folder`` whose transformer is stored as ``weights``."""
+    copy = shutil.copytree(folder.parent, SCRATCH / weights, dirs_exist_ok=True) / folder.name
+    [file] = weight_files(copy / "transformer", "transformer")
+    whole = described(weight_files(folder / "transformer", "transformer"))
+    file_as(file, read_tensors(whole, torch.float32, lambda _: None), weights)
+    return copy
 
 
 def write_packed(_rows: list[Row]) -> None:
     """Write the table of what the shipped models draw from packed weights."""
     known = {(row["model"], row["weights"]): row for row in known_rows("packed_draws")}
     lines = [
-        [model, *(f"{float(known[model, weights]['right']) * 100:.0f}" for weights in PACKED)]
+        [model, *(f"{float(known[model, weights]['right']) * 100:.0f}" for weights in (*PACKED, *FROM_FILES))]
         for model in dict.fromkeys(model for model, _ in known)
     ]
-    head = ("right of 100", "unpacked, fp16", *PACKED[1:])
+    head = ("right of 100", "unpacked, fp16", *PACKED[1:], *FROM_FILES)
     write_table("quality.md", "packed", head, lines)
 
 
@@ -374,8 +391,9 @@ def strip(shown: list[Tensor]) -> Tensor:
 
 
 OPTIONS = {"prompts": 40, "only": ("",), "models": ("",), "ggml": ""}
+DRAWS = {"prompts": 100, "models": ("",), "stored": (*PACKED, *FROM_FILES)}
 CASES = [
     Case("quality", rows, OPTIONS, "quality", page=write_page),
-    Case("packed_draws", packed_rows, {"prompts": 100, "models": ("",)}, "packed_draws", page=write_packed),
+    Case("packed_draws", packed_rows, DRAWS, "packed_draws", page=write_packed),
     Case("stored_products", stored_rows, {"families": tuple(FRAMES)}, "lossy"),
 ]
