@@ -96,7 +96,7 @@ def test_every_offloader(tiny_folder: Path, files: dict[str, Path], expected: An
         pytest.param("turing", "merged", "none", marks=pytest.mark.full),
         pytest.param("no-conv3d", "separate", "model", marks=pytest.mark.full),
         pytest.param("gfx1151", "separate", "model", marks=pytest.mark.full),
-        pytest.param("gfx1151", "merged", "none", marks=pytest.mark.full),
+        ("gfx1151", "merged", "none"),
     ],
 )
 def test_beside_the_rewrites_of_a_machine(
