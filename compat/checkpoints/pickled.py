@@ -13,11 +13,7 @@ from .headers import plain_status
 
 
 def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch pickled, mapped, not read; nothing in it is run.
-
-    Raises:
-        CheckpointError: it is damaged, or holds something beside tensors.
-    """
+    """The tensors of a file that torch pickled, mapped; nothing in it is run. CheckpointError for anything else."""
     try:
         size = plain_status(path).st_size
         if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more

@@ -1,7 +1,4 @@
-"""The rows of quirks.py: data only, one known upstream bug each, with the thread that shows it.
-
-``seen`` is when the row was last checked against its thread, not when the bug was found.
-"""
+"""The rows of quirks.py: one known upstream bug each, with the thread that shows it."""
 
 from __future__ import annotations
 
@@ -16,43 +13,26 @@ ANY = ("*",)
 
 @dataclass(frozen=True, slots=True)
 class Quirk:
-    """One upstream bug.
-
-    Args:
-        name: of the row.
-        backends, arches, names: patterns of the device; names of devices without regard to case.
-        symptom: what happens.
-        source: the threads that show it.
-        done: what the pack does about it.
-        but_not: patterns of arches that the row leaves out.
-        versions: package to [first bad, first good); an empty bound is open.
-        optional: packages without which the row does not stand.
-        wrong: operations that fail or lie, until a probe says otherwise.
-        costly: operations that cost a multiple.
-        effect: fields of :class:`~.quirks.DevicePolicy`.
-        remedy: what the user can do about it; empty where nothing helps yet.
-        seen: when the row was last checked.
-    """
+    """One upstream bug."""
 
     name: str
-    backends: tuple[str, ...]
+    backends: tuple[str, ...]  # patterns, as arches and names; names without regard to case
     symptom: str
-    source: str
-    done: str
+    source: str  # the threads that show it
+    done: str  # what the pack does about it
     arches: tuple[str, ...] = ANY
-    but_not: tuple[str, ...] = ()
+    but_not: tuple[str, ...] = ()  # arches that the row leaves out
     names: tuple[str, ...] = ANY
-    versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    optional: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
-    costly: tuple[str, ...] = ()
-    effect: Mapping[str, Any] = field(default_factory=dict)
-    remedy: str = ""
-    seen: str = "2026-09"
+    versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # package to [first bad, first good)
+    optional: tuple[str, ...] = ()  # packages without which the row does not stand
+    wrong: tuple[str, ...] = ()  # operations that fail or lie, until a probe says otherwise
+    costly: tuple[str, ...] = ()  # operations that cost a multiple
+    effect: Mapping[str, Any] = field(default_factory=dict)  # fields of DevicePolicy
+    remedy: str = ""  # what the user can do about it
+    seen: str = "2026-09"  # when it was last checked against its thread
 
 
 def _all(dtype: str) -> tuple[str, ...]:
-    """Everything that computing in ``dtype`` needs, casts left out: they are asked one by one."""
     return tuple(f"{name}.{dtype}" for name in ("matmul", "attention", "groupnorm", *CONVOLUTIONS))
 
 
