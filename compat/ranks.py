@@ -146,8 +146,7 @@ class Group:
             raise failed
         if not succeeded:
             raise LeaderFailed("the leader of the group failed")
-        result: Value = value
-        return result
+        return value
 
     def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""

@@ -33,10 +33,7 @@ def group_norm_silu_pad(
     ``layout`` is one of :data:`LAYOUTS`; that which the convolution reads without a copy."""
     if not launches(x, form):
         return group_norm_silu_pad_reference(x, norm, pad, silu, layout)
-    y: Tensor = _GROUP_NORM_SILU_PAD(
-        x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout
-    )
-    return y
+    return _GROUP_NORM_SILU_PAD(x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout)
 
 
 def rms_silu_pad(
@@ -52,8 +49,7 @@ def rms_silu_pad(
     The weight of ``norm`` is (C,), scale and shift are (B, C); no split."""
     if not launches(x, form):
         return rms_silu_pad_reference(x, norm, modulation, pad, silu, layout)
-    y: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
-    return y
+    return _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
 
 
 def group_norm_silu_pad_reference(

@@ -22,8 +22,7 @@ def normalized(
     """``norm(x) * (1 + scale) + shift``, in fp32, rounded once; ``x`` (..., N, D), with a modulation (B, N, D)."""
     if not launches(x, form):
         return normalized_reference(x, norm, modulation, out_dtype)
-    y: Tensor = _NORMALIZED(x, *flat_terms(norm, modulation), out_dtype)
-    return y
+    return _NORMALIZED(x, *flat_terms(norm, modulation), out_dtype)
 
 
 def normalized_reference(

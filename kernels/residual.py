@@ -15,8 +15,7 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
     ``x`` and ``branch`` (B, N, D) may differ in dtype: an fp32 residual takes an fp16 branch."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
-    y: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
-    return y
+    return _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
 
 
 def residual_norm(
@@ -32,10 +31,9 @@ def residual_norm(
     The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
-    both: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
+    return _RESIDUAL_NORM(
         x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split, *flat_terms(norm, modulation), out_dtype
     )
-    return both
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:

@@ -31,10 +31,7 @@ def qk_norm_rope(
         return qk_norm_rope_reference(pair, tables, eps, text, out_dtype)
     turn = (None, None) if tables is None else (tables.cos, tables.sin)
     other = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
-    both: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
-        pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype
-    )
-    return both
+    return _QK_NORM_ROPE(pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype)
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:

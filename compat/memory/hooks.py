@@ -335,8 +335,7 @@ def _unhook(module: nn.Module) -> None:
 
 def hooks_on(module: nn.Module) -> GroupHooks | None:
     """The hooks of a part; None where it has none on."""
-    hooks: GroupHooks | None = module.__dict__.get(HOOKS)
-    return hooks
+    return module.__dict__.get(HOOKS)
 
 
 def remove_hooks(module: nn.Module) -> None:
@@ -349,8 +348,7 @@ def remove_hooks(module: nn.Module) -> None:
 
 def group_of(module: nn.Module) -> WeightGroup | None:
     """The group that has the own tensors of ``module``; None where no hook brings them."""
-    group: WeightGroup | None = module.__dict__.get(GROUP)
-    return group
+    return module.__dict__.get(GROUP)
 
 
 @contextmanager

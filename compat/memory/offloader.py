@@ -94,8 +94,7 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 
 def views_of(module: nn.Module) -> Views:
-    views: Views = module.__dict__.get(VIEWS, NONE)
-    return views
+    return module.__dict__.get(VIEWS, NONE)
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:

@@ -188,8 +188,7 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
-    return result
+    return imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
 
 
 def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor:

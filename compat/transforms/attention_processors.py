@@ -90,8 +90,7 @@ class Processor:
     @staticmethod
     def projected(attn: Any, attention: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Tokens (B, N, D) of attention's result (B, H, N, D), in the dtype of ``like``, through ``to_out``."""
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(like.dtype)))
-        return result
+        return attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(like.dtype)))
 
     @staticmethod
     def replaces(owner: Any) -> bool:
@@ -149,8 +148,7 @@ class JointProcessor(Processor):
         from diffusers.models.embeddings import apply_rotary_emb  # torch 2.11 traces no import from a lazy package
 
         apply: Any = apply_rotary_emb  # upstream annotates it as narrower than what it passes
-        result: torch.Tensor = apply(tokens, table, sequence_dim=1)
-        return result
+        return apply(tokens, table, sequence_dim=1)
 
     def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -240,8 +238,7 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
         query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
         key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
         seen = functional.pad(mask.bool(), (1, 0), value=True)[:, None, None]
-        pooled: torch.Tensor = pool.to_out(processor.by_text_rows(query, key, value, seen).flatten(1))
-        return pooled
+        return pool.to_out(processor.by_text_rows(query, key, value, seen).flatten(1))
 
     return forward
 
@@ -282,8 +279,7 @@ def _residual_attention(attn: Any, attend: Attend, tokens: torch.Tensor, frames:
     query, key, value = (heads_of(attn, layer, tokens).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))
     attention = causal_by_frames(attend, query, key, value, frames).transpose(1, 2).flatten(2)
     tokens = attn.to_out[1](attn.to_out[0](attention))
-    result: torch.Tensor = (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
-    return result
+    return (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
 
 
 def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
@@ -296,8 +292,7 @@ def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor]
             for layer in (block.to_q, block.to_k, block.to_v)
         )
         attention = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
-        result: torch.Tensor = block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
-        return result
+        return block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
 
     return forward
 

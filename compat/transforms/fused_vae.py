@@ -165,8 +165,7 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
         else:
             ready = rms_silu_pad(x, terms, modulation, pad, layout=layout, form=form)
     result = (conv.conv if within else conv)(ready)
-    video: Tensor = result[0] if isinstance(result, tuple) else result
-    return video
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _convolved_twice(module: Any, x: Tensor) -> Tensor:

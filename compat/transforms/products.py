@@ -104,10 +104,9 @@ def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.to(dtype)
     if layer.codec != W4A8:
         turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}
-        result: Tensor = kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
-        return result
+        return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
     book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
-    result = kitchen().w4a8_int8_linear(
+    return kitchen().w4a8_int8_linear(
         x,
         layer.stored.view(torch.int8),
         s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel,
@@ -119,4 +118,3 @@ def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
         convrot_groupsize=layer.group,
         out_dtype=dtype,
     )
-    return result
