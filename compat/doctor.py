@@ -20,19 +20,7 @@ from .device.execution import to_host
 from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
-from .repairs import (
-    ATTENTION,
-    FP32,
-    LIMIT,
-    NARROW,
-    REPLACED,
-    SCALED,
-    UNFIT,
-    Repair,
-    RepairStore,
-    repaired,
-    tensors_in,
-)
+from .repairs import ATTENTION, FP32, LIMIT, NARROW, REPLACED, SCALED, UNFIT, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried

@@ -92,13 +92,7 @@ def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> 
         yield name, {form: partial(call, form=form) for form in (AUTO, REFERENCE)}
 
 
-def _self_test(
-    name: str,
-    dtype: torch.dtype,
-    runs: Sequence[Run],
-    device: torch.device,
-    form: str,
-) -> SelfTest:
+def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch.device, form: str) -> SelfTest:
     allowed = ALLOWED[dtype] + (ROUNDED_TWICE.get(name, 0.0) if dtype.itemsize == 2 else 0.0)
     bound = allowed * torch.finfo(dtype).eps
     started = time.perf_counter()

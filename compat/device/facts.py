@@ -315,13 +315,7 @@ def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
-    return {
-        "backend": "cpu",
-        "arch_class": "cpu",
-        "name": "CPU",
-        "total_bytes": _host_bytes(),
-        "unified": True,
-    }
+    return {"backend": "cpu", "arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True}
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:

@@ -25,17 +25,7 @@ from ..errors import first_line
 from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import (
-    ATTENTION,
-    CONVOLUTION,
-    GENERATIONS,
-    LAUNCH_SECONDS,
-    MEMORY,
-    OTHER,
-    PRODUCT,
-    rates_of,
-    work_of,
-)
+from .rates import ATTENTION, CONVOLUTION, GENERATIONS, LAUNCH_SECONDS, MEMORY, OTHER, PRODUCT, rates_of, work_of
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
@@ -287,10 +277,7 @@ def pace_of(
 
 
 def measured_pace(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-    width: int = HEAD_WIDTH,
+    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter, width: int = HEAD_WIDTH
 ) -> Pace:
     """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
     timer = _Timer(device, clock)

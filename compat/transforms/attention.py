@@ -105,11 +105,7 @@ class Attention:
 
 
 def attention_for(
-    choice: str,
-    facts: DeviceFacts,
-    dtype: torch.dtype,
-    head_width: int,
-    avoided: Mapping[Avoided, str] | None = None,
+    choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, avoided: Mapping[Avoided, str] | None = None
 ) -> Attention:
     """The attention for a choice on the device of ``facts``, tried out there once for queries of ``dtype`` and
     ``head_width``.
