@@ -72,11 +72,8 @@ def require_writable(path: Path, needed_bytes: int, name: str) -> None:
             fix="Choose another place.",
         ) from error
     if free < needed_bytes:
-        raise InputError(
-            f"{free / 1e6:.0f} MB free for {name} {str(path)!r}",
-            expected=f"{needed_bytes / 1e6:.0f} MB or more",
-            fix="Free space on this disk, or choose a place on another one.",
-        )
+        found, expected = f"{free / 1e6:.0f} MB free for {name} {str(path)!r}", f"{needed_bytes / 1e6:.0f} MB or more"
+        raise InputError(found, expected=expected, fix="Free space on this disk, or choose a place on another one.")
 
 
 def _sync_folder(folder: Path) -> None:

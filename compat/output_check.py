@@ -41,11 +41,8 @@ FIX = (
 def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
     broken = int((~torch.isfinite(tensor)).sum())
     if broken:
-        raise NotFinite(
-            f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
-            expected="finite values",
-            fix=fix,
-        )
+        found = f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite"
+        raise NotFinite(found, expected="finite values", fix=fix)
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:

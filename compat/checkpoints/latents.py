@@ -78,11 +78,8 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
     """Raise InputError where the record of ``subject`` is of a version above ``newest``."""
     version = record.get("version")
     if isinstance(version, int) and version > newest:
-        raise InputError(
-            f"{subject} of version {version} in {path.name!r}",
-            expected=f"version {newest} or older",
-            fix="Update AnyGPU.",
-        )
+        found = f"{subject} of version {version} in {path.name!r}"
+        raise InputError(found, expected=f"version {newest} or older", fix="Update AnyGPU.")
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:

@@ -302,9 +302,6 @@ def require_storable(choice: str, subject: str, precision: Any) -> None:
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     stored = weight.to(dtype)
     if dtype is torch.float16 and not bool(stored.isfinite().all()):
-        raise UnsupportedError(
-            f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16",
-            expected="at most 65504",
-            fix="Choose weights bf16 or auto.",
-        )
+        found = f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
+        raise UnsupportedError(found, expected="at most 65504", fix="Choose weights bf16 or auto.")
     return stored

@@ -36,9 +36,6 @@ def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
             fix="Download this file again, or use the .safetensors one.",
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError(
-            f"{str(path)!r} holds something beside tensors",
-            expected=f"a {path.suffix} that maps names to tensors",
-            fix="Use the file as published, not a training checkpoint.",
-        )
+        found, expected = f"{str(path)!r} holds something beside tensors", f"a {path.suffix} that maps names to tensors"
+        raise CheckpointError(found, expected=expected, fix="Use the file as published, not a training checkpoint.")
     return content

@@ -79,11 +79,8 @@ def _packed(
     optional = frozenset() if whole else packing.optional
     missing = sorted(packing.sides.keys() - optional - sides.keys())
     if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}",
-            expected="it beside the weight",
-            fix="Use another version of this file.",
-        )
+        found = f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}"
+        raise CheckpointError(found, expected="it beside the weight", fix="Use another version of this file.")
     wanted = {**packing.sides, "pre_scale": ALL}
     mine = {side: sides[side] for side in wanted if side in sides}
     for side, entry in mine.items():

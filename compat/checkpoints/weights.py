@@ -60,11 +60,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
             f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{str(path)!r} holds a {type(content).__name__}",
-            expected=f"{what} as a JSON object",
-            fix="Download this file again.",
-        )
+        found = f"{str(path)!r} holds a {type(content).__name__}"
+        raise CheckpointError(found, expected=f"{what} as a JSON object", fix="Download this file again.")
     return content
 
 
@@ -72,11 +69,8 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
     """The safetensors files with the weights of one part, ``subject``, whole: one, or every shard of its index.
     Raises CheckpointError for no weights, only pickles, or a shard missing."""
     if not folder.is_dir():
-        raise CheckpointError(
-            f"no folder {str(folder)!r}",
-            expected=f"the {subject} of this model",
-            fix="Download the missing folder, and keep its published name.",
-        )
+        found, expected = f"no folder {str(folder)!r}", f"the {subject} of this model"
+        raise CheckpointError(found, expected=expected, fix="Download the missing folder, and keep its published name.")
     incomplete: list[CheckpointError] = []
     for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
         try:
@@ -89,11 +83,8 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
     if incomplete:
         raise incomplete[0]
     if any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"shards of the {subject} in {str(folder)!r} without their index",
-            expected=f"a *{INDEX_SUFFIX} file",
-            fix="Download the index file of this folder.",
-        )
+        found = f"shards of the {subject} in {str(folder)!r} without their index"
+        raise CheckpointError(found, expected=f"a *{INDEX_SUFFIX} file", fix="Download the index file of this folder.")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
@@ -371,11 +362,8 @@ def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
 def _shards(index: Path, subject: str) -> list[Path]:
     mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise CheckpointError(
-            f"no weight_map in {str(index)!r}",
-            expected=f"the shard index of the {subject}",
-            fix="Download this file again.",
-        )
+        found = f"no weight_map in {str(index)!r}"
+        raise CheckpointError(found, expected=f"the shard index of the {subject}", fix="Download this file again.")
     names = sorted(set(map(str, mapping.values())))
     missing = [name for name in names if Path(name).name != name or not _is_file(index.parent / name)]
     if missing:

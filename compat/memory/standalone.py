@@ -303,11 +303,8 @@ def offloader_for(
             fix="Choose auto.",
         )
     if refusal := reason_against(choice, device):
-        raise UnsupportedError(
-            f"offload {choice!r} {refusal}",
-            expected="auto or none",
-            fix="Choose auto. A CPU has no second memory to offload to.",
-        )
+        found, expected = f"offload {choice!r} {refusal}", "auto or none"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto. A CPU has no second memory to offload to.")
     free = None if free is None else max(0, free - options.keep_free_bytes)
     here = {part: size for part, size in part_bytes.items() if options.place(part, device) == device}
     mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, here, free)

@@ -129,11 +129,8 @@ def attention_for(
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
     elif choice == "native" and not kernel:
-        raise UnsupportedError(
-            f"attention 'native' in {name} on {facts.name}",
-            expected="a fused kernel of this torch for it",
-            fix="Choose auto, which computes attention exactly in chunks.",
-        )
+        found, expected = f"attention 'native' in {name} on {facts.name}", "a fused kernel of this torch for it"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto, which computes attention exactly in chunks.")
     elif choice != "native":
         verdict = kernels_for(choice, facts, dtype, head_width)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)

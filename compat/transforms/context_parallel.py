@@ -56,11 +56,8 @@ class TokenSplit:
     def begin(self, count: int) -> None:
         ranks = self.group.tokens
         if count < ranks.size:
-            raise UnsupportedError(
-                f"{count} tokens for {ranks.size} devices",
-                expected="at least one token for each",
-                fix="Use fewer devices per video, or a larger video.",
-            )
+            found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
+            raise UnsupportedError(found, expected=expected, fix="Use fewer devices per video, or a larger video.")
         self.count, self.run = count, ranks.runs(count)[ranks.rank]
 
     @property
@@ -165,17 +162,11 @@ def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
     """Raise UnsupportedError for a block whose attention is none of ours, or has fewer heads than there are ranks."""
     processor, name = getattr(attention, "processor", None), type(block).__name__
     if not hasattr(processor, "attend"):
-        raise UnsupportedError(
-            f"{name} with {type(processor).__name__}, on {size} devices",
-            expected="attention that AnyGPU knows",
-            fix="Render this model on one device.",
-        )
+        found = f"{name} with {type(processor).__name__}, on {size} devices"
+        raise UnsupportedError(found, expected="attention that AnyGPU knows", fix="Render this model on one device.")
     if attention.heads < size:
-        raise UnsupportedError(
-            f"{attention.heads} attention heads on {size} devices",
-            expected="at least one head for each device",
-            fix=f"Use at most {attention.heads} devices per video.",
-        )
+        found, expected = f"{attention.heads} attention heads on {size} devices", "at least one head for each device"
+        raise UnsupportedError(found, expected=expected, fix=f"Use at most {attention.heads} devices per video.")
 
 
 def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:

@@ -102,11 +102,8 @@ def _check_ready(root: nn.Module) -> None:
         label = f"{type(root).__name__} {name}".rstrip()
         _check_free(module, label)
         if isinstance(module, SwappedModule):
-            raise UnsupportedError(
-                f"{label} is swapped already",
-                expected="a part as it was loaded",
-                fix="Call restore() on that swap first.",
-            )
+            found = f"{label} is swapped already"
+            raise UnsupportedError(found, expected="a part as it was loaded", fix="Call restore() on that swap first.")
         if isinstance(module, nn.Conv3d) and module.weight.device.type == "meta":
             raise UnsupportedError(
                 f"{label} has its weights on meta", expected="a loaded part", fix="Load the weights before the swap."

@@ -217,11 +217,8 @@ def _require_bare(transformer: nn.Module) -> None:
                 fix="Take the offloader off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
-            raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that has it already",
-                expected="one rewrite at a time",
-                fix="Call restore() on the first.",
-            )
+            found = f"safe fp16 for a {type(transformer).__name__} that has it already"
+            raise UnsupportedError(found, expected="one rewrite at a time", fix="Call restore() on the first.")
 
 
 def _paths(names: str, kind: LayerKind, prefix: str = "") -> dict[str, LayerKind]:

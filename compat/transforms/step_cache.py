@@ -95,11 +95,8 @@ def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: flo
             fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
         )
     if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
-        raise UnsupportedError(
-            f"step cache {settings.kind!r} with compile: {INSIDE}",
-            expected=f"kind {FIRST_BLOCK}, or compile off",
-            fix=f"Choose kind {FIRST_BLOCK}.",
-        )
+        found = f"step cache {settings.kind!r} with compile: {INSIDE}"
+        raise UnsupportedError(found, expected=f"kind {FIRST_BLOCK}, or compile off", fix=f"Choose kind {FIRST_BLOCK}.")
 
 
 @dataclass(slots=True)
