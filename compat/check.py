@@ -32,15 +32,8 @@ MISMATCH = (RuntimeError, NotImplementedError, PackError)
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was tried.
-
-    Args:
-        status: ``ok``; ``avoided`` (it fails, and nothing decided here uses it); ``FAILED`` (it fails and is used);
-            ``news`` (a known bug that this device no longer has).
-    """
-
     name: str
-    status: str
+    status: str  # ``avoided``: it fails, and nothing decided here uses it; ``news``: a known bug that is gone
     detail: str = ""
 
     def __str__(self) -> str:
@@ -48,11 +41,7 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Each thing tried on the device of ``facts``, as it is tried; the probes are asked again.
-
-    Args:
-        families: title to where its dtypes differ from the common rows, for what ``auto`` would use.
-    """
+    """Each thing tried on the device of ``facts``, whose probes are asked again; ``families``: title to dtypes."""
     silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:
@@ -99,7 +88,6 @@ def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
 
 
 def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """Every form of every kind of Conv3d; that the chosen one is right is what counts."""
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
         for kind, (kernel, stride) in LAYERS.items():

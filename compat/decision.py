@@ -9,23 +9,14 @@ AUTO, CHOSEN = "auto", "chosen"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One thing that was decided or found.
+    """One thing that was decided or found."""
 
-    Args:
-        subject: what it is about, such as ``attention``.
-        verdict: what is so.
-        why: the reason; empty where there is none to give.
-        source: who or what it rests on: ``auto``, ``chosen`` by the user, or a thread; empty for a plain fact.
-        alarming: whether it needs attention.
-        guessed: whether it may be wrong, so that its reason is read beside it.
-    """
-
-    subject: str
+    subject: str  # such as ``attention``
     verdict: str
     why: str = ""
-    source: str = ""
-    alarming: bool = False
-    guessed: bool = False
+    source: str = ""  # ``auto``, ``chosen`` by the user, or a thread; empty for a plain fact
+    alarming: bool = False  # it needs attention
+    guessed: bool = False  # it may be wrong, so that its reason is read beside it
 
     @property
     def reason(self) -> str:

@@ -1,8 +1,6 @@
-"""The layer that first gives values that cannot be right, the values on the way there, and the repair that helps.
-
+"""The layer that first gives values that cannot be right, and the repair that helps.
 Watching is one read of a step's result. Only where that is wrong is the step run again, with a hook on every module
-that compares what it is given with what it returns; then with up to four repairs in turn until the result is right.
-"""
+that compares what it is given with what it returns; then with up to four repairs in turn."""
 
 from __future__ import annotations
 
@@ -22,19 +20,7 @@ from .device.execution import to_host
 from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
-from .repairs import (
-    ATTENTION,
-    FP32,
-    LIMIT,
-    NARROW,
-    REPLACED,
-    SCALED,
-    UNFIT,
-    Repair,
-    RepairStore,
-    repaired,
-    tensors_in,
-)
+from .repairs import ATTENTION, FP32, LIMIT, NARROW, REPLACED, SCALED, UNFIT, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried
@@ -75,35 +61,20 @@ PLAIN = {  # by fault: the first sentence, for people who know no layers
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The place where a result first went wrong.
+    """The place where a result first went wrong."""
 
-    Args:
-        layer: dotted name of the innermost module that was given right values and returned wrong ones, after that of
-            its network.
-        kind: its class.
-        dtype: of what it returned.
-        fault: in words.
-        largest: the largest absolute value that it was given.
-        weight: its first weight that is not finite, by its own name; empty where all are.
-        bad: the share of its values that are not.
-        block: the repeated block that it is in, with how many of them there are; empty outside.
-        way: names and largest absolute values of the blocks before it, in order.
-        between: whether it has layers, which were right: the fault lies in a function between them, such as attention.
-        inputs: what the network is given that is wrong already; empty where nothing is.
-    """
-
-    layer: str
+    layer: str  # dotted name, after its network's, of the innermost module that was given right values
     kind: str
-    dtype: str
+    dtype: str  # of what it returned
     fault: str
-    largest: float = 0.0
-    weight: str = ""
-    bad: float = 0.0
-    block: str = ""
-    blocks: int = 0
-    way: tuple[tuple[str, float], ...] = ()
-    inputs: str = ""
-    between: bool = False
+    largest: float = 0.0  # absolute value that it was given
+    weight: str = ""  # its first one that is not finite; empty where all are
+    bad: float = 0.0  # the share of its values that are not
+    block: str = ""  # the repeated block that it is in
+    blocks: int = 0  # how many of them there are
+    way: tuple[tuple[str, float], ...] = ()  # blocks before it, with their largest values
+    inputs: str = ""  # of the network that are wrong already
+    between: bool = False  # its layers were right: the fault lies between them, such as in attention
 
     @property
     def plain(self) -> str:
@@ -170,7 +141,6 @@ def lifeless(tensor: torch.Tensor) -> str:
 
 
 def lifeless_range(low: float, high: float, count: int) -> str:
-    """The same of an output's least and greatest value and their number."""
     return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if count > 1 and low == high else "")
 
 
@@ -194,11 +164,7 @@ def _range_fault(low: float, high: float) -> str:
 
 
 def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_finite) -> Finding | None:
-    """The place where ``run``, which calls the ``networks``, first goes wrong; None where it does not.
-
-    Args:
-        fault: of what any of their modules returns; values that are not finite come before it.
-    """
+    """The place where ``run``, which calls the ``networks``, first goes wrong, by ``fault`` of what modules return."""
     return _examined(networks, run, fault)[0]
 
 
@@ -226,14 +192,8 @@ def diagnose(
 ) -> tuple[Diagnosis, torch.Tensor | None]:
     """The place where ``run`` goes wrong, the repair that helps, and the result with it, None where none helps.
 
-    The network runs at most five times: once with hooks, and for :data:`TRIALS` repairs.
-
-    Args:
-        fault: of the result.
-        repair: whether to try any.
-        local: of what a module returns, where that is another fault.
-        found: the place that is known already, once ``fault`` was asked.
-    """
+    ``fault`` is of the result, ``local`` of what a module returns; ``found`` gives the place where it is known already.
+    The network runs at most five times: once with hooks, and for :data:`TRIALS` repairs, none without ``repair``."""
     finding = found()
     output: Any = None
     if finding is None:
@@ -371,7 +331,6 @@ def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a module, by the names that its forward has for it."""
     try:
         names = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):
@@ -408,16 +367,10 @@ def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
 
 
 class Doctor:
-    """Watches the networks of one model, and knows what was kept for it.
+    """Watches the networks of one model, and keeps the repairs that helped it under the name ``model``.
 
-    Args:
-        model: what names the model in the file of repairs.
-        choice: one of :data:`CHOICES` or :data:`EXPLAIN`; ``offer`` stops with what helps, ``keep`` goes on with it,
-            also next time.
-        tell: takes one line that the user should read.
-
-    ``instead`` is what prevents an overflow, in words that follow *or*; core's models have nodes of ours for it.
-    """
+    ``choice`` is one of :data:`CHOICES` or :data:`EXPLAIN`: ``offer`` stops with what helps, ``keep`` goes on with it,
+    also next time. ``tell`` takes a line for the user; ``instead`` prevents an overflow, in words that follow *or*."""
 
     def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
         self.model, self.store, self.choice, self.tell = model, store, choice, tell
@@ -439,16 +392,9 @@ class Doctor:
         local: Fault | None = None,
         found: Callable[[], Finding | None] = lambda: None,
     ) -> torch.Tensor:
-        """``output``, or with ``keep`` what a repair makes of it.
-
-        Args:
-            run: makes the output again by way of ``networks``.
-            where: in a sentence, such as ``step 3 of 20``.
-            fault, local, found: as for :func:`diagnose`.
-
-        Raises:
-            NotFinite: it is wrong, and nothing helps or only an offer is wanted.
-        """
+        """``output``, or with ``keep`` what a repair makes of it when ``run`` makes it again; ``where`` is such as
+        ``step 3 of 20``.
+        Raises NotFinite where it is wrong, and nothing helps or only an offer is wanted."""
         if not fault(output):
             return output
         diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found)
@@ -470,7 +416,6 @@ class Doctor:
 
 
 def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
-    """The advice of a diagnosis, in a sentence."""
     finding, repair = diagnosis.finding, diagnosis.repair
     keep = f"Set repair to {KEEP} on AnyGPU Doctor and run again"
     if finding is not None and finding.weight:

@@ -16,15 +16,10 @@ from .errors import InputError, first_line, json_file
 
 @contextmanager
 def replacing(path: Path, suffix: str = ".part", synced: bool = True) -> Iterator[Path]:
-    """A file beside ``path`` for the block to write, which then takes the place of ``path``.
+    """A file beside ``path`` for the block to write, which then takes its place; some libraries go by its ``suffix``.
 
-    It reaches the disk, not only the system's cache, before it is renamed, and the folder after that: a crash, a power
-    cut or a full disk leaves the old file or the new one, never half of either.
-
-    Args:
-        suffix: of the file that is written; some libraries go by it.
-        synced: whether to wait for the disk. What is not waited for outlives this process, but no power cut.
-    """
+    It is on the disk before it is renamed, and the folder after that: a crash, a power cut or a full disk leaves the
+    old file or the new one. What is not ``synced`` outlives this process, but no power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
     try:
@@ -59,14 +54,7 @@ def write_json(path: Path, value: Any, indent: int | None = None, synced: bool =
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:
-    """Raise where ``path`` cannot be written later, before hours of computing.
-
-    Args:
-        name: of the input, for the error, such as ``--output``.
-
-    Raises:
-        InputError: a folder, a folder that cannot be written, or less than ``needed_bytes`` free there.
-    """
+    """Raise InputError where ``path``, of input ``name``, cannot be written later, or lacks ``needed_bytes``."""
     if path.is_dir():
         raise InputError(
             f"the folder {str(path)!r} as {name}", expected="a file", fix="Add a file name, such as a.mp4."
@@ -84,11 +72,8 @@ def require_writable(path: Path, needed_bytes: int, name: str) -> None:
             fix="Choose another place.",
         ) from error
     if free < needed_bytes:
-        raise InputError(
-            f"{free / 1e6:.0f} MB free for {name} {str(path)!r}",
-            expected=f"{needed_bytes / 1e6:.0f} MB or more",
-            fix="Free space on this disk, or choose a place on another one.",
-        )
+        found, expected = f"{free / 1e6:.0f} MB free for {name} {str(path)!r}", f"{needed_bytes / 1e6:.0f} MB or more"
+        raise InputError(found, expected=expected, fix="Free space on this disk, or choose a place on another one.")
 
 
 def _sync_folder(folder: Path) -> None:

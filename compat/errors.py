@@ -1,8 +1,6 @@
-"""Errors that a user can act on: what was found, what was expected, what to do next, in one line; and what raises them:
-choices, ranges, and the memory that files of unknown origin may take, known before anything is built of them.
-
-``__module__`` is set because ComfyUI shows it before the message, and loads this file under the name of its folder.
-"""
+"""Errors that a user can act on, in one line: found; expected; fix. And the checks that raise them: choices, ranges,
+and the memory that files of unknown origin may take.
+ComfyUI shows ``__module__`` before the message, and loads this file under its folder's name; so it is set."""
 
 from __future__ import annotations
 
@@ -26,29 +24,21 @@ def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str
 
 
 def parts_of(message: str) -> dict[str, str]:
-    """The parts of the error that ``message`` begins with; all of it as ``found`` where the error is none of ours.
-
-    ComfyUI hands a failure on as text, with a line of advice behind some.
-    """
+    """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
     newest_first = (parts for text, parts in reversed(_recent) if message.startswith(text))
     return next(newest_first, {"found": message.strip()})
 
 
 def _shortened(line: str) -> str:
-    """Shorten ``line`` to its beginning and end if it is very long."""
     half = MOST_SHOWN // 2
     return line if len(line) <= MOST_SHOWN else f"{line[:half]} … {line[-half:]}"
 
 
 class PackError(Exception):
-    """A failure with its remedy.
+    """A failure with its remedy: what is there, quoted; what would have been right, with units; one sentence on what to
+    do.
 
-    Args:
-        found: what is there, with the value, file or input quoted.
-        expected: what would have been right, with units.
-        fix: one sentence that says what to do.
-        button: what does it in the browser: ``press``, its text; the ``node`` whose ``input`` becomes ``value``.
-    """
+    ``button`` does it in the browser: ``press``, its text; the ``node`` whose ``input`` becomes ``value``."""
 
     __module__ = "anygpu"
 
@@ -107,11 +97,7 @@ def reading_budget(size: int) -> int:
 
 
 def afford(subject: str, cost: int, size: int, fix: str = "Export or download it again.") -> int:
-    """``cost``, the bytes that reading ``subject`` of ``size`` bytes takes.
-
-    Raises:
-        CheckpointError: more than :func:`reading_budget`.
-    """
+    """``cost``, the bytes that reading ``subject`` takes; CheckpointError if above :func:`reading_budget`."""
     if cost > reading_budget(size):
         raise CheckpointError(
             f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read",
@@ -129,10 +115,7 @@ def json_cost(text: bytes) -> int:
 
 def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
     """The value of a JSON text, read as ``json.loads`` with ``options`` does.
-
-    Raises:
-        CheckpointError: it takes more than :func:`reading_budget`. ValueError: it is no JSON, or nested too deeply.
-    """
+    Raises CheckpointError above :func:`reading_budget`, and ValueError for no JSON, or one nested too deeply."""
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(raw) > JSON_BYTES:
         raise ValueError(f"more than {JSON_BYTES:,} bytes")

@@ -16,8 +16,7 @@ BOTH, PROMPTED = slice(None), slice(-1, None)  # of a batch of two, without the 
 def classifier_free_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
     """The prediction without the prompt, moved ``scale`` times as far towards the one with it.
 
-    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations.
-    """
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations."""
     return uncond + scale * (cond - uncond)
 
 
@@ -31,11 +30,7 @@ def both(group: Group | None, first: Branch, second: Branch) -> tuple[torch.Tens
 
 
 def by_halves(group: Group | None, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``run`` itself; of a group with halves, each half computes one row of a batch of two.
-
-    Args:
-        run: from the rows of the batch, which are :data:`BOTH` or :data:`PROMPTED`, and more to their predictions.
-    """
+    """``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions; each half of a group computes one row."""
     if group is None or group.half is None:
         return run
 

@@ -41,8 +41,7 @@ MOST_EPS = {2: 8, 4: 64}  # of a dtype of so many bytes, that a right result may
 
 @dataclass(frozen=True, slots=True)
 class DeviceSizes:
-    """Tokens and width of a transformer's products, channels of a VAE's convolutions, whether operations are timed at
-    a transformer's size, and the dtypes."""
+    """Sizes of a transformer's products and a VAE's convolutions; ``full`` times operations at a transformer's size."""
 
     tokens: int = 4096
     width: int = 4096
@@ -72,8 +71,7 @@ def probes(store: ProbeStore) -> Iterator[Figure]:
 
 
 def kernels(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterator[Figure]:
-    """Each operation against fp64, as a share of what it is allowed; then at a transformer's size its kernel against
-    its reference, in eps, and milliseconds of both."""
+    """Each operation against fp64, as a share of what it is allowed; then kernel and reference, in eps and in ms."""
     for test in self_tests(facts.device, dtypes=(dtype,)):
         how, fault = "kernel" if test.launched else "reference", "" if test.right else test.fault or "wrong"
         yield Figure(f"{test.name}, {how}, to fp64", "of the bound", test.error / test.bound, fault=fault)

@@ -39,28 +39,19 @@ FIX = (
 
 
 def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
-    """Raise when ``tensor`` holds NaN or infinity, with how many."""
     broken = int((~torch.isfinite(tensor)).sum())
     if broken:
-        raise NotFinite(
-            f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite",
-            expected="finite values",
-            fix=fix,
-        )
+        found = f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite"
+        raise NotFinite(found, expected="finite values", fix=fix)
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:
     """The fault of decoded frames (B, C, F, H, W), on any device; empty for none.
 
-    One colour is a frame that says the same in every cell, exactly, which no picture does. A decoder that unfolds
-    channels into pixels repeats a pattern there when its input is lost. The frames are read twice, the rest is done
-    on the least and the greatest value of each cell.
-
-    Args:
-        cell: pixels that one latent covers in each direction.
-        latents: (B, C, T, H / cell, W / cell) of the frames; with them dead frames, dead regions and saturation are
-            seen too. All of these but :data:`BROKEN` may be right, if rarely: another way of decoding tells.
-    """
+    ``cell`` is the pixels that one latent covers per direction. One colour is a frame that says the same in every cell,
+    exactly, which no picture does; a decoder that lost its input repeats a pattern there. With ``latents`` (B, C, T, H
+    / cell, W / cell) dead frames, dead regions and saturation are seen too. All but :data:`BROKEN` may be right, if
+    rarely: another way of decoding tells."""
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
         whole = BROKEN if not bool(video.isfinite().all()) else ""
@@ -122,10 +113,7 @@ def _saturated(video: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> st
 
 
 def fault_in_latents(latents: torch.Tensor) -> str:
-    """The fault of encoded latents (B, C, T, H, W), on any device; empty for none.
-
-    A plain wall has one value per channel, so what counts as constant here is one value in all channels.
-    """
+    """The fault of encoded latents (B, C, T, H, W), on any device; a plain wall has one value per channel."""
     if not bool(latents.isfinite().all()):
         return BROKEN
     low, high = latents.amin(), latents.amax()
@@ -143,10 +131,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 @contextmanager
 def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
     """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
-
-    Raises:
-        InvalidOutputError: in the block, after the first part with a fault, so that no further part is computed.
-    """
+    Raises InvalidOutputError in the block after the first part with a fault, so that no further part is computed."""
 
     def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
         fault = validate(output[0] if isinstance(output, tuple) else output)
@@ -158,11 +143,8 @@ def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
 
 
 def fault_in_weight(name: str, tensor: torch.Tensor) -> str:
-    """The fault of a weight that was just read, on the host; empty for none.
-
-    Some thousand values all over the tensor are looked at; all of them only where those are zeros. One value alone, a
-    bias or a norm may be zero throughout; a matrix may not.
-    """
+    """The fault of a weight just read, on the host; empty for none.
+    Some thousand values are looked at, all only where those are zeros; a bias or norm may be zero throughout."""
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
     some = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLES)].float()  # nothing is asked of 8 bits directly

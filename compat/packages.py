@@ -1,11 +1,6 @@
-"""Packages of others: imported where they are used, with one clear line when one is missing or broken, and models of
-transformers built and filled without changing anything that other threads see.
-
-``from_pretrained`` replaces, for as long as it runs, torch's default dtype, ``torch.linspace``, the functions of
-``torch.nn.init`` and ``PreTrainedModel.tie_weights`` for the whole process; two that overlap leave some of them so for
-good (huggingface/transformers#44940). Here a model is built on ``meta``, which only this thread is on; its buffers are
-filled by its own rules, its tensors named by upstream's, and what it ties is tied here.
-"""
+"""Packages of others, imported where they are used, with one line when one is broken; and transformers' models, built
+without ``from_pretrained``: it replaces torch's default dtype and more for the whole process, and two that overlap
+leave some so for good (huggingface/transformers#44940)."""
 
 from __future__ import annotations
 
@@ -27,11 +22,7 @@ INSTALL = "Install it into the Python that runs ComfyUI or anygpu: python -m pip
 
 
 def imported(name: str) -> ModuleType:
-    """The module ``name``.
-
-    Raises:
-        MissingPackageError: it is absent, or it breaks while it is imported.
-    """
+    """The module ``name``; MissingPackageError where it is absent, or breaks while it is imported."""
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken compiled part raises nearly anything while a package is imported
@@ -39,11 +30,7 @@ def imported(name: str) -> ModuleType:
 
 
 def attribute(module: str, name: str) -> type:
-    """The class ``name`` of package ``module``, which may import more packages on access.
-
-    Raises:
-        MissingPackageError: the package, its version, or one it needs is not usable.
-    """
+    """The class ``name`` of package ``module``, which may import more on access; MissingPackageError if unusable."""
     try:
         return getattr(imported(module), name)
     except MissingPackageError:
@@ -72,12 +59,7 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
 
 
 def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of transformers' class ``cls`` with parameters on ``meta`` and buffers in host memory.
-
-    Args:
-        config: of the class's own configuration class; it stays as it is.
-        dtype: what most of its parameters will have.
-    """
+    """A model of transformers' class ``cls``, parameters, mostly of ``dtype``, on ``meta`` and buffers on the host."""
     config = copy.deepcopy(config)
     _set_dtype(config, None)  # a model inside it with a dtype of its own would change torch's default
     with torch.device("meta"):
@@ -91,7 +73,6 @@ def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
-    """Set the dtype that a configuration, and those inside it, say that their models have."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", ()):
         if getattr(config, name, None) is not None:
@@ -99,7 +80,6 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
-    """Give the buffers of ``module`` and what is below it memory, and the values that the rules of ``model`` give."""
     for child in module.children():
         _fill_buffers(child if hasattr(child, "_init_weights") else model, child)
     for name, buffer in module._buffers.items():
@@ -123,15 +103,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Make ``tensors`` the parameters of the model, and tie what it ties; returns the names that are missing.
-
-    Args:
-        tensors: by the model's names.
-        dtype: of the model; what its class keeps in fp32 beside it is widened.
-
-    Raises:
-        RuntimeError: other shapes.
-    """
+    """Make ``tensors``, by the model's names, its parameters, and tie what it ties; returns the names that are missing.
+    ``dtype`` is the model's: what its class keeps in fp32 is widened. Raises RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
     values = {
         name: tensor.float() if tensor.is_floating_point() and wide and wide.search(name) else tensor
@@ -150,10 +123,7 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
 
 
 def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Pattern that matches the parameters which the class keeps in fp32 in a model of ``dtype``.
-
-    Source: ``PreTrainedModel._get_dtype_plan``.
-    """
+    """Pattern of the parameters that the class keeps in fp32 (``PreTrainedModel._get_dtype_plan``)."""
     words = {*(getattr(module, "_keep_in_fp32_modules_strict", None) or ())} if dtype.itemsize == 2 else set()
     if dtype is torch.float16:
         words |= {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
@@ -161,11 +131,8 @@ def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def beginning(tokenizer: Any, text: str, room: int, check: Callable[[], None] = lambda: None) -> str:
-    """The part of ``text`` from which its first ``room`` tokens come, and a little more; at most 131,072 characters.
-
-    Args:
-        check: called between parts; may raise to cancel.
-    """
+    """The part of ``text`` from which its first ``room`` tokens come, and a little more: at most 131,072 characters.
+    ``check`` is called between parts and may raise to cancel."""
     count = CHARACTERS * (room + MARGIN)
     while count < min(len(text), MOST_CHARACTERS):
         check()

@@ -17,12 +17,7 @@ GELU = "gelu_in_product"
 
 
 def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
-    """The probe results for the device of ``facts``, also of the kernels; each probe runs when its result is read.
-
-    Args:
-        folder: where answers are kept; None keeps them in memory only.
-        quiet: gives only what is kept.
-    """
+    """The probe results of a device and its kernels, kept in ``folder`` (None: memory); ``quiet`` asks nothing."""
     more = (
         packed_probes(facts)
         | {TRITON: _triton}

@@ -1,7 +1,5 @@
 """The proof of a device: parts that measure it, in one file that grows part by part, and one picture of it.
-
-A part that fails is a figure with its reason; a process that dies costs the part that it died in. Nothing is sent.
-"""
+A part that fails is a figure with its reason; a process that dies costs the part that it died in. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -29,19 +27,11 @@ BAR, LEFT, ROW = 300, 300, 16  # of the picture, in its own units
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of a device.
-
-    Args:
-        measured: in ``unit``, on the device; None where it was not.
-        modelled: by data sheets or a forecast; None where there is none.
-        fault: why it could not be measured, or is wrong.
-    """
-
     what: str
     unit: str = ""
-    measured: float | None = None
-    modelled: float | None = None
-    fault: str = ""
+    measured: float | None = None  # in ``unit``, on the device; None where it was not
+    modelled: float | None = None  # by data sheets or a forecast
+    fault: str = ""  # why it could not be measured, or is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +44,6 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A part that ran."""
-
     name: str
     seconds: float
     figures: tuple[Figure, ...] = ()
@@ -76,16 +64,11 @@ class Proof:
     parts: tuple[Finished, ...] = ()
 
     def text(self) -> str:
-        """The file's content."""
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 
 def proof_in(text: str | bytes) -> Proof:
-    """The proof that a file holds.
-
-    Raises:
-        InputError: no such file, another version, an unknown field, a value of a wrong type.
-    """
+    """The proof that a file holds; InputError for no such file, another version, unknown fields or wrong types."""
     record = json_in(text[:MOST_BYTES], "the proof")
     if not isinstance(record, dict) or record.pop(HEAD, None) != VERSION:
         raise InputError(f"{shown(record)} instead of a proof", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
@@ -112,14 +95,8 @@ def run_parts(
 ) -> Proof:
     """Run the parts that the file at ``path`` lacks, write each as it ends, and draw the picture beside it.
 
-    Args:
-        fresh: a proof of this device without any part.
-        seconds: after which no further part begins; what is left, the next call does.
-        release: frees what a part left on the device.
-
-    Raises:
-        InputError: the file is another device's, or of other versions.
-    """
+    ``fresh`` is an empty proof of this device; after ``seconds`` no further part begins, and the next call goes on.
+    ``release`` frees what a part left on the device. Raises InputError for the file of another device or version."""
     proof, began = _opened(path, fresh), clock()
     for number, part in enumerate(parts, 1):
         head = f"part {number} of {len(parts)}: {part.name}"
@@ -157,7 +134,6 @@ def figures_of(part: Part) -> Iterator[Figure]:
 
 
 def _short(value: float | None) -> float | None:
-    """Five digits; None for what is not finite, which JSON does not have."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 

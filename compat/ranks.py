@@ -1,7 +1,5 @@
 """Processes with a device each that compute one video together, over ``torch.distributed``: gloo on CPUs, NCCL on CUDA.
-
-Their group is formed where the processes are started (``farm/group.py``): nothing here opens a connection.
-"""
+Their group is formed where they are started (``farm/group.py``): nothing here opens a connection."""
 
 from __future__ import annotations
 
@@ -32,24 +30,15 @@ class RankLost(PackError):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process group, seen from one of its processes.
+    """One process group, seen from one of its processes; an exchange raises RankLost where another does not answer."""
 
-    Args:
-        group: of ``torch.distributed``; None for this process alone.
-        rank, size: which of how many this process is.
-        device: where the group takes tensors from: gloo the CPU, whatever computes.
-
-    Every exchange raises :class:`RankLost` where another process does not answer.
-    """
-
-    group: Any = None
+    group: Any = None  # of ``torch.distributed``; None for this process alone
     rank: int = 0
     size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # from which the group takes tensors
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Around a call of ``torch.distributed``, whose errors tell of sockets and queues."""
         try:
             yield
         except RuntimeError as error:
@@ -66,12 +55,7 @@ class Ranks:
         return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
     def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """The piece that each rank has for this one.
-
-        Args:
-            pieces: for each rank, all of one dtype.
-            shapes: of those that come back.
-        """
+        """The piece that each rank has for this one: ``pieces`` for each rank, and ``shapes`` of what comes back."""
         from torch import distributed
 
         like = pieces[0]
@@ -132,12 +116,7 @@ class Ranks:
 
 @dataclass(slots=True)
 class Group:
-    """All ranks of one video, and the halves that compute the two branches of guidance.
-
-    Args:
-        world: all of them.
-        half: those of this rank's branch; None where the branches are not shared out.
-    """
+    """All ranks of one video, and the ``half`` of this rank's branch of guidance, where branches are shared out."""
 
     world: Ranks
     half: Ranks | None = None
@@ -154,11 +133,7 @@ class Group:
         return (self.half or self.world).size
 
     def on_leader(self, call: Callable[[], Value]) -> Value:
-        """The result of ``call`` on the leader, on every rank; the others do not call it.
-
-        Raises:
-            LeaderFailed: on the others, where it raised on the leader.
-        """
+        """The result of ``call`` on the leader, on every rank; if it raises there, the others raise LeaderFailed."""
         failed: BaseException | None = None
         value: Any = None
         if self.leads:
@@ -171,8 +146,7 @@ class Group:
             raise failed
         if not succeeded:
             raise LeaderFailed("the leader of the group failed")
-        result: Value = value
-        return result
+        return value
 
     def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
@@ -186,12 +160,10 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """True where this rank decodes and writes."""
         return self.world.rank == LEADER
 
     @property
     def branch(self) -> int:
-        """The half of this rank, 0 or 1."""
         return 0 if self.half is None else int(self.world.rank >= self.world.size - self.half.size)
 
     @contextmanager
@@ -206,16 +178,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The arguments of a family's blocks that go by token of the video.
+    """The arguments of a family's blocks that go by token of the video."""
 
-    Args:
-        rotary: names under which blocks take rotary tables.
-        dim: of these, which one counts tokens.
-        rows: arguments (B, N, D) with a row for each token; where they have one row for all, they stay as they are.
-        leading: arguments that count the first tokens which are treated differently.
-    """
-
-    rotary: tuple[str, ...]
-    dim: int
-    rows: tuple[str, ...] = ()
-    leading: tuple[str, ...] = ()
+    rotary: tuple[str, ...]  # names of rotary tables
+    dim: int  # of these, which counts tokens
+    rows: tuple[str, ...] = ()  # (B, N, D) with a row for each token; one row for all stays as it is
+    leading: tuple[str, ...] = ()  # counts of the first tokens, which are treated differently

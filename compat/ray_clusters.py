@@ -16,14 +16,8 @@ LOOK_SECONDS = 0.1  # between looks for a cancel
 
 
 def refusal(address: str, check: Callable[[], None]) -> str:
-    """The reason why the cluster at ``address`` keeps this machine out, in one line; empty where it lets it in.
-
-    The wait of a head that does not answer goes on in a thread of its own, for less than a minute.
-
-    Args:
-        address: such as ``10.0.0.5:6379``, or ``auto``.
-        check: called while it waits; may raise.
-    """
+    """The reason why the cluster at ``address`` (``10.0.0.5:6379``, ``auto``) keeps this machine out, or empty.
+    ``check`` is called while it waits and may raise. A head that does not answer keeps a thread for under a minute."""
     answers: list[str] = []
 
     def ask() -> None:
@@ -48,12 +42,7 @@ def refusal(address: str, check: Callable[[], None]) -> str:
 
 
 def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
-    """Join the cluster at ``address``, with log messages from ``level`` on; why it was not joined, empty where it was.
-
-    Args:
-        ray: the package.
-        check: as of :func:`refusal`.
-    """
+    """Join the cluster at ``address``, logging from ``level`` on; why it was not joined, empty where it was."""
     reason = refusal(address, check)
     try:
         if not reason:
@@ -64,11 +53,7 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
 
 
 def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
-    """The answer to a call to an actor within ``seconds``; ``check`` may raise to end the wait.
-
-    Raises:
-        ray.exceptions.RayError: the actor is gone, or there is no answer in time.
-    """
+    """The answer to a call to an actor; ``check`` may raise to end the wait. RayError without one in ``seconds``."""
     until = time.monotonic() + seconds
     while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
         check()

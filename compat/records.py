@@ -20,15 +20,8 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 
 def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
-    """``value`` as JSON has it; of a dataclass only what differs from the defaults.
-
-    Args:
-        without: fields that a record does not have.
-        subject: what it is, for the error.
-
-    Raises:
-        InputError: such a field is set.
-    """
+    """``value``, for errors ``subject``, as JSON has it; of a dataclass only what differs from the defaults.
+    Raises InputError where a field is set that a record is ``without``."""
     if is_dataclass(value) and not isinstance(value, type):
         record = {}
         for item in fields(value):
@@ -49,15 +42,8 @@ def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
 
 
 def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()) -> T:
-    """The ``cls`` that ``record`` describes.
-
-    Args:
-        subject: what it is, for errors, such as ``settings``.
-        without: fields that a record does not have.
-
-    Raises:
-        InputError: an unknown field, one that is missing, or one of a wrong type; names it.
-    """
+    """The ``cls`` that ``record`` describes, with none of the fields that it is ``without``.
+    Raises InputError for an unknown or missing field of ``subject``, or one of a wrong type; names it."""
     if not isinstance(record, dict):
         raise wrong(subject, record, "an object {...}")
     known = {item.name: item for item in fields(cls) if item.name not in without}  # type: ignore[arg-type]
@@ -78,11 +64,7 @@ def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()
 
 
 def json_in(text: str | bytes, subject: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        InputError: not JSON, a number that JSON does not have, such as NaN, or an object with a field twice.
-    """
+    """The value of a JSON text; InputError where it is none, has a number like NaN, or an object with a field twice."""
     try:
         return json_within(text, subject, parse_constant=_refuse, object_pairs_hook=partial(_object, subject))
     except PackError:
@@ -92,12 +74,10 @@ def json_in(text: str | bytes, subject: str) -> Any:
 
 
 def wrong(subject: str, given: Any, expected: str) -> InputError:
-    """The error for a value of a wrong kind."""
     return InputError(f"{subject} {shown(given)}", expected=expected, fix=FIX)
 
 
 def shown(value: Any) -> str:
-    """A value from outside, short enough for an error."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,8 +1,5 @@
-"""Repairs of single layers whose results are not finite, applied to a module for a while, and kept by model.
-
-A repair is a layer's name and a way: it holds for the next run, whichever object that loads the layer into. Nothing of
-the module is rewritten: its forward runs under a mode that changes what its operations are given.
-"""
+"""Repairs of single layers whose results are not finite, applied to a module for a while, and kept by model: a layer's
+name and a way. The module stays as it is; its forward runs under a mode that changes what its operations are given."""
 
 from __future__ import annotations
 
@@ -45,12 +42,7 @@ PLAIN = (torch.Tensor, nn.Parameter)  # whose values are what they hold; subclas
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """One layer computed another way.
-
-    Args:
-        layer: its dotted name, after that of its network; the network's alone for all of it.
-        way: one of :data:`MEANINGS`.
-    """
+    """One layer, by its dotted name after its network's, computed in another ``way``, of :data:`MEANINGS`."""
 
     layer: str
     way: str
@@ -63,7 +55,6 @@ class Widened(TorchFunctionMode):
     """All operations on 16-bit floats in fp32, whatever they are told; in-place ones keep the tensor they write to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``func`` on widened operands."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in AS_IS or kwargs.get("out") is not None:
             return func(*args, **kwargs)
@@ -78,7 +69,6 @@ class Scaled(Widened):
     """All in fp32 but the products of Linears: fp16 operands, divided per row so that every sum is in range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``func`` on widened operands, or the product in parts."""
         plain = func is functional.linear and all(type(each) in PLAIN for each in args[:2])
         if not plain or float(args[1].detach().abs().amax()) > LIMIT:
             return super().__torch_function__(func, types, args, kwargs)
@@ -101,7 +91,6 @@ class OtherAttention(TorchFunctionMode):
     """Torch's attention computed in exact chunks, in fp32, by matrix products alone."""
 
     def __enter__(self) -> Any:
-        """Enter the repair; callers of kernels other than torch's see it too."""
         _asked.depth = getattr(_asked, "depth", 0) + 1
         return super().__enter__()
 
@@ -110,7 +99,6 @@ class OtherAttention(TorchFunctionMode):
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """``func``, or attention in chunks."""
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return _exact_attention(*args, **(kwargs or {}))
@@ -126,7 +114,6 @@ def _exact_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` of these arguments, without dropout."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -238,29 +225,22 @@ _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] 
 
 
 class RepairStore:
-    """Repairs that were found to help, by model, in a file of the state folder.
-
-    Args:
-        folder: the state folder; None keeps nothing.
-    """
+    """Repairs that were found to help, by model, in a file of the state ``folder``; None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / FILE
 
     def load(self, model: str) -> tuple[Repair, ...]:
-        """The repairs of a model; none where nothing can be read."""
         rows = self._all().get(model)
         kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         repairs = (Repair(str(row.get("layer", "")), str(row.get("way"))) for row in kept)
         return tuple(repair for repair in repairs if repair.layer and repair.way in MEANINGS)
 
     def add(self, model: str, repair: Repair) -> None:
-        """Keep one more repair of a model."""
         repairs = dict.fromkeys((*self.load(model), repair))
         self._write({**self._all(), model: [asdict(one) for one in repairs]})
 
     def forget(self, model: str) -> bool:
-        """Drop the repairs of a model; whether it had any."""
         known = self._all()
         if model not in known:
             return False

@@ -78,15 +78,7 @@ def report_on(
     note: str = "",
     wrong: Mapping[str, str] | None = None,
 ) -> Report:
-    """The report for one device.
-
-    Args:
-        probes: answers by name, asked when they are read.
-        families: title to where its dtypes differ from the common rows.
-        free_bytes: memory free now.
-        note: why answers could not be kept.
-        wrong: what runs found wrong, and what stands in for it.
-    """
+    """The report for one device; ``families``: title to dtypes, ``wrong``: found in runs, and what stands in."""
     policy = policy_for(facts)
     precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
     decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
@@ -162,7 +154,6 @@ def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
 def _kernels(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy, precisions: Sequence[Precision]
 ) -> list[Decision]:
-    """The Conv3d implementation and the attention kernel for each dtype in use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
         forms = conv3d_methods(facts, probes, dtype, policy)
@@ -217,7 +208,6 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
 
 
 def _word(name: str, answer: ProbeResult) -> str:
-    """The status, milder if the operation is not needed."""
     return "absent, not needed" if answer.status != OK and name in OPTIONAL else answer.status
 
 
@@ -232,13 +222,7 @@ class ProbeStatus:
 
 
 def probe_statuses(facts: DeviceFacts, probes: Mapping[str, ProbeResult]) -> list[ProbeStatus]:
-    """The status of each probe.
-
-    Green: right. Amber: right but slow, or absent and not needed. Red: wrong or unusable. Grey: not asked.
-
-    Args:
-        probes: answers by name; they are read as they are.
-    """
+    """The status of each probe: green is right, amber slow or not needed, red wrong or unusable, grey not asked."""
     policy = policy_for(facts)
     return [_status(name, probes[name], facts, policy) for name in probes]
 
@@ -259,7 +243,6 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
 
 
 def _update(facts: DeviceFacts) -> str:
-    """Advice where no known bug explains the answer."""
     if facts.backend not in PROMISED:
         return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)

@@ -12,12 +12,7 @@ FILE = Path(__file__).resolve().parents[1] / "requirements.txt"
 
 
 def missing_packages(requirements: Iterable[str], version_of: Callable[[str], str]) -> str:
-    """One line about the packages that are absent or too old, with the command that mends it; empty for none.
-
-    Args:
-        requirements: lines as of a requirements file.
-        version_of: of an installed package; raises ``PackageNotFoundError`` for another.
-    """
+    """One line about ``requirements`` that are absent or too old, with the command that mends it; or empty."""
     from packaging.requirements import Requirement
 
     found, wanted = [], []

@@ -11,12 +11,7 @@ from .terms import wide
 
 
 def swiglu(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO) -> Tensor:
-    """``value * silu(gate)``, computed in fp32 and rounded once.
-
-    Args:
-        x: (..., 2 D) is value, then gate, as in diffusers; any strides.
-        out_dtype: that of ``x`` where None.
-    """
+    """``value * silu(gate)`` of ``x`` (..., 2 D), value then gate as in diffusers, in fp32 and rounded once."""
     return _SWIGLU(x, out_dtype) if launches(x, form) else swiglu_reference(x, out_dtype)
 
 

@@ -30,16 +30,10 @@ def group_norm_silu_pad(
     x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS, form: str = AUTO
 ) -> Tensor:
     """GroupNorm of ``x`` (B, C, T, H, W), SiLU, and its border replicated by ``pad``; in fp32, rounded once.
-
-    Args:
-        layout: one of :data:`LAYOUTS`; that which the convolution reads without a copy.
-    """
+    ``layout`` is one of :data:`LAYOUTS`; that which the convolution reads without a copy."""
     if not launches(x, form):
         return group_norm_silu_pad_reference(x, norm, pad, silu, layout)
-    y: Tensor = _GROUP_NORM_SILU_PAD(
-        x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout
-    )
-    return y
+    return _GROUP_NORM_SILU_PAD(x, norm.weight, norm.bias, norm.groups, norm.eps, norm.per_frame, pad, silu, layout)
 
 
 def rms_silu_pad(
@@ -52,16 +46,10 @@ def rms_silu_pad(
     form: str = AUTO,
 ) -> Tensor:
     """RMS norm over the channels of ``x`` (B, C, T, H, W), modulation, SiLU, and the border; in fp32, rounded once.
-
-    Args:
-        norm: of kind ``rms``; its weight is (C,).
-        modulation: scale and shift (B, C); no split.
-        layout: one of :data:`LAYOUTS`.
-    """
+    The weight of ``norm`` is (C,), scale and shift are (B, C); no split."""
     if not launches(x, form):
         return rms_silu_pad_reference(x, norm, modulation, pad, silu, layout)
-    y: Tensor = _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
-    return y
+    return _RMS_SILU_PAD(x, norm.weight, modulation.scale, modulation.shift, norm.eps, pad, silu, layout)
 
 
 def group_norm_silu_pad_reference(

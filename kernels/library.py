@@ -1,8 +1,6 @@
 """Registration of the operations with torch, and the choice between an operation and its reference.
-
 The choice is made before the operation: where nothing is launched the reference runs as plain torch, so that a compiler
-can fuse it. An operation is opaque to a compiler, has a fake, and never breaks a graph.
-"""
+can fuse it. An operation is opaque to a compiler, has a fake, and never breaks a graph."""
 
 from __future__ import annotations
 
@@ -55,10 +53,7 @@ def reason_against(device: torch.device, dtype: torch.dtype) -> str:
 
 def launches(x: Tensor, form: str = AUTO) -> bool:
     """True where an operation on ``x`` is launched; otherwise its reference runs.
-
-    Raises:
-        KernelError: ``triton`` was asked for and cannot be had, or ``form`` is unknown.
-    """
+    Raises KernelError where ``triton`` was asked for and cannot be had, or ``form`` is unknown."""
     if form == AUTO:
         return HAS_TRITON and x.device.type in (LAUNCHED_ON, META) and x.dtype in DTYPES
     if form == REFERENCE:
@@ -94,13 +89,8 @@ def operation(
 ) -> Any:
     """The operation of ``schema``, registered once per process however often this file is imported.
 
-    Args:
-        schema: ``name(Tensor x, ...) -> Tensor``, functional.
-        fake: from the same arguments to empty results; reads no data.
-        reference: what the operation runs on a CPU.
-        terms: from the same arguments to those of the reference and of the launch; None where they are the same.
-        launch: what runs on a GPU; by default what ``_triton.launches`` has under that name.
-    """
+    ``fake`` maps its arguments to empty results, ``terms`` to those of ``reference`` and ``launch`` (None: the same);
+    ``launch`` runs on a GPU: by default what ``_triton.launches`` has under that name."""
     name = schema.partition("(")[0]
 
     def load() -> Callable[..., Any]:
@@ -127,11 +117,10 @@ def operation(
 
 
 class _Launch:
-    """Launches an operation's kernel, or runs its reference from the first launch that fails.
+    """Launches an operation's kernel, or runs its reference from the first launch that fails, in whatever way.
 
-    Building a kernel can fail in any way: no compiler, no Python headers, a GPU newer than Triton. Its errors share no
-    base class but Exception. Shortage of memory is not such a failure: the caller makes room and tries again.
-    """
+    Building a kernel fails without a compiler, Python headers, or a Triton that knows the GPU; the errors share no base
+    class but Exception. Shortage of memory is no such failure: the caller makes room and tries again."""
 
     __name__ = "launch"
 
@@ -164,8 +153,6 @@ class _Launch:
 
 
 class _OnCpu(_Launch):
-    """Interprets the launch where Triton does, else runs the reference."""
-
     __name__ = "on_cpu"
 
     def __call__(self, *args: Any) -> Any:

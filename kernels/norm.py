@@ -19,16 +19,10 @@ def normalized(
     out_dtype: torch.dtype | None = None,
     form: str = AUTO,
 ) -> Tensor:
-    """``norm(x) * (1 + scale) + shift``, computed in fp32 and rounded once.
-
-    Args:
-        x: (..., N, D), any strides; with a modulation (B, N, D).
-        out_dtype: that of ``x`` where None; fp16 for safe fp16's fp32 residual.
-    """
+    """``norm(x) * (1 + scale) + shift``, in fp32, rounded once; ``x`` (..., N, D), with a modulation (B, N, D)."""
     if not launches(x, form):
         return normalized_reference(x, norm, modulation, out_dtype)
-    y: Tensor = _NORMALIZED(x, *flat_terms(norm, modulation), out_dtype)
-    return y
+    return _NORMALIZED(x, *flat_terms(norm, modulation), out_dtype)
 
 
 def normalized_reference(

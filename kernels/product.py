@@ -1,7 +1,5 @@
 """A matrix product that adds its bias and applies GELU with tanh before it writes: the wide tensor passes memory once.
-
-The launch is torch's own ``_addmm_activation``, whose epilogue has the tanh form on CUDA and ROCm and nowhere else.
-"""
+The launch is torch's own ``_addmm_activation``, whose epilogue has the tanh form on CUDA and ROCm and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,13 +11,7 @@ from .library import AUTO, launches, operation
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, form: str = AUTO) -> Tensor:
-    """``gelu(x @ weight.T + bias, approximate="tanh")``, rounded once.
-
-    Args:
-        x: (..., in).
-        weight: (out, in), as a Linear has it.
-        bias: (out,).
-    """
+    """``gelu(x @ weight.T + bias, approximate="tanh")``, rounded once; ``weight`` (out, in), ``bias`` (out,)."""
     return _LINEAR_GELU(x, weight, bias) if launches(x, form) else linear_gelu_reference(x, weight, bias)
 
 

@@ -12,14 +12,10 @@ from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, wide
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
     """``x + branch * gate`` in the dtype of ``x``, in fp32 math, rounded once; in fp32 equal to eager bit for bit.
-
-    Args:
-        x, branch: (B, N, D), each in any float dtype: an fp32 residual takes an fp16 branch.
-    """
+    ``x`` and ``branch`` (B, N, D) may differ in dtype: an fp32 residual takes an fp16 branch."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
-    y: Tensor = _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
-    return y
+    return _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
 
 
 def residual_norm(
@@ -32,19 +28,12 @@ def residual_norm(
     form: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """The new residual, in the dtype of ``x``, and what its norm and modulation make of it, in ``out_dtype``.
-
-    The norm reads the new residual after it was rounded, so both equal :func:`gated_residual` followed by
-    ``normalized``.
-
-    Args:
-        out_dtype: that of ``x`` where None; fp16 for safe fp16's fp32 residual.
-    """
+    The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
-    both: tuple[Tensor, Tensor] = _RESIDUAL_NORM(
+    return _RESIDUAL_NORM(
         x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split, *flat_terms(norm, modulation), out_dtype
     )
-    return both
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:

@@ -22,29 +22,16 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, each RMS normed over its last dimension and rotated in pairs of neighbouring features.
 
-    Computed in fp32 and rounded once. Per head where they are (B, N, H, W), across heads where they are (B, N, W).
-
-    Args:
-        pair: the stream that is rotated.
-        tables: None turns nothing.
-        text: a second stream, normed with its own weights and not rotated, that follows the first in the results.
-
-    Returns:
-        q and k, (B, N, ...) or with ``text`` (B, N + N of the text, ...), contiguous.
-
-    Raises:
-        KernelError: the last dimension is odd, or the tables do not have half of it.
-    """
+    In fp32, rounded once; per head where they are (B, N, H, W), across heads where (B, N, W). ``text`` is normed with
+    its own weights, not rotated, and follows ``pair`` in the contiguous results. Raises KernelError for an odd width,
+    or tables without half of it."""
     if tables is not None:
         check_tables(pair.q, tables)
     if not launches(pair.q, form):
         return qk_norm_rope_reference(pair, tables, eps, text, out_dtype)
     turn = (None, None) if tables is None else (tables.cos, tables.sin)
     other = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
-    both: tuple[Tensor, Tensor] = _QK_NORM_ROPE(
-        pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype
-    )
-    return both
+    return _QK_NORM_ROPE(pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype)
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:

@@ -30,13 +30,7 @@ ROUNDED_TWICE = {"residual_norm": 0.5}  # more of it in 16 bits: its norm reads 
 
 @dataclass(frozen=True, slots=True)
 class CaseShapes:
-    """The shapes of one run of every operation: a batch of two, and a clip (B, C, T, H, W).
-
-    Args:
-        width: of the residual stream.
-        head: width of one of three heads.
-        groups: of the clip's channels.
-    """
+    """The shapes of one run of every operation: a batch of two with three heads, and a clip (B, C, T, H, W)."""
 
     tokens: int
     width: int
@@ -58,22 +52,15 @@ FULL = CaseShapes(
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """The result of one operation on a device.
-
-    Args:
-        launched: whether a kernel ran, not the reference.
-        error, bound: largest difference to fp64, relative to the largest value; it is right where error <= bound.
-        milliseconds: with compiling, if it was the first time.
-        fault: what was raised; empty else.
-    """
+    """The result of one operation on a device."""
 
     name: str
     dtype: torch.dtype
-    launched: bool
-    error: float
+    launched: bool  # a kernel ran, not the reference
+    error: float  # largest difference to fp64, relative to the largest value
     bound: float
-    milliseconds: float
-    fault: str = ""
+    milliseconds: float  # with compiling, if it was the first time
+    fault: str = ""  # what was raised
 
     @property
     def right(self) -> bool:
@@ -100,22 +87,12 @@ def self_tests(
 
 
 def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> Iterator[tuple[str, Forms]]:
-    """The calls of each operation by form, ``auto`` and ``reference``, for whoever has a clock.
-
-    Args:
-        full: at a transformer's size; else at a self-test's.
-    """
+    """The calls of each operation by form, ``auto`` and ``reference``; ``full`` is at a transformer's size."""
     for name, (call, _) in _calls(device, dtype, FULL if full else SHAPES[0]).items():
         yield name, {form: partial(call, form=form) for form in (AUTO, REFERENCE)}
 
 
-def _self_test(
-    name: str,
-    dtype: torch.dtype,
-    runs: Sequence[Run],
-    device: torch.device,
-    form: str,
-) -> SelfTest:
+def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch.device, form: str) -> SelfTest:
     allowed = ALLOWED[dtype] + (ROUNDED_TWICE.get(name, 0.0) if dtype.itemsize == 2 else 0.0)
     bound = allowed * torch.finfo(dtype).eps
     started = time.perf_counter()
@@ -138,7 +115,6 @@ def _all(result: Any) -> tuple[Tensor, ...]:
 
 
 def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict[str, Run]:
-    """By operation, the call on the device and the reference in fp64 on the host, of the same values."""
     tokens, width, head, channels = shapes.tokens, shapes.width, shapes.head, shapes.clip[1]
     generator = torch.Generator().manual_seed(0)
 

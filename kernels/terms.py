@@ -1,7 +1,5 @@
-"""The arguments of the operations (norm, modulation, gate, tables) as plain frozen values.
-
-Shapes: B batch, N tokens, H heads, D features of a token, W features that are normalised together (a head's, or all D).
-"""
+"""The arguments of the operations as plain frozen values. Shapes: B batch, N tokens, H heads, D features of a token, W
+features that are normalised together (a head's, or all D)."""
 
 from __future__ import annotations
 
@@ -19,75 +17,46 @@ LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H,
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm over the last dimension; without weight and bias it has nothing to learn, which is the usual case here.
+    """A norm over the last dimension, here usually without weight and bias."""
 
-    Args:
-        kind: ``rms`` or ``layer``.
-        eps: added to the mean square or variance.
-        weight: (D,), any float dtype.
-        bias: (D,), for ``layer`` only.
-    """
-
-    kind: str
-    eps: float
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    kind: str  # ``rms`` or ``layer``
+    eps: float  # added to the mean square or variance
+    weight: Tensor | None = None  # (D,), any float dtype
+    bias: Tensor | None = None  # (D,), for ``layer`` only
 
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """``normed * (1 + scale) + shift``; chunks of a larger tensor are read where they lie.
+    """``normed * (1 + scale) + shift``; chunks of a larger tensor are read where they lie."""
 
-    Args:
-        scale: (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``.
-        shift: the same.
-        split: the first ``split`` tokens take row 0, the rest row 1 (HunyuanVideo's replaced tokens).
-    """
-
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # (B, 1, D) per sample, (B, N, D) per token, or (B, 2, D) with ``split``
     shift: Tensor | None = None
-    split: int = 0
+    split: int = 0  # the first tokens take row 0, the rest row 1 (HunyuanVideo's replaced tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The factor of a branch before it is added to the residual; nothing where ``values`` is None.
+    """The factor of a branch before it is added to the residual; nothing where ``values`` is None."""
 
-    Args:
-        values: (B, 1, D), (B, N, D), or (B, 2, D) with ``split``.
-        tanh: take their hyperbolic tangent (Mochi).
-        norm_eps: RMS norm the branch first, without a weight, with this eps (Mochi).
-        split: as in :class:`Modulation`.
-    """
-
-    values: Tensor | None = None
-    tanh: bool = False
-    norm_eps: float | None = None
+    values: Tensor | None = None  # (B, 1, D), (B, N, D), or (B, 2, D) with ``split``
+    tanh: bool = False  # of them (Mochi)
+    norm_eps: float | None = None  # of the branch's RMS norm without a weight, if any (Mochi)
     split: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Queries and keys of one stream with the weights of their RMS norms.
+    """Queries and keys of one stream with the weights of their RMS norms."""
 
-    Args:
-        q, k: (B, N, H, W) normalised per head, or (B, N, W) normalised across heads; k may have another N.
-        q_weight, k_weight: (W,), or None for a norm without a weight.
-    """
-
-    q: Tensor
+    q: Tensor  # (B, N, H, W) normalised per head, or (B, N, W) across heads; k may have another N
     k: Tensor
-    q_weight: Tensor | None = None
+    q_weight: Tensor | None = None  # (W,), or None for a norm without a weight
     k_weight: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Cosines and sines of the rotation of each pair of neighbouring features; half as wide as what they turn.
-
-    Args:
-        cos, sin: broadcastable to (B, N, H, W / 2) or (B, N, W / 2); tokens past their N are not rotated.
-    """
+    """Cosines and sines of the rotation of pairs, (B, N, H, W / 2) or (B, N, W / 2); later tokens are not rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -95,18 +64,13 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class GroupNorm:
-    """A norm over groups of channels.
-
-    Args:
-        groups: how many; they divide the channels.
-        per_frame: each frame has its own mean and variance (Mochi), not the clip (HunyuanVideo).
-    """
+    """A norm over groups of channels."""
 
     groups: int
     eps: float
     weight: Tensor | None = None
     bias: Tensor | None = None
-    per_frame: bool = False
+    per_frame: bool = False  # each frame has its own mean and variance (Mochi), not the clip (HunyuanVideo)
 
 
 NO_MODULATION, NO_GATE = Modulation(), Gate()

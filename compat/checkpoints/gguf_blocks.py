@@ -1,7 +1,5 @@
 """GGUF blocks that diffusers has no function for, made dense by torch where they are; equal to gguf's own in fp32.
-
-Source: ``dequantize_blocks`` of the package gguf, from which grids and tables of scales are read.
-"""
+Source: ``dequantize_blocks`` of the package gguf, from which grids and tables of scales are read."""
 
 from __future__ import annotations
 

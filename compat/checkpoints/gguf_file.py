@@ -1,8 +1,5 @@
-"""The tensors that a GGUF file declares, and the values of its blocks.
-
-Uses the tables and block formats of the package gguf, but reads the header itself, bounded by the file's size: gguf
-loops for hours if a list is declared longer than its file.
-"""
+"""The tensors that a GGUF file declares. Tables are those of the package gguf; the header is read here, bounded by the
+file's size, since gguf loops for hours if a list is declared longer than its file."""
 
 from __future__ import annotations
 
@@ -34,18 +31,16 @@ class Header:
         self.file, self.left, self.size, self.texts = file, size, size, 0
 
     def take(self, count: int) -> bytes:
-        """The next ``count`` bytes."""
         if count > self.left:
             raise ValueError(f"{count} bytes where {self.left} are left")
         self.left -= count
         return self.file.read(count)
 
     def number(self, code: str) -> Any:
-        """The next number, by the code of the module struct."""
+        """The next number, by its code of the module struct."""
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def text(self) -> str:
-        """The next text, which is preceded by its length."""
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
@@ -72,12 +67,8 @@ class Header:
 
 def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     """The tensors that a GGUF file declares, and its notes by name; a long list, such as a vocabulary, is None.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or of a version that is not read.
-        MissingPackageError: the package gguf is not installed.
-        UnsupportedError: weights in a format that it does not decode.
-    """
+    Raises CheckpointError for a missing or damaged file or another version, UnsupportedError for formats that are not
+    decoded, MissingPackageError without the package gguf."""
     try:
         with opened(path) as file:
             status = os.fstat(file.fileno())

@@ -51,52 +51,34 @@ OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is of
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor as its file declares it.
-
-    Args:
-        file: where it is.
-        dtype: safetensors' name of what its bytes are; ``U8`` where ``codec`` says more.
-        shape: as a tensor of values.
-        start, end: offsets in bytes in the file.
-        stamp: size and time of the file's last change when its header was read.
-        codec: how values are packed, row after row: GGUF's name of a block format, such as ``Q4_K``, or a name of
-            :data:`~.unpacking.PACKINGS`.
-        sides: the tensors that belong to packed values, such as their scales, by name and whole.
-        part: the first row and the number of all rows, where only some of the rows that ``sides`` are for are meant.
-        group: how many columns were rotated together before they were rounded; 0 for none.
-        swapped: whether the two halves of its rows change places.
-        heads: above 0, rows of each of so many heads are pairs side by side and come as first halves before second
-            halves, as rotary embeddings of transformers want.
-        mask: the bitmap of the values that the file has, in the order of the tensor's elements; the others are zero.
-    """
+    """One tensor as its file declares it."""
 
     file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
+    dtype: str  # safetensors' name of what its bytes are; ``U8`` where ``codec`` says more
+    shape: tuple[int, ...]  # as a tensor of values
+    start: int  # offsets in bytes in the file
     end: int
-    stamp: tuple[int, int] = (0, 0)
-    codec: str = ""
-    sides: tuple[tuple[str, TensorEntry], ...] = ()
-    part: tuple[int, int] = (0, 0)
-    group: int = 0
-    swapped: bool = False
-    heads: int = 0
-    mask: TensorEntry | None = None
+    stamp: tuple[int, int] = (0, 0)  # size and time of the file's last change when its header was read
+    codec: str = ""  # how rows are packed: GGUF's name, such as ``Q4_K``, or one of PACKINGS
+    sides: tuple[tuple[str, TensorEntry], ...] = ()  # what belongs to packed values, such as scales
+    part: tuple[int, int] = (0, 0)  # the first row and the number of all, where ``sides`` are for more rows
+    group: int = 0  # columns that were rotated together before they were rounded
+    swapped: bool = False  # the two halves of its rows change places
+    heads: int = 0  # rows of each head are pairs side by side and come as halves, for transformers' rotary
+    mask: TensorEntry | None = None  # the bitmap of the values that the file has; the others are zero
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
         return self.end - self.start
 
     @property
     def is_floating(self) -> bool:
-        """Tell whether its values are numbers to calculate with, which a cast may touch."""
+        """True where its values are numbers to calculate with, which a cast may touch."""
         return bool(self.codec) or STORED[self.dtype].is_floating_point
 
     @property
     def is_packed(self) -> bool:
-        """Tell whether its bytes are not plain values: a packed format, or only some of them."""
+        """True where its bytes are not plain values: a packed format, or only some of them."""
         return bool(self.codec) or self.mask is not None
 
     @property
@@ -114,23 +96,15 @@ class TensorEntry:
 
 
 def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors that one safetensors file declares, checked against the file's length, and its metadata.
-
-    Raises:
-        CheckpointError: the file is missing, too short, truncated, or its header is not safetensors: not JSON, a name
-            twice, offsets that overlap, leave a hole or pass the end.
-    """
+    """The tensors that one safetensors file declares, checked against its length, and its metadata.
+    Raises CheckpointError where it is missing, cut, not safetensors, or has offsets that overlap or leave holes."""
     with opened(path) as file:
         return header_in(file, path)
 
 
 @contextmanager
 def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """A file of weights, open for the block; whatever the system refuses in the block is one line.
-
-    Raises:
-        CheckpointError: there is no such file, or it cannot be read.
-    """
+    """A file of weights, open for the block; what the system refuses in it raises CheckpointError."""
     with reading(path):  # a folder, a loop of links, no permission
         try:
             plain_status(path)
@@ -186,11 +160,7 @@ def unreadable(path: Path, error: OSError) -> Exception:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Whatever the system refuses inside the block, as one line that names the file; ``path`` where it names none.
-
-    Raises:
-        CheckpointError: it refused something.
-    """
+    """Raise what the system refuses inside the block as CheckpointError that names the file, or else ``path``."""
     try:
         yield
     except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
@@ -200,12 +170,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def plain_status(path: Path) -> os.stat_result:
-    """The status of a file of bytes.
-
-    Raises:
-        OSError: there is none, or it cannot be asked. CheckpointError: something else, such as a pipe, from which
-            reading would wait for ever.
-    """
+    """The status of a file; OSError for none, CheckpointError for a pipe, from which reading waits for ever."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # a folder says so itself when opened
         raise CheckpointError(
@@ -215,11 +180,7 @@ def plain_status(path: Path) -> os.stat_result:
 
 
 def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
-    """The sides as a shape that a tensor can have: an empty one may have another side of any length in a file.
-
-    Raises:
-        ValueError: too many sides, too long ones, or negative ones.
-    """
+    """The sides as a shape that a tensor can have; ValueError for others. An empty one may have sides of any length."""
     shape = tuple(sides)
     if min(shape, default=0) < 0:
         raise ValueError(f"a shape with a side of {min(shape)}")
@@ -229,7 +190,6 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The object that ``text`` is in JSON; None for anything else, nesting without end included."""
     try:
         content = json_within(text, "metadata")
     except (CheckpointError, ValueError):
@@ -242,7 +202,6 @@ class Repeated(ValueError):
 
 
 def _require_header(path: Path, begins: bytes, size: int) -> None:
-    """Raise unless the first bytes can be those of a safetensors file of ``size`` bytes."""
     if len(begins) < 8:
         raise damaged(path, f"only {size} bytes")
     for magic, what, fix in OTHER_FILES:
@@ -302,13 +261,8 @@ WIDEST = 4  # bytes of a value in fp32
 
 def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
     """``entries`` with the masks of sparse tensors attached, in the shapes that the file's metadata gives them.
-
-    A mask has a bit for each element, so that a file cannot claim more than eight elements a byte; in fp32 all of them
-    may take what :func:`reading_budget` gives the file.
-
-    Raises:
-        CheckpointError: a shape, a mask and its values that do not go together, or too many values.
-    """
+    A mask has a bit for each element, and in fp32 all may take what :func:`reading_budget` gives the file; else, and
+    where shape, mask and values do not go together, CheckpointError."""
     kept, dense = dict(entries), 0
     for name, sides in (json_object(notes.get(SPARSE, "{}")) or {}).items():
         values, mask = kept.get(name), kept.pop(name + MASK, None)
@@ -337,7 +291,6 @@ def unread(path: Path, name: str, kind: str) -> UnsupportedError:
 
 
 def bytes_of(entry: TensorEntry) -> bytes:
-    """The bytes of a small tensor."""
     with entry.file.open("rb") as file:
         file.seek(entry.start)
         return file.read(entry.total_bytes)

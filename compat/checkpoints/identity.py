@@ -1,9 +1,6 @@
-"""The content of a model, a file or pictures as hashes that are the same on every machine.
-
-Models are tens of gigabytes, so a file above :data:`WHOLE_BYTES` is found by its size and by samples of its bytes,
-spread evenly: a training changes nearly every weight. That two are equal is claimed by :func:`whole_of` alone, a Merkle
-tree over all bytes, made once in the background. Neither paths nor times are part of either.
-"""
+"""The content of a model, a file or pictures as hashes that are the same on every machine, without paths or times.
+A file above :data:`WHOLE_BYTES` is found by its size and evenly spread samples: a training changes nearly every weight.
+That two are equal is claimed by :func:`whole_of` alone, a Merkle tree made once in the background."""
 
 from __future__ import annotations
 
@@ -38,11 +35,7 @@ log = logging.getLogger(__name__)
 
 class FileIndex:
     """Texts about files by what identifies one that has not changed: device, inode, size, and two times in ns.
-
-    Args:
-        path: of the JSON file that keeps them; None keeps them in memory. One that is damaged or cannot be written is
-            passed over.
-    """
+    ``path`` is the JSON file that keeps them, None for memory; one that is damaged or not writable is passed over."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.changed = path, False
@@ -51,11 +44,7 @@ class FileIndex:
         self.texts = {key: text for key, text in items if isinstance(text, str) and len(text) in LENGTHS}
 
     def of(self, path: Path, make: Callable[[], str | None]) -> str | None:
-        """The text about the file, made where it is new or changed; None, which is not kept, where there is none.
-
-        Raises:
-            OSError: the file cannot be asked for its times.
-        """
+        """The text about the file, made where it is new or changed; None, which is not kept, where there is none."""
         facts = facts_of(path)
         if facts not in self.texts:
             text, status = make(), path.stat()
@@ -66,7 +55,6 @@ class FileIndex:
         return self.texts[facts]
 
     def save(self) -> None:
-        """Write down what is new."""
         if self.path is None or not self.changed:
             return
         try:
@@ -90,23 +78,13 @@ def facts_of(path: Path) -> str:
 
 
 def content_of(path: Path) -> str:
-    """The hash by which a file is found, or the files of a model folder that decide what it makes; empty for nothing.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The hash by which a file is found, or a model folder's files that decide what it makes; empty for nothing."""
     return _hashed(path, lambda file: str(_sampled.of(file, lambda: _by_samples(file))))[:DIGITS]
 
 
 def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = None) -> str:
     """The hash of every byte of a file or model folder, in 64 digits; empty where there is nothing, or not yet.
-
-    Args:
-        state: folder where hashes are kept; None keeps them while this process runs.
-        check: called between blocks, may raise to cancel; None leaves large files to a thread in the background.
-
-    Raises:
-        CheckpointError: it cannot be read.
+    ``state`` keeps hashes, None for this process; ``check`` is called between blocks, None leaves the work to a thread.
     """
     with _one:
         index = _wholes.setdefault(state, FileIndex(None if state is None else state / WHOLES))
@@ -142,8 +120,7 @@ def _hash_in_background() -> None:
 
 
 def picture_content(frames: torch.Tensor) -> str:
-    """The hash of frames (F, H, W, 3 or 4) in 0..1, in steps of 8 bits as files have them, whatever file they came
-    from."""
+    """The hash of frames (F, H, W, 3 or 4) in 0..1, in steps of 8 bits as files have them."""
     levels = to_host(frames).clamp(0, 1).mul(255).round().to(torch.uint8)
     return levels_content(tuple(levels.shape), [bytes_of(levels)])
 
@@ -162,11 +139,9 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 
 def _hashed(path: Path, of: Callable[[Path], str]) -> str:
-    """``of`` a file; of a folder the hash of each file that decides what it makes.
-
-    Of a pipeline these are the parts that its index names, so that other files beside them do not count. Parts that a
-    demo model borrows from another do not either: both ship with the pack, and so change together.
-    """
+    """``of`` a file; of a folder the hash of each file that decides what it makes: the parts that a pipeline's index
+    names.
+    Parts that a demo model borrows do not count: both ship with the pack, and so change together."""
     try:
         if path.is_file():
             return of(path)

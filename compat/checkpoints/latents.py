@@ -1,8 +1,5 @@
-"""Tensors with their metadata in one safetensors file: written completely or not at all, bit for bit, from any device.
-
-The metadata is JSON under the key ``anygpu``. Other keys belong to others, such as the workflow that ComfyUI reads when
-a file is dropped onto it.
-"""
+"""Tensors with their metadata in one safetensors file: written whole or not at all, bit for bit, from any device.
+The metadata is JSON under ``anygpu``; other keys belong to others, such as the workflow that ComfyUI reads."""
 
 from __future__ import annotations
 
@@ -28,24 +25,13 @@ def write_record(
     record: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write ``tensors``, from any device, and what is known of them; returns ``path``.
-
-    Args:
-        record: plain values.
-        metadata: further metadata of the file, as text.
-
-    Raises:
-        CheckpointError: the folder cannot be written or the disk is full; the old file, if any, is as it was.
-    """
+    """Write ``tensors``, from any device, and the plain values known of them, as :func:`written`; returns ``path``."""
     return written(path, tensors, {**(metadata or {}), RECORD: json.dumps(record)})
 
 
 def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
-    """Write ``tensors``, from any device, and return ``path``; raises a one-line error on failure.
-
-    Raises:
-        CheckpointError: as :func:`write_record`.
-    """
+    """Write ``tensors``, from any device, and return ``path``.
+    Raises CheckpointError for an unwritable folder or a full disk; the old file, if any, is as it was."""
     here = _apart({name: to_host(tensor).contiguous() for name, tensor in tensors.items()})
     size = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
     try:
@@ -61,14 +47,7 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
 
 
 def read_record(path: Path, subject: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a file, in host memory, and its metadata.
-
-    Args:
-        subject: what the file is, for the error, such as ``latents``.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, changed while it was read, or holds no tensor.
-    """
+    """The tensors of a file of ``subject``, in host memory, and its metadata; CheckpointError for none."""
     with tensor_file(path) as file:
         if not file.entries:
             found = f"no tensors in {str(path)!r}"
@@ -77,20 +56,12 @@ def read_record(path: Path, subject: str) -> tuple[dict[str, torch.Tensor], dict
 
 
 def metadata_of(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; only its header is read.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """The metadata of a safetensors file; only its header is read."""
     return entries_and_notes(path)[1]
 
 
 def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Our record in a file's metadata; empty where another program wrote the file.
-
-    Raises:
-        CheckpointError: there is one, and it is not JSON.
-    """
+    """Our record in a file's metadata; empty where another program wrote it, CheckpointError where it is not JSON."""
     if RECORD not in metadata:
         return {}
     record = json_object(metadata[RECORD])
@@ -104,25 +75,16 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
 
 
 def require_version(path: Path, record: Mapping[str, Any], subject: str, newest: int) -> None:
-    """Raise an InputError where the record of ``subject`` is of a version above ``newest``."""
+    """Raise InputError where the record of ``subject`` is of a version above ``newest``."""
     version = record.get("version")
     if isinstance(version, int) and version > newest:
-        raise InputError(
-            f"{subject} of version {version} in {path.name!r}",
-            expected=f"version {newest} or older",
-            fix="Update AnyGPU.",
-        )
+        found = f"{subject} of version {version} in {path.name!r}"
+        raise InputError(found, expected=f"version {newest} or older", fix="Update AnyGPU.")
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
     """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
-
-    Args:
-        choice: one of :data:`NOT_FINITE`; ``clamp`` makes NaN 0 and infinity the largest finite value in ``tensor``.
-
-    Raises:
-        InputError: ``choice`` is ``refuse`` and there are such values, or is none of these.
-    """
+    Of :data:`NOT_FINITE`, ``refuse`` raises InputError; ``clamp`` makes NaN 0 and infinity the largest finite value."""
     require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""
@@ -144,7 +106,6 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in records, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

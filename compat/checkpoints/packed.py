@@ -1,10 +1,6 @@
 """Weights stored in fewer bits than the dtype that computes: packed in memory, unpacked at each use.
-
-A packed layer is the original linear layer, or table of embeddings, under another class. Its values are stored as 16
-or 8 bits with a scale, or in the file's own blocks, and ``weight`` is computed from them on access. Offload therefore
-moves the small tensors, LoRA and rewrites see an ordinary layer, and unpacking it gives exactly the values that were
-computed with.
-"""
+A packed layer is the original Linear or table of embeddings under another class; ``weight`` is computed on access, to
+exactly the values computed with. So offload moves small tensors, and LoRA and rewrites see a layer."""
 
 from __future__ import annotations
 
@@ -51,16 +47,13 @@ BLOCK = re.compile(r"\.\d+\.|^\d+\.")
 
 class Stored(nn.Module):
     """A layer whose weight is packed; made of another one by :func:`pack`, never constructed.
+    Buffers hold what belongs to the packed rows, such as ``scale``, (rows, 1) or one for all."""
 
-    ``stored`` holds the packed rows, the buffers what belongs to them, such as ``scale``, (rows, 1) or one for all;
-    ``codec`` is their format, with ``group`` columns rotated together, ``dense_dtype`` what ``weight`` comes as.
-    """
-
-    stored: nn.Parameter
-    codec: str
-    group: int
-    dense_dtype: torch.dtype
-    by_bits: bool
+    stored: nn.Parameter  # the packed rows
+    codec: str  # their format; empty for plain values
+    group: int  # columns that were rotated together
+    dense_dtype: torch.dtype  # of ``weight``
+    by_bits: bool  # bf16 is widened by integers, on a device whose own cast is broken
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -78,7 +71,6 @@ class Stored(nn.Module):
 
     @property
     def sides(self) -> dict[str, torch.Tensor]:
-        """The tensors that belong to the packed rows, by name."""
         return {name: side for name, side in self._buffers.items() if side is not None}
 
 
@@ -86,7 +78,6 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The layer's output in the dtype of ``input``."""
         multiply = self.__dict__.get("multiply")  # as it is stored, where that was chosen
         output: torch.Tensor | None = None if multiply is None else multiply(self, input)
         if output is not None:
@@ -99,7 +90,6 @@ class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc,override]
     """A packed table of embeddings, of which only the rows that are asked for are unpacked."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The rows of ``input`` in the dtype that computes."""
         ids = input.flatten()
         sides = rows_of(self.sides, self.stored.shape[0], ids)
         return unpacked(self.codec, self.stored[ids], sides, self.group, self.dense_dtype).unflatten(0, input.shape)
@@ -115,15 +105,7 @@ def pack(
     by_bits: bool = False,
 ) -> None:
     """Turn ``layer`` into a :class:`Stored` one of the given rows; its own weight is forgotten.
-
-    Args:
-        stored: rows in 16 or 8 bits, or as ``codec`` packs them.
-        dtype: of the dense weight.
-        codec: how they are packed, as ``TensorEntry`` has it; empty for plain values.
-        sides: what belongs to them, as :func:`.weights.read_sides` gives it.
-        group: how many columns were rotated together; 0 for none.
-        by_bits: whether bf16 is widened by integers, on a device whose own cast is broken.
-    """
+    ``stored`` has 16 or 8 bits, or what ``codec`` packs; ``sides`` are as :func:`.weights.read_sides` gives them."""
     del layer._parameters["weight"]
     layer.__class__ = StoredLinear if isinstance(layer, nn.Linear) else StoredEmbedding
     tied = isinstance(stored, nn.Parameter)  # two layers of one weight
@@ -134,7 +116,7 @@ def pack(
 
 
 def unpack(layer: StoredLinear) -> None:
-    """The plain linear layer with the values that ``layer`` computes with."""
+    """Make ``layer`` the plain linear layer with the values that it computes with."""
     weight = layer.weight
     layer._buffers.clear()
     del layer._parameters["stored"], layer.codec, layer.group, layer.dense_dtype, layer.by_bits
@@ -150,16 +132,13 @@ def opened(layer: StoredLinear) -> Callable[[], None]:
 
 
 def is_exact(layer: nn.Module) -> bool:
-    """Tell whether a layer is packed without rounding: 16-bit values that are widened at each use."""
+    """True for a layer that is packed without rounding: 16-bit values that are widened at each use."""
     return isinstance(layer, StoredLinear) and not layer.codec
 
 
 @contextmanager
 def without_unpacking(module: nn.Module) -> Iterator[None]:
-    """For the block, packed layers tell dtype, shape and device of their weight, and nothing is made dense for it.
-
-    Who puts something around layers asks for these dozens of times, and for no value.
-    """
+    """For the block, packed layers tell dtype, shape and device of their weight, and nothing is made dense for it."""
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
@@ -173,16 +152,12 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Tell whether any layer of ``module`` is packed: merging something into its weights would be lost."""
+    """True where any layer of ``module`` is packed: merging something into its weights would be lost."""
     return any(isinstance(owner, Stored) for owner in module.modules())
 
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
-    """The layers that may be packed, by name: plain linear ones in the repeated blocks, without those that modulate.
-
-    Args:
-        exact: whether the packing rounds nothing, so that all linear layers may be packed.
-    """
+    """The layers that may be packed, by name: Linears in blocks that do not modulate; all where that is ``exact``."""
     return {
         name: owner
         for name, owner in module.named_modules()
@@ -191,28 +166,25 @@ def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:
-    """Tell whether a weight that its file has in 8 bits or in blocks can stay so in memory, if its layer is linear.
-
-    That rounds nothing, so it holds for every matrix, modulations included.
-    """
+    """True for a weight that its file has in 8 bits or in blocks and that can stay so, if its layer is linear.
+    That rounds nothing, so it holds for every matrix, modulations included."""
     if len(entry.shape) != 2 or entry.mask is not None or not name.endswith(".weight") or TABLE.search(name):
         return False
     return bool(entry.codec) or (STORED[entry.dtype].itemsize == 1 and not is_table(name))
 
 
 def is_table(name: str) -> bool:
-    """Tell whether a weight is a table of token embeddings, by its name."""
     return bool(EMBEDDINGS.search(name))
 
 
 def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
-    """Tell whether a tensor is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
+    """True for a tensor that is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
     named = name.endswith(".weight") and BLOCK.search(name) and not (TABLE if exact else DENSE).search(name)
     return bool(named) and len(entry.shape) == 2
 
 
 def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
-    """Tell whether a weight's own dtype in the file is what the choice keeps, so that reading casts nothing."""
+    """True for a weight whose own dtype in the file is what the choice keeps, so that reading casts nothing."""
     own = STORED[entry.dtype]
     if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
         return False
@@ -222,12 +194,8 @@ def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) 
 
 
 def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
-    """Bytes of a floating tensor in memory under a storage choice.
-
-    Args:
-        keeps: whether what the file has packed stays so.
-        dense: the dtype that computes.
-    """
+    """Bytes of a floating tensor in memory under a storage choice, computed with in the dtype ``dense``.
+    ``keeps``: what the file has packed stays so."""
     count = math.prod(entry.shape)
     if stays_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
         return entry.held_bytes
@@ -243,7 +211,7 @@ def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense:
 
 
 def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
-    """Bytes at the peak of making a packed weight dense, at most; 0 for one that is not packed. Args as above."""
+    """Bytes at the peak of making a packed weight dense, at most; 0 for one that is not packed. Arguments as above."""
     count, held = math.prod(entry.shape), memory_bytes(name, entry, choice, keeps, dense)
     if held >= count * dense.itemsize or is_table(name):  # of a table only a few rows are
         return 0
@@ -257,17 +225,8 @@ def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: 
 def packed(
     module: nn.Module, choice: str, file_dtypes: Mapping[str, torch.dtype] | None = None, by_bits: bool = False
 ) -> Callable[[], None] | None:
-    """Pack the linear layers of the blocks of ``module``; returns a function that undoes it, or None if there were
-    none.
-
-    Args:
-        choice: one of :data:`CHOICES`.
-        file_dtypes: of each weight in its file, for ``as in file``.
-        by_bits: as in :func:`pack`.
-
-    Raises:
-        UnsupportedError: weights beyond what fp16 holds.
-    """
+    """Pack the linear layers of the blocks of ``module``; returns what undoes it, None for none.
+    ``file_dtypes`` are of weights in the file, for ``as in file``. Raises UnsupportedError for weights beyond fp16."""
     done: list[StoredLinear] = []
     for name, layer in packable(module).items():
         dtype = layer.weight.dtype
@@ -289,9 +248,7 @@ def packed(
 
 def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
     """``weight`` as a choice of :data:`ROUNDED` packs it, as arguments of :func:`pack`.
-
-    Rows that no group of ConvRot's divides are int8 with a scale per row.
-    """
+    Rows that no group of ConvRot's divides are int8 with a scale per row."""
     wide, group = weight.float(), largest_group(weight.shape[1]) if choice in ROTATED else 0
     if choice == "w4a8" and group:
         quantise = imported("comfy_kitchen").quantize_w4a8_int8_weight
@@ -308,9 +265,7 @@ def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
 
 def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of ``module`` with packed weights as ComfyUI's own files have them: a mark and scales beside each.
-
-    Weights that a file had packed in other ways are made dense.
-    """
+    Weights that a file had packed in other ways are made dense."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, StoredLinear)}
     for name, layer in list(layers.items()):
         if layer.codec not in ("", SCALED, W4A8) or layer.sides.keys() & {"pre_scale", "correction"}:
@@ -332,12 +287,7 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_storable(choice: str, subject: str, precision: Any) -> None:
-    """Raise unless a storage choice goes with the precision; called before anything is read.
-
-    Raises:
-        InputError: unknown choice. UnsupportedError: a pair that cannot be. MissingPackageError: one that only
-            comfy-kitchen can make.
-    """
+    """Raise unless a storage choice goes with the precision; called before anything is read."""
     require_choice(subject, choice, CHOICES)
     if choice != "auto" and getattr(precision, "safe", False) and subject == "weights":
         raise UnsupportedError(
@@ -352,9 +302,6 @@ def require_storable(choice: str, subject: str, precision: Any) -> None:
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     stored = weight.to(dtype)
     if dtype is torch.float16 and not bool(stored.isfinite().all()):
-        raise UnsupportedError(
-            f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16",
-            expected="at most 65504",
-            fix="Choose weights bf16 or auto.",
-        )
+        found = f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
+        raise UnsupportedError(found, expected="at most 65504", fix="Choose weights bf16 or auto.")
     return stored

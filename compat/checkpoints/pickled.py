@@ -13,11 +13,7 @@ from .headers import plain_status
 
 
 def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch pickled, mapped, not read; nothing in it is run.
-
-    Raises:
-        CheckpointError: it is damaged, or holds something beside tensors.
-    """
+    """The tensors of a file that torch pickled, mapped; nothing in it is run. CheckpointError for anything else."""
     try:
         size = plain_status(path).st_size
         if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more
@@ -40,9 +36,6 @@ def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
             fix="Download this file again, or use the .safetensors one.",
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise CheckpointError(
-            f"{str(path)!r} holds something beside tensors",
-            expected=f"a {path.suffix} that maps names to tensors",
-            fix="Use the file as published, not a training checkpoint.",
-        )
+        found, expected = f"{str(path)!r} holds something beside tensors", f"a {path.suffix} that maps names to tensors"
+        raise CheckpointError(found, expected=expected, fix="Use the file as published, not a training checkpoint.")
     return content

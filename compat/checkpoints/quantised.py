@@ -29,11 +29,7 @@ STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "i
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
     """``entries`` with all that belongs to a packed weight attached to it, and without what only describes that.
-
-    Raises:
-        UnsupportedError: weights in a format that is not read. CheckpointError: a tensor beside a weight that is not
-            there, or of a size that does not fit it.
-    """
+    Raises UnsupportedError for a format that is not read, CheckpointError for a side tensor that fits no weight."""
     for suffix, kind in STRANGERS.items():
         if stranger := next((name for name in entries if name.endswith(suffix)), ""):
             raise unread(path, stranger.removesuffix(suffix), kind)
@@ -59,11 +55,7 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
 def _packed(
     path: Path, name: str, weight: TensorEntry, sides: dict[str, TensorEntry], about: Mapping[str, Any]
 ) -> TensorEntry:
-    """The entry of a weight with the tensors that were found beside it.
-
-    Args:
-        about: what the file says of its format; nothing where only its tensors tell it.
-    """
+    """The entry of a weight with the tensors beside it, by what the file says ``about`` its format."""
     inner = about.get("params")
     about = {**(inner if isinstance(inner, dict) else {}), **about}
     codec = str(about.get("format") or _told_by(sides))
@@ -87,11 +79,8 @@ def _packed(
     optional = frozenset() if whole else packing.optional
     missing = sorted(packing.sides.keys() - optional - sides.keys())
     if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}",
-            expected="it beside the weight",
-            fix="Use another version of this file.",
-        )
+        found = f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}"
+        raise CheckpointError(found, expected="it beside the weight", fix="Use another version of this file.")
     wanted = {**packing.sides, "pre_scale": ALL}
     mine = {side: sides[side] for side in wanted if side in sides}
     for side, entry in mine.items():
@@ -106,7 +95,6 @@ def _packed(
 
 
 def _told_by(sides: Mapping[str, TensorEntry]) -> str:
-    """The format of a weight that the tensors beside it tell."""
     if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
         return "nvfp4" if "scale_2" in sides else "mxfp8"
     own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}

@@ -1,7 +1,5 @@
 """Weights that a file has packed, made dense: one table of formats, each with its tensors and its arithmetic in fp32.
-
-The values equal comfy-kitchen's eager dequantisation to fp32 bit for bit, bitsandbytes' of nf4, and gguf's of blocks.
-"""
+Values equal comfy-kitchen's eager ones to fp32 bit for bit, bitsandbytes' of nf4, and gguf's of blocks."""
 
 from __future__ import annotations
 
@@ -37,12 +35,8 @@ class Packing(NamedTuple):
 def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
     """Dense rows (N, K) as ``dtype``, computed in fp32 some rows at a time and rounded once, where the packed ones are.
 
-    Args:
-        codec: of :data:`PACKINGS`, or a GGUF type.
-        stored: packed rows, (N, elements).
-        sides: as :func:`laid_out` gives them.
-        group: how many columns were rotated together; 0 for none.
-    """
+    ``codec`` is of :data:`PACKINGS`, or a GGUF type; ``stored`` (N, elements); ``sides`` as :func:`laid_out` gives
+    them; ``group`` the columns that were rotated together."""
     packing, rows = PACKINGS.get(codec), stored.shape[0]
     if packing is None:
         return _blocks(stored, codec).to(dtype)
@@ -65,11 +59,8 @@ def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
 def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
     """A tensor beside a weight of (``rows``, ``columns``) with a row for each of its rows, or one for all.
 
-    Args:
-        how: :data:`ROW`, :data:`ROWS`, :data:`COLUMNS` or :data:`ALL`; a number is the length of the blocks whose
-            scales lie in the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any
-            device holds.
-    """
+    ``how`` is :data:`ROW`, :data:`ROWS`, :data:`COLUMNS`, :data:`ALL`, or the length of the blocks whose scales lie in
+    the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any device holds."""
     side = side.view(torch.uint8) if side.dtype.itemsize == 1 else side
     if how == ALL or side.numel() == 1:
         return side.reshape(1, -1)
@@ -83,7 +74,7 @@ def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
 
 
 def fits(name: str, how: str | int, count: int, rows: int, columns: int) -> bool:
-    """Tell whether a side tensor of ``count`` numbers can belong to a weight of (``rows``, ``columns``)."""
+    """True where a side tensor of ``count`` numbers can belong to a weight of (``rows``, ``columns``)."""
     if how == ALL:
         return 0 < count == {**SIZES, "pre_scale": columns}.get(name, count)
     if how == ROW:
@@ -191,7 +182,6 @@ def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
 
 
 def _blocks(stored: Tensor, codec: str) -> Tensor:
-    """Dense rows in fp32 of GGUF blocks, on the device where the blocks are."""
     from . import gguf_blocks
 
     gguf = imported("gguf")

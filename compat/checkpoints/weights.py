@@ -1,9 +1,6 @@
-"""Reading and writing safetensors: checks headers before reading any weights, and can be cancelled.
-
-Nothing is unpickled. Weights are read into ordinary memory in slices, so progress is real, cancelling takes effect
-within one slice, and the peak is the size of the result, not of result plus file. If the caller says that mapped pages
-are fast, large tensors that need no cast are views of the file instead.
-"""
+"""Reading and writing safetensors: headers are checked before any weights are read, and nothing is unpickled.
+Weights are read in slices, so that progress is real, a cancel is obeyed soon, and the peak is the result alone. Where
+mapped pages are fast, large tensors that need no cast are views of the file."""
 
 from __future__ import annotations
 
@@ -48,15 +45,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # a file of these alone has no packed we
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Args:
-        path: the file.
-        what: what the file is, for the error.
-
-    Raises:
-        CheckpointError: the file is absent, not JSON, or not an object.
-    """
+    """The object in a JSON file of ``what``; CheckpointError where it is absent, not JSON, or not an object."""
     try:
         plain_status(path)
         content = json_file(path)
@@ -71,30 +60,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
             f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
         ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{str(path)!r} holds a {type(content).__name__}",
-            expected=f"{what} as a JSON object",
-            fix="Download this file again.",
-        )
+        found = f"{str(path)!r} holds a {type(content).__name__}"
+        raise CheckpointError(found, expected=f"{what} as a JSON object", fix="Download this file again.")
     return content
 
 
 def weight_files(folder: Path, subject: str) -> list[Path]:
-    """The safetensors files that hold one part's weights, whole: a single file, or every shard of its index.
-
-    Args:
-        folder: the part's folder.
-        subject: what the part is, for the error, such as ``transformer``.
-
-    Raises:
-        CheckpointError: no weights, only pickles, or a shard missing.
-    """
+    """The safetensors files with the weights of one part, ``subject``, whole: one, or every shard of its index.
+    Raises CheckpointError for no weights, only pickles, or a shard missing."""
     if not folder.is_dir():
-        raise CheckpointError(
-            f"no folder {str(folder)!r}",
-            expected=f"the {subject} of this model",
-            fix="Download the missing folder, and keep its published name.",
-        )
+        found, expected = f"no folder {str(folder)!r}", f"the {subject} of this model"
+        raise CheckpointError(found, expected=expected, fix="Download the missing folder, and keep its published name.")
     incomplete: list[CheckpointError] = []
     for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
         try:
@@ -107,11 +83,8 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
     if incomplete:
         raise incomplete[0]
     if any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"shards of the {subject} in {str(folder)!r} without their index",
-            expected=f"a *{INDEX_SUFFIX} file",
-            fix="Download the index file of this folder.",
-        )
+        found = f"shards of the {subject} in {str(folder)!r} without their index"
+        raise CheckpointError(found, expected=f"a *{INDEX_SUFFIX} file", fix="Download the index file of this folder.")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
@@ -129,21 +102,12 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
 def read_tensors(
     entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, advance: Callable[[int], None], mapped: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The tensors of ``entries`` in ordinary host memory.
+    """The tensors of ``entries``, from :func:`described`, by name in ordinary host memory, contiguous.
 
-    Args:
-        entries: what to read, from :func:`described`.
-        dtype: floating tensors are cast to it, packed ones unpacked to it; None keeps the file's own bytes.
-        advance: called with the file bytes just read, at least every 64 MiB; may raise to cancel.
-        mapped: whether large tensors that need no cast may be views of the file. They must not be written to, which on
-            Windows ends the process.
-
-    Returns:
-        Name to tensor, contiguous. Peak extra memory: one slice of 64 MiB, and the file's page cache.
-
-    Raises:
-        CheckpointError: a file is gone, or is not what it was when its header was read.
-    """
+    Floats are cast to ``dtype``, packed ones unpacked to it; None keeps the file's bytes. ``advance`` gets the bytes
+    just read, at least every 64 MiB; it may raise to cancel. With ``mapped`` large tensors that need no cast may be
+    views of the file, which must not be written to: on Windows that ends the process. Peak extra memory: one slice of
+    64 MiB. Raises CheckpointError where a file is gone, or is not what it was when its header was read."""
     tensors: dict[str, torch.Tensor] = {}
     for path in dict.fromkeys(entry.file for entry in entries.values()):
         mine = [(name, entry) for name, entry in entries.items() if entry.file == path]
@@ -166,11 +130,7 @@ class TensorFile(NamedTuple):
 
 @contextmanager
 def tensor_file(path: Path) -> Iterator[TensorFile]:
-    """One safetensors file, opened once, its header checked before any tensor is read.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or the system refuses to read it in the block.
-    """
+    """One safetensors file, opened once, its header checked before any tensor is read; errors raise CheckpointError."""
     with opened(path) as file:
         yield TensorFile(file, *header_in(file, path))
 
@@ -182,7 +142,6 @@ def _read_all(
     advance: Callable[[int], None],
     mapped: bool,
 ) -> dict[str, torch.Tensor]:
-    """The ``wanted`` tensors of one open file, in the order of their bytes."""
     tensors: dict[str, torch.Tensor] = {}
     if not wanted:
         return tensors
@@ -200,10 +159,7 @@ def _read_all(
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Release the pages of a view of a file until it is read again; does nothing to other tensors.
-
-    The view must not have been written to: such changes are lost.
-    """
+    """Release the pages of a view of a file until it is read again, and with them what was written to it."""
     place = getattr(tensor.untyped_storage(), "pages", None)
     if place is not None:
         _drop(*place)
@@ -220,18 +176,15 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_view(entry: TensorEntry) -> bool:
-    """Tell whether the bytes of a tensor in its file are its values in order, and enough of them to be left there."""
+    """True where a tensor's bytes in its file are its values in order, and enough of them to be left there."""
     plain = not entry.is_packed and not entry.swapped and not entry.heads
     return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
 
 
 def _pages(file: Any) -> mmap.mmap:
     """The file as memory whose changes would stay out of it; read-only on Windows.
-
-    Read from front to back: with that hint the system reads far ahead, and a cold load on a busy disk took less time
-    than any other way that was tried, MADV_WILLNEED among them. Linux is also told that nothing will be written, since
-    it refuses to promise memory for a file that is larger than all it has.
-    """
+    The hint to read from front to back beat every other way on a cold load. Linux is told that nothing will be written,
+    or it would refuse a file larger than its memory."""
     if READ_ONLY:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":
@@ -319,7 +272,6 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
 
 
 def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
-    """The tensor as ``dtype`` of which the file has the values under its mask; zeros elsewhere."""
     assert entry.mask is not None
     bits = _read_one(file, entry.mask, None, lambda _bytes: None)
     places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
@@ -338,11 +290,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
 
 def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """All tensors of a part's ``files`` by name, each with its mask and what lies beside a packed weight.
-
-    Raises:
-        CheckpointError: a file is damaged, or two of them have a tensor of the same name. UnsupportedError: weights in
-            a format that is not read.
-    """
+    Raises CheckpointError for damage or a name in two files, UnsupportedError for a format that is not read."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
         found, notes = entries_and_notes(file)
@@ -359,11 +307,7 @@ def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
 
 
 def read_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
-    """The tensors beside a packed weight, a row of each for a row of the weight, in the order its model has them.
-
-    Raises:
-        CheckpointError: as :func:`read_tensors`.
-    """
+    """The tensors beside a packed weight, a row of each for a row of the weight, in the order its model has them."""
     with opened(entry.file, buffering=0) as file:
         return _sides(file, entry)
 
@@ -418,11 +362,8 @@ def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
 def _shards(index: Path, subject: str) -> list[Path]:
     mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise CheckpointError(
-            f"no weight_map in {str(index)!r}",
-            expected=f"the shard index of the {subject}",
-            fix="Download this file again.",
-        )
+        found = f"no weight_map in {str(index)!r}"
+        raise CheckpointError(found, expected=f"the shard index of the {subject}", fix="Download this file again.")
     names = sorted(set(map(str, mapping.values())))
     missing = [name for name in names if Path(name).name != name or not _is_file(index.parent / name)]
     if missing:
@@ -442,7 +383,5 @@ def _is_file(path: Path) -> bool:
 
 
 def _preference(file: Path) -> tuple[bool, str]:
-    """Plain names before variants: ``model.fp16.safetensors``, ``model.safetensors.index.fp16.json`` (what diffusers
-    and transformers write) and ``model.fp16.safetensors.index.json``.
-    """
+    """Plain names before variants: ``model.fp16.safetensors``, or ``fp16`` before or after ``index`` in an index."""
     return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name

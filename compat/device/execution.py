@@ -1,12 +1,6 @@
-"""The device on which a pipeline's inputs and generator must be.
-
-Under offload a module's device is meaningless: accelerate leaves its weights on ``cpu`` or ``meta`` between calls,
-and diffusers' group offload leaves them on ``cpu``. What counts is the device on which the next forward will run.
-
-Between host and device floats of 16 bits travel as integers. One stack turned bf16 into zeros on its way to the host,
-another damaged it only in copies above 10 MB, so that no small probe can clear a device for floats. Relabelling bits
-costs nothing, and no device is known to damage integers. Every value that leaves a device passes :func:`to_host`.
-"""
+"""The device on which a pipeline's inputs and generator must be, and exact copies to it and back: under offload a
+module's own device says nothing. Floats of 16 bits travel as integers, since some stacks damage them, one only in
+copies above 10 MB; every value that leaves a device passes :func:`to_host`."""
 
 from __future__ import annotations
 
@@ -29,10 +23,7 @@ COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks be
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current one of several: what names no device, such as a stream that waits, is of that one.
-
-    ComfyUI does so around its own samplers, and has the *current* device wait for weights that it streams.
-    """
+    """Make ``device`` the current one of several, which is what streams, and ComfyUI's streamed weights, wait on."""
     several = device.index is not None and device_count() > 1
     with ExitStack() as stack:
         if several and default_device().type == device.type:
@@ -54,11 +45,8 @@ def picture_of(values: torch.Tensor) -> Any:
 
 
 def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The result of ``copy``, which takes a tensor to another device as it is; it is given integers for 16-bit floats.
-
-    A tensor of another class, whose dtype may be that of what it unpacks to, is copied as that class does it; a backend
-    that cannot relabel bits has only the plain copy.
-    """
+    """The result of ``copy``, which takes a tensor to another device and is given integers for 16-bit floats.
+    Tensor subclasses, and tensors that a backend cannot relabel, are copied as they are."""
     if tensor.dtype in HALVES and type(tensor) in (torch.Tensor, nn.Parameter):
         try:
             return copy(tensor.view(BITS)).view(tensor.dtype)
@@ -69,11 +57,7 @@ def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """``value`` with every tensor in it on ``device``; floating ones cast to ``dtype``, if given, before they leave.
-
-    Args:
-        value: a tensor, or a dict, list or tuple of values; anything else is returned as it is.
-    """
+    """``value`` with the tensors in it (dict, list, tuple) on ``device``; floats become ``dtype`` before they leave."""
     if isinstance(value, torch.Tensor):
         cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         return cast if cast.device == device else carried(cast, lambda bits: bits.to(device))
@@ -96,12 +80,7 @@ def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
-    """A CPU generator, so that one seed draws the same noise whatever the device.
-
-    Args:
-        seed: 0 to 2**64 - 1.
-        state: a generator state as bytes, to go on where an earlier stage stopped.
-    """
+    """A CPU generator, so that ``seed`` (0 to 2**64 - 1) draws the same noise everywhere, or goes on from ``state``."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     if state is not None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
@@ -115,16 +94,13 @@ def state_of(generator: torch.Generator) -> bytes:
 
 class Checked(TorchFunctionMode):
     """Calls ``called()`` before each torch operation of the block, so that a cancel is obeyed in long plain code.
-
-    A microsecond or two each; not for networks, whose operations are many and whose compiled blocks are traced.
-    """
+    A microsecond or two each; not for networks, whose compiled blocks are traced."""
 
     def __init__(self, called: Callable[[], Any]) -> None:
         super().__init__()
         self.called = called
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and return its result."""
         self.called()
         return function(*args, **(kwargs or {}))
 
@@ -132,10 +108,7 @@ class Checked(TorchFunctionMode):
 @contextmanager
 def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
     """Call ``called()`` before each layer of ``module`` runs, so that a cancel is obeyed inside a long forward.
-
-    A compiled block is one layer: what a hook does inside of it would be part of its graph.
-    Hooks, not patched forwards: they survive accelerate's and diffusers' own re-wrapping of ``forward``.
-    """
+    A compiled block is one layer. Hooks survive accelerate's and diffusers' re-wrapping of ``forward``."""
 
     def before(_module: nn.Module, _inputs: Any) -> None:
         called()
@@ -156,10 +129,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def hooked_device(module: nn.Module) -> torch.device | None:
-    """Execution device set by the hooks (ours, accelerate's, diffusers') of ``module`` or in it; None without any.
-
-    Source: accelerate ``AlignDevicesHook``; diffusers ``GroupOffloadingHook``.
-    """
+    """The execution device that hooks (ours, accelerate's, diffusers') in ``module`` set; None without any."""
     hook = getattr(module, "_hf_hook", None)
     group = module.__dict__.get("_anygpu_group")  # of compat.memory.hooks
     for candidate in (group, hook, *getattr(hook, "hooks", ())):
@@ -174,9 +144,5 @@ def hooked_device(module: nn.Module) -> torch.device | None:
 
 
 def bf16_bits_to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken.
-
-    Returns:
-        The same values; a NaN keeps its payload. Peak extra memory: the result.
-    """
+    """A bf16 tensor as fp32 where it is, by integers alone: exact on a device whose own cast is broken."""
     return tensor.view(BITS).to(torch.int32).bitwise_left_shift_(16).view(torch.float32)

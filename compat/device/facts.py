@@ -40,39 +40,23 @@ TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device as plain values, so that a test can stand in any machine without owning it.
-
-    Args:
-        backend: ``cuda``, ``rocm``, ``xpu``, ``mps``, ``cpu``, ``xla``, or what a plug-in calls itself.
-        arch: ``sm75``, ``gfx1151``; empty where the vendor has none.
-        arch_class: the key of the precision table: ``cpu``, ``cuda-sm80+``, ``cuda-old``, ``rocm``, ``xpu``, ``mps``,
-            ``xla`` or ``other``.
-        unified: whether host and device share one memory.
-        driver: the driver's version; empty where unknown.
-        torch_build: torch's commit.
-        compiled: the architectures it holds kernels for; empty where it does not tell.
-        emulated: dtypes that the device computes with, slowly, without having units for them.
-        versions: what a dated quirk may ask for: ``torch``, ``cuda``, ``rocm``, ``cudnn``, ``triton``,
-            ``comfy-kitchen``, ``system`` (such as ``Linux``), ``kernel`` (the operating system's version), ``driver``.
-        clocks: multiprocessors, their clock and the memory's in kHz, the memory's width in bits; empty where unknown.
-        link: bytes per second of the PCIe link to the host, on paper; 0 where unknown.
-    """
+    """One device as plain values, so that a test can stand in any machine without owning it."""
 
     device: torch.device
-    backend: str
-    arch: str
-    arch_class: str
+    backend: str  # ``cuda``, ``rocm``, ``xpu``, ``mps``, ``cpu``, ``xla``, or what a plug-in calls itself
+    arch: str  # ``sm75``, ``gfx1151``; empty where the vendor has none
+    arch_class: str  # the key of the precision table
     name: str
     total_bytes: int
     torch_version: str
-    unified: bool = False
+    unified: bool = False  # host and device share one memory
     driver: str = ""
-    torch_build: str = ""
-    compiled: tuple[str, ...] = ()
-    emulated: tuple[str, ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
-    clocks: tuple[int, ...] = ()
-    link: float = 0.0
+    torch_build: str = ""  # torch's commit
+    compiled: tuple[str, ...] = ()  # architectures that torch has kernels for; empty where it does not tell
+    emulated: tuple[str, ...] = ()  # dtypes that the device computes with, slowly, without units for them
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # what quirks ask for
+    clocks: tuple[int, ...] = ()  # multiprocessors, their clock and the memory's in kHz, the memory's bits
+    link: float = 0.0  # bytes per second of the PCIe link, on paper; 0 where unknown
 
     @property
     def foreign(self) -> bool:
@@ -122,11 +106,7 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device``, or about the default device; existing facts are returned unchanged.
-
-    Raises:
-        UnsupportedError: torch does not know the device or cannot reach it.
-    """
+    """Facts about ``device``, or the default one; facts come back as they are. UnsupportedError if out of reach."""
     if isinstance(device, DeviceFacts):
         return device
     chosen = default_device() if device is None else _parsed(device)
@@ -263,20 +243,14 @@ def _reclaimable(group: Path) -> int:
 
 
 def empty_host_cache() -> None:
-    """Return the pinned host memory that torch caches to the system.
-
-    Plug-ins are not asked: torch takes whatever they lock memory with for an allocator that can, and crashes.
-    """
+    """Return the pinned host memory that torch caches to the system; with a plug-in's allocator torch would crash."""
     give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
     if default_device().type in ("cuda", "xpu") and give is not None:
         value_or(give, None)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give unused cached memory of an accelerator back to its driver; nothing to do on the CPU.
-
-    The device is waited for: on Arc a chain of kernels that was still running became NaN (pytorch#197520).
-    """
+    """Give unused cached memory to the driver, after waiting: on Arc a running chain became NaN (pytorch#197520)."""
     module: Any = getattr(torch, device.type, None)
     if device.type != "cpu" and hasattr(module, "empty_cache"):
         synchronize(device)
@@ -284,14 +258,12 @@ def empty_cache(device: torch.device) -> None:
 
 
 def _system_bytes(memory: str, amount: str) -> int:
-    """An amount that psutil's function for a kind of memory reports."""
     import psutil
 
     return int(getattr(getattr(psutil, memory)(), amount))
 
 
 def _stated_free(module: Any, device: torch.device) -> int | None:
-    """Free bytes as the backend reports them; None where it cannot mean what it says."""
     free, total = (int(value) for value in module.mem_get_info(device))
     return free if 0 <= free <= total and total else None
 
@@ -302,10 +274,7 @@ def _unreserved(module: Any, device: torch.device) -> int:
 
 
 def _matmul_tf32(matmul: Any) -> bool:
-    """True if fp32 matmuls may be rounded to TF32; reads torch's new switch where it has one.
-
-    From torch 2.9 on the old question raises once anybody has used the new switch.
-    """
+    """True if fp32 matmuls may become TF32; from torch 2.9 on the old question raises once the new switch was used."""
     new = getattr(matmul, "fp32_precision", None)
     return torch.get_float32_matmul_precision() != "highest" if new is None else new not in ("none", "ieee")
 
@@ -346,17 +315,10 @@ def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
-    return {
-        "backend": "cpu",
-        "arch_class": "cpu",
-        "name": "CPU",
-        "total_bytes": _host_bytes(),
-        "unified": True,
-    }
+    return {"backend": "cpu", "arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True}
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:
-    """NVIDIA and AMD: both answer to ``torch.cuda``."""
     properties = torch.cuda.get_device_properties(device)
     shared = {
         "name": properties.name,
@@ -424,7 +386,6 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _xla_facts(device: torch.device) -> dict[str, Any]:
-    """A device behind torch_xla, such as Tenstorrent: what it is, the package that brought it says."""
     runtime: Any = sys.modules.get("torch_xla.runtime")
     behind = str(runtime.device_type() or "") if hasattr(runtime, "device_type") else ""
     total, model = 0, cast(Any, sys.modules.get("torch_xla.core.xla_model"))
@@ -441,7 +402,6 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _plug_in_facts(device: torch.device) -> dict[str, Any]:
-    """Any device that torch calls PrivateUse1 or that this pack does not know."""
     total, name = 0, f"{device.type} device"
     module: Any = getattr(torch, device.type, None)
     if hasattr(module, "get_device_properties"):
@@ -451,14 +411,11 @@ def _plug_in_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _host_bytes() -> int:
-    """Bytes of host memory; 0 where unknown."""
     return value_or(lambda: _system_bytes("virtual_memory", "total"), 0)
 
 
 def _driver(backend: str) -> str:
-    """The driver's version: what the Linux kernel states, what NVIDIA's library says, which Windows and WSL2 have too,
-    Linux itself where the driver is part of it, else the newest CUDA or HIP that the driver offers.
-    """
+    """The driver's version by the Linux kernel, NVIDIA's library, Linux itself, or the newest CUDA or HIP on offer."""
     for path in map(Path, KERNEL_FILES):
         stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
         if stated:
@@ -474,7 +431,6 @@ def _driver(backend: str) -> str:
 
 
 def _nvml_driver() -> str:
-    """The driver's version by NVIDIA's management library, which comes with the driver."""
     library, text = ctypes.CDLL(NVML), ctypes.create_string_buffer(80)
     if library.nvmlInit_v2():
         return ""

@@ -22,10 +22,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def _is_full(row: Wording) -> bool:
-    """True if the devices that ``row`` may refer to answer, and one of them is nearly full.
-
-    Where none tells what is free, the words decide.
-    """
+    """True if the devices of ``row`` answer and one is nearly full; where none tells what is free, the words decide."""
     devices = [device for device in accelerators(default_device()) if device.type != "cpu" or "CPU" in row.backend]
     if any(device_fault(device) for device in devices):
         return False

@@ -1,10 +1,6 @@
-"""The path by which a device computes the layers of a packed file: core's own product, or dequantised.
-
-Core multiplies int8 and int4 layers packed on every device, which ends the process on some, raises on others, and is
-slower than dequantising on more. So the rows speak first; what the device itself has answered overrules a row that may
-be asked; and nothing here asks a device on its own: the questions wait in the probe store for ``make gpu``, or for the
-button of the AnyGPU tab.
-"""
+"""The path by which a device computes the layers of a packed file: core's own product, or dequantised. Core's ends the
+process on some devices, raises on others and is slow on more: rows speak first, then what the device has answered.
+Nothing here asks a device; the questions wait in the probe store for ``make gpu`` and the tab's button."""
 
 from __future__ import annotations
 
@@ -46,17 +42,11 @@ class SlowerProductError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PackedPath:
-    """The path of the layers of one format.
-
-    Args:
-        path: ``CORE`` or ``DEQUANTISE``.
-        kernels: comfy-kitchen's backend for their product; ``eager`` is torch's own product.
-        why, source: the reason, and what it rests on.
-    """
+    """The path of the layers of one format."""
 
     layer_format: str
-    path: str
-    kernels: str
+    path: str  # ``CORE`` or ``DEQUANTISE``
+    kernels: str  # comfy-kitchen's backend for their product; ``eager`` is torch's own
     why: str
     source: str = AUTO
 
@@ -68,12 +58,7 @@ class PackedPath:
 
 
 def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: str = AUTO) -> PackedPath:
-    """The path of layers in ``layer_format`` on the device of ``facts``; asks the device nothing.
-
-    Args:
-        answers: what it has answered so far.
-        choice: one of :data:`PACKED_PATHS`.
-    """
+    """The path of layers in ``layer_format`` under ``choice``, by the rows and the ``answers`` so far."""
     kernels, _ = kitchen_backend(layer_format, facts.device)
     taken = partial(PackedPath, layer_format=layer_format, kernels=kernels)
     if choice != AUTO:
@@ -102,11 +87,8 @@ def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
 
 
 def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
-    """The backend that comfy-kitchen's own registry gives a product of ``layer_format``, and why no faster one.
-
-    Returns:
-        Its name, empty where comfy-kitchen has none or is not installed; the reason, empty for the first backend.
-    """
+    """The backend that comfy-kitchen's registry gives a product, and why no faster one.
+    Empty where it has none or is not installed; no reason for the first backend."""
     function = FUNCTIONS.get(layer_format)
     if function is None:
         return "", ""
@@ -121,7 +103,6 @@ def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
 
 
 def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[str]:
-    """The reasons for which the compiled backend that fits this torch leaves ``function`` to torch."""
     built = {"hip": torch.version.hip, "cuda": torch.version.cuda}
     for name in filter(built.get, built):
         state = registry.list_backends().get(name, {})
@@ -152,11 +133,8 @@ def packed_probes(facts: DeviceFacts) -> dict[str, Callable[[torch.device], str]
 
 
 def packed_product(facts: DeviceFacts, layer_format: str, device: torch.device) -> str:
-    """P7: core's product of a packed layer, against the same weights dequantised on the host, and quicker than these.
-
-    Raises:
-        RuntimeError: the device may not be asked, cannot do it, or is not quick enough.
-    """
+    """P7: core's product of a packed layer against the dequantised weights on the host, and quicker than these.
+    Raises RuntimeError where the device may not be asked, cannot do it, or is not quick enough."""
     kernels, why = kitchen_backend(layer_format, device)
     row = row_for(facts, layer_format, kernels)
     if not kernels:

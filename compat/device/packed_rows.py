@@ -1,7 +1,5 @@
-"""The rows of packed_paths.py: data only, how each card computes the layers of a packed file, and who has shown it.
-
-The first row that fits decides. A card without a row dequantises until somebody asks it.
-"""
+"""The rows of packed_paths.py: how each card computes packed layers, and who has shown it. The first row that fits
+decides; a card without one dequantises until somebody asks it."""
 
 from __future__ import annotations
 
@@ -20,28 +18,18 @@ FORMATS = (*INTEGERS, *FP8, *FP4, AWQ)  # as core names them
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The path of layers of some formats on one kind of card.
-
-    Args:
-        card: its name for people.
-        backends, arches, names: patterns of the device; names without regard to case.
-        formats: of the layers.
-        path: ``CORE``, which goes through comfy-kitchen, or ``DEQUANTISE``.
-        why, source: the reason, and who has shown it.
-        kernels: the backends of comfy-kitchen with which the row holds; ``eager`` is torch's own product.
-        ask: whether a timing on the device may overrule the row; False where the question may end the process.
-    """
+    """The path of layers of some formats on one kind of card."""
 
     card: str
-    backends: tuple[str, ...]
+    backends: tuple[str, ...]  # patterns, as the next ones; names without regard to case
     formats: tuple[str, ...]
-    path: str
+    path: str  # ``CORE``, which goes through comfy-kitchen, or ``DEQUANTISE``
     why: str
     source: str
     arches: tuple[str, ...] = ANY
     names: tuple[str, ...] = ANY
-    kernels: tuple[str, ...] = ANY
-    ask: bool = True
+    kernels: tuple[str, ...] = ANY  # comfy-kitchen's backends with which it holds; ``eager`` is torch's own
+    ask: bool = True  # a timing may overrule the row; False where the question may end the process
 
 
 nvidia, radeon = partial(PackedRow, backends=("cuda",)), partial(PackedRow, backends=("rocm",))

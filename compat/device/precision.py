@@ -27,28 +27,17 @@ CHOICES = ("auto", "fp32", "bf16", "fp16", SAFE)
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of the parts of one pipeline, and why.
+    """Dtypes of the parts of one pipeline, and why."""
 
-    Args:
-        transformer: of its weights.
-        text: of the text encoders.
-        vae: of its weights and activations.
-        compute: of the operands of the transformer's products and attention; as ``transformer`` when None.
-        residual: of its residual stream, norm statistics, modulation, gates and last projection; as ``compute``.
-        conv: in which the VAE's convolutions are computed; as ``vae``.
-        latents: between the steps of the sampler.
-        automatic: whether the user left it open, so that a part may be run in another dtype when it fails.
-    """
-
-    transformer: torch.dtype
+    transformer: torch.dtype  # of its weights
     text: torch.dtype
-    vae: torch.dtype
+    vae: torch.dtype  # of its weights and activations
     why: str
-    compute: torch.dtype | None = None
-    residual: torch.dtype | None = None
-    conv: torch.dtype | None = None
-    latents: torch.dtype = FP32
-    automatic: bool = True
+    compute: torch.dtype | None = None  # of the transformer's products and attention; None as ``transformer``
+    residual: torch.dtype | None = None  # of its residual, norms, modulation and gates; None as ``compute``
+    conv: torch.dtype | None = None  # of the VAE's convolutions; None as ``vae``
+    latents: torch.dtype = FP32  # between the steps of the sampler
+    automatic: bool = True  # the user left it open: a part may run in another dtype when it fails
 
     def __post_init__(self) -> None:
         for name, default in (("compute", "transformer"), ("residual", "compute"), ("conv", "vae")):
@@ -101,17 +90,11 @@ PRECISION: dict[str, Precision] = {  # by arch class; a row of the model's own w
 
 @dataclass(frozen=True, slots=True)
 class ModelPrecision:
-    """The dtypes of a model that differ from the common rows.
+    """The dtypes of a model that differ from the common rows."""
 
-    Args:
-        rows: dtypes of a common row to the row that wins over it, on any device.
-        half_text: whether upstream runs its text encoders in fp16, which a T5 cannot.
-        half_unet: whether it is a UNet with 2-D convolutions, which upstream runs in fp16 with its encoders.
-    """
-
-    rows: Mapping[Dtypes, Precision] = field(default_factory=dict)
-    half_text: bool = False
-    half_unet: bool = False
+    rows: Mapping[Dtypes, Precision] = field(default_factory=dict)  # dtypes of a common row to its own
+    half_text: bool = False  # upstream runs its text encoders in fp16, which a T5 cannot
+    half_unet: bool = False  # a UNet with 2-D convolutions, in fp16 with its encoders upstream
 
 
 _TEXT = "its text encoders run in fp16 upstream too"
@@ -142,20 +125,11 @@ def precision_for(
     probes: Probes = None,
     offered: Sequence[str] = CHOICES,
 ) -> Precision:
-    """The dtypes for a model on the device of ``facts``.
+    """The dtypes for ``model`` on the device of ``facts``; ``probes`` outrank a known bug's row, None asks nothing.
 
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
-
-    Args:
-        model: where it differs from the common rows.
-        facts: the device.
-        choice: one of :data:`CHOICES`.
-        probes: what the device answered, by probe; its word outranks a known bug's row. None asks nothing.
-        offered: what the node that asks lets people choose; an error names no other.
-
-    Raises:
-        UnsupportedError: unknown choice, no row for the device, or an explicit choice that the device cannot do.
+    Raises UnsupportedError for an unknown choice, no row, or what the device cannot do; it names what is ``offered``.
     """
     able = abilities_of(facts, probes)
     if choice == "auto":
@@ -197,10 +171,7 @@ def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = N
 
 
 def reason_against(choice: str, models: Iterable[ModelPrecision], facts: DeviceFacts) -> str:
-    """The reason why none of ``models`` can run in ``choice`` on the device of ``facts``, by the tables; else empty.
-
-    It is the reason of the error that :func:`precision_for` raises.
-    """
+    """The reason why none of ``models`` can run in ``choice`` here, as :func:`precision_for` has it; else empty."""
     if choice == "auto":
         return ""
     if _contradicts(choice, facts):
@@ -214,7 +185,6 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
 
 
 def _ability(model: ModelPrecision, choice: str, able: Abilities) -> Verdict:
-    """Verdict on running the whole model in an explicit choice on this device."""
     name = _EXPLICIT[choice].operands
     ability = able.transformer(name)
     return able.vae(name) if ability.usable and model.half_unet else ability
@@ -285,12 +255,10 @@ def _conv_dtype(vae: torch.dtype, able: Abilities) -> torch.dtype:
 
 
 def _refused(ability: Verdict) -> bool:
-    """``auto`` avoids what fails and what is unusually costly."""
     return not ability.usable or ability.costly
 
 
 def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
-    """The cause in brackets, unless it is one of those that were named already."""
     return "" if ability in causes else f" ({ability.why})"
 
 

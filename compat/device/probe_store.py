@@ -33,17 +33,10 @@ PACKED = "packed."  # questions about products that are known to end processes: 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe.
+    """Result of a probe."""
 
-    Args:
-        status: ``ok``; ``wrong`` (it ran and its result is wrong); ``unusable`` (it raised); ``unknown`` (it could not
-            be asked, for lack of memory for instance; never kept).
-        detail: what is wrong, the message it raised, or a remark on a right answer.
-        milliseconds: how long it took.
-    """
-
-    status: str
-    detail: str = ""
+    status: str  # ``wrong``: the result is; ``unusable``: it raised; ``unknown``: not asked, never kept
+    detail: str = ""  # what is wrong, the message raised, or a remark on a right answer
     milliseconds: float = 0.0
 
     def __str__(self) -> str:
@@ -55,15 +48,10 @@ UNASKED = ProbeResult(UNKNOWN, "not tested yet")
 
 
 class ProbeStore(Mapping[str, ProbeResult]):
-    """The probe results of one device by name; a missing one is measured when it is read.
+    """The probe results of one device by name, kept in ``folder`` (None: in memory); a missing one is measured when
+    read.
 
-    Args:
-        facts: the device.
-        folder: where answers are kept; None keeps them in memory only.
-        more: probes of other layers by name, such as Triton's.
-        asked: replaces the flags of torch that the file is kept apart by; for tests.
-        quiet: gives what is kept and asks and times nothing: another answer is ``unknown``, another value None.
-    """
+    ``more`` has probes of other layers. A ``quiet`` store gives what is kept and asks nothing: ``unknown``, or None."""
 
     def __init__(
         self,
@@ -85,7 +73,6 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
     @property
     def path(self) -> Path | None:
-        """The file of this device; None in memory."""
         return None if self.folder is None else self.folder / f"probes-{self.key}.json"
 
     def __getitem__(self, name: str) -> ProbeResult:
@@ -116,11 +103,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
-        """Run every probe, and write the results once at the end.
-
-        Args:
-            again: forget what was kept and ask again, but for a question about packed products that ended a process.
-        """
+        """Run every probe and write the results once; ``again`` forgets all but questions that ended a process."""
         with self._lock:
             if again:
                 fatal = (name for name, kept in self._answers.items() if _ends_processes(name, kept))
@@ -134,13 +117,9 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return {name: self._answers[name] for name in self.probes}
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """A plain value that is measured once per device and saved with the results, such as a timing.
-
-        None where the process ended, or was ended, while it was measured: that is not tried a second time.
-
-        Args:
-            measure: makes the value; it must be what JSON can hold. A quiet store gives None instead.
-        """
+        """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
+        missing one.
+        None too where the process ended, or was ended, meanwhile: that is not tried a second time."""
         with self._lock:
             if self.quiet:
                 return self._remembered.get(name)
@@ -157,7 +136,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             self._write(synced=False)
 
     def recall(self, name: str) -> Any:
-        """Return the value stored by :meth:`remember` under ``name``; None if there is none."""
+        """The value stored under ``name``; None if there is none."""
         return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:
@@ -187,8 +166,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._asking = outer
 
     def _read(self) -> None:
-        """Read saved results, except for probes that already ran here; another process may have written in the
-        meantime."""
+        """Read saved results, but for probes that ran here; another process may have written in the meantime."""
         if self.path is None:
             return
         try:
@@ -211,11 +189,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self, synced: bool = True) -> None:
-        """Write what is known, on the disk when this returns: what is asked next may end the whole machine.
-
-        Args:
-            synced: False for a processor, which ends this process at most.
-        """
+        """Write what is known, on the disk when this returns: what is asked next may end the whole machine."""
         if self.path is None or self.folder is None or self.note:
             return
         self._read()
@@ -239,11 +213,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
 
 def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
-    """Result of one probe on the device of ``facts``.
-
-    Raises:
-        UnsupportedError: the device has gone; nothing is known about the probe then.
-    """
+    """Result of one probe on the device of ``facts``; raises UnsupportedError where the device has gone."""
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -260,7 +230,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """Key under which answers are stored: the device, its driver, the build of torch, torch's flags and the probes."""
+    """Key of stored answers: the device, its driver, the build of torch, torch's flags and the probes."""
     # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     parts = (
@@ -283,11 +253,7 @@ def _ends_processes(name: str, kept: ProbeResult) -> bool:
 
 
 def _checked(entry: Any) -> ProbeResult:
-    """A kept answer, whose file may have been edited.
-
-    Raises:
-        ValueError: it is not one.
-    """
+    """A kept answer, whose file may have been edited; ValueError where it is none."""
     result = ProbeResult(**entry)
     if result.status not in STATUSES or not isinstance(result.detail, str):
         raise ValueError(f"status {result.status!r}")
@@ -295,10 +261,7 @@ def _checked(entry: Any) -> ProbeResult:
 
 
 def _runs(process: int, started: float) -> bool:
-    """True if the probing process still runs: this one, or another that probes at the same time.
-
-    Its number alone does not tell: in a container each start may get the same one.
-    """
+    """True if the probing process still runs; in a container each start may get the same number."""
     return _started(process) == started
 
 

@@ -1,9 +1,6 @@
-"""Short tests of the device, a few milliseconds each, with results saved per device, driver and torch build.
-
-A probe returns an empty string if the device is right, a sentence if its result is wrong, and raises if the device
-cannot do it at all. It computes with small integers or compares with float64 on the host. Every result is read back to
-the host, because a lazy backend fails only then.
-"""
+"""Short tests of the device, a few milliseconds each.
+A probe returns an empty string if the device is right, a sentence if its result is wrong, and raises if it cannot do
+it. It computes with small integers or compares with fp64 on the host, where a lazy backend has to give its result."""
 
 from __future__ import annotations
 
@@ -129,10 +126,7 @@ def attention(
     dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
 ) -> str:
     """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether.
-
-    Without a mask also of few tokens, in the order in which a Linear gives them: MPS took such views for contiguous
-    (pytorch#163597, pytorch#181133).
-    """
+    Without a mask also of few tokens, as views that MPS took for contiguous (pytorch#163597, pytorch#181133)."""
     for width, tokens in product(widths, (77,) if masked else (77, FEW_TOKENS)):
         mask = torch.ones(tokens, tokens, dtype=torch.bool)
         if masked:
@@ -189,20 +183,17 @@ def time_pad(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def double(device: torch.device) -> str:
-    """Check for float64."""
     total = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
     return "" if bool((total == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
 
 
 def eight_bits(device: torch.device) -> str:
-    """Check that float8 tensors can be on the device and be cast there."""
     values = torch.tensor([0.5, -2.0, 448.0, 0.0])
     back = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
     return "" if torch.equal(back, values) else f"{values.tolist()} became {back.tolist()}"
 
 
 def bits_of(there: Tensor) -> Tensor:
-    """The bits of a tensor on the host."""
     return to_host(there).contiguous().view(_integers(there.dtype))
 
 

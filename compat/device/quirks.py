@@ -1,9 +1,6 @@
-"""Known upstream bugs as dated rows: device, versions, symptom, and what we do about it.
-
-A row names operations like the probes do (``conv3d.bf16``, ``cast.bf16_to_fp32``). A claim that an operation is wrong
-holds until a probe has tested the device; a claim that it is costly (emulated, or using several times the memory)
-cannot be refuted by a probe. This is the only place that compares versions.
-"""
+"""Known upstream bugs as dated rows; the only place that compares versions.
+A row names operations like the probes do. That one is wrong holds until a probe has tested the device; that one is
+costly (emulated, or several times the memory) no probe refutes."""
 
 from __future__ import annotations
 
@@ -24,39 +21,22 @@ from .quirk_rows import QUIRKS, Quirk
 
 @dataclass(frozen=True, slots=True)
 class DevicePolicy:
-    """The combined effects of all rows that apply to a machine; callers read a field and never compare versions.
-
-    Args:
-        rows: the rows in force.
-        wrong: operation to the row that says it fails or lies.
-        costly: operation to the row that says it costs a multiple.
-        tile_pixels: largest side of a tile that a VAE may be given; 0 for no cap.
-        allocation_bytes: largest single buffer; 0 for no cap.
-        conv_bytes: largest input of one convolution; 0 for no cap.
-        vae_cudnn: whether cuDNN or MIOpen stays on around a VAE.
-        benchmark: whether their exhaustive tuning may be switched on.
-        contiguous_weights: whether a convolution's weight must be contiguous.
-        product_rows: most rows of a linear layer's product; 0 for any.
-        norm_rows: most rows of torch's own RMS norm; 0 for any.
-        plain_operands: whether products and 2-D convolutions need contiguous operands, and linear layers two axes.
-        pins: whether host memory may be locked for the device's kernels.
-        expandable_segments: whether torch's allocator may be set so.
-    """
+    """The combined effects of all rows that apply to a machine; callers read a field and never compare versions."""
 
     rows: tuple[Quirk, ...] = ()
-    wrong: Mapping[str, Quirk] = field(default_factory=dict)
-    costly: Mapping[str, Quirk] = field(default_factory=dict)
-    tile_pixels: int = 0
-    allocation_bytes: int = 0
-    conv_bytes: int = 0
-    vae_cudnn: bool = True
-    benchmark: bool = True
-    contiguous_weights: bool = False
-    product_rows: int = 0
-    norm_rows: int = 0
-    plain_operands: bool = False
-    pins: bool = True
-    expandable_segments: bool = True
+    wrong: Mapping[str, Quirk] = field(default_factory=dict)  # operation to the row that says it fails or lies
+    costly: Mapping[str, Quirk] = field(default_factory=dict)  # operation to the row that says it costs a multiple
+    tile_pixels: int = 0  # largest side of a VAE's tile; 0 for no cap
+    allocation_bytes: int = 0  # largest single buffer; 0 for no cap
+    conv_bytes: int = 0  # largest input of one convolution; 0 for no cap
+    vae_cudnn: bool = True  # cuDNN or MIOpen stays on around a VAE
+    benchmark: bool = True  # their exhaustive tuning may be switched on
+    contiguous_weights: bool = False  # of convolutions
+    product_rows: int = 0  # most rows of a linear layer's product; 0 for any
+    norm_rows: int = 0  # most rows of torch's own RMS norm; 0 for any
+    plain_operands: bool = False  # products and 2-D convolutions need contiguous operands, linear layers two axes
+    pins: bool = True  # host memory may be locked for the device's kernels
+    expandable_segments: bool = True  # of torch's allocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +49,7 @@ class Verdict:
 
 
 def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
-    """The rows that apply to the device of ``facts``.
-
-    A row that asks for an unknown version applies: what is unknown may be broken, and the probes correct it.
-    """
+    """The rows that apply to a device; an unknown version may be broken, and the probes correct it."""
     return tuple(row for row in QUIRKS if _stands(row, facts))
 
 
@@ -92,12 +69,7 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Torch's switches for its convolution library (cuDNN; MIOpen on Radeon) as ``policy`` wants them, then as they
-    were.
-
-    Args:
-        library: False switches the library off whatever ``policy`` says.
-    """
+    """Torch's switches for cuDNN, or MIOpen, as ``policy`` wants them, then as before; off without ``library``."""
     cudnn = torch.backends.cudnn
 
     def switch(name: str, value: bool | None) -> bool | None:
@@ -119,12 +91,7 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Operations that a device can be relied on for: its own answers first, then the rows of known bugs.
-
-    Args:
-        policy: the rows in force.
-        probes: answers by name, asked when read; None relies on the rows alone.
-    """
+    """Operations that a device can be relied on for: its own answers, asked when read, then the rows of known bugs."""
 
     policy: DevicePolicy
     probes: Probes = None
@@ -173,14 +140,8 @@ def abilities_of(facts: DeviceFacts, probes: Probes = None) -> Abilities:
 
 
 def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | None = None) -> dict[str, Any]:
-    """Plain values for layers that choose kernels: ``backend``, and per operation whether each dtype is worth using.
-
-    Returns:
-        ``conv3d``, ``conv3d_channels_last``, ``conv2d``, ``pad3d``, ``matmul``, ``attention`` and ``groupnorm``, each a
-        mapping from ``fp32``, ``bf16`` and ``fp16`` to whether it works here without costing a multiple; ``cast``, a
-        mapping such as ``{"bf16_to_fp32": False}``; ``conv_bytes`` and ``contiguous_weights`` as in
-        :class:`DevicePolicy`.
-    """
+    """Plain values for layers that choose kernels, as ``conv3d_choice.choose_by`` reads them: ``backend``, ``arch``,
+    caps, ``cast``, and per operation whether each dtype works here without costing a multiple."""
     policy = policy or policy_for(facts)
     known = Abilities(policy, probes)
     able: dict[str, Any] = {

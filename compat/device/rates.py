@@ -1,8 +1,6 @@
 """Peak rates of devices by data sheet, the share of them that programs reach, and the work of one operation.
-
-Two things read these tables: the clock of the simulated accelerator, and forecasts of time for devices that were never
-timed. ``cards.csv`` has a row per model of card, ``generations.csv`` what the cards of a generation share.
-"""
+``cards.csv`` has a row per card, ``generations.csv`` what those of a generation share: for forecasts of time on devices
+that were never timed, and for the clock of the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -48,25 +46,16 @@ EIGHT_BIT = 1.9  # times as quick 8-bit attention is where fp32 sums run at half
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Shares that the cards of one generation have in common.
+    """Shares that the cards of one generation have in common."""
 
-    Args:
-        fp16, bf16, fp32: rates of products as shares of a card's figure.
-        sums: times as quick products in fp16 are if they sum in fp16 too.
-        int8, fp8: the same for products of 8-bit operands; 0 where there are none or none is known.
-        product: share of these rates that products of transformers reach, between published best sizes.
-        attention: the same of exact attention by kind of kernel; one that is missing was not found and is assumed.
-        source: of the shares.
-    """
-
-    fp16: float
+    fp16: float  # rates of products as shares of a card's figure
     bf16: float
     fp32: float
-    sums: float
-    int8: float
+    sums: float  # times as quick products in fp16 are if they sum in fp16 too
+    int8: float  # the same of 8-bit operands; 0 where there are none or none is known
     fp8: float
-    product: float
-    attention: Mapping[str, float]
+    product: float  # share of these rates that products of transformers reach, between published best sizes
+    attention: Mapping[str, float]  # the same of exact attention by kernel; one that is missing is assumed
     source: str
 
 
@@ -99,30 +88,18 @@ VENDOR = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|graph
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Peak rates of one device, per second.
+    """Peak rates of one device, per second."""
 
-    Args:
-        name: the part of the driver's name that tells the device.
-        fp16, bf16, fp32: FLOPs per second of matrix products in fp16 and bf16 with fp32 sums, and in fp32; without
-            structured sparsity.
-        memory: bytes per second of the device's own memory.
-        link: bytes per second of the link to the host, which carries both directions at once.
-        launch: seconds before a kernel or a copy begins.
-        unified: whether host and device share one memory, so that a copy reads and writes it.
-        generation: a key of :data:`GENERATIONS`.
-        memory_gb: the sizes in which the model is sold; none where it has the host's.
-    """
-
-    name: str
-    fp16: float
+    name: str  # the part of the driver's name that tells the device
+    fp16: float  # FLOPs of products with fp32 sums, without structured sparsity
     bf16: float
     fp32: float
-    memory: float
-    link: float
-    launch: float = LAUNCH_SECONDS
-    unified: bool = False
-    generation: str = ""
-    memory_gb: tuple[int, ...] = ()
+    memory: float  # bytes of the device's own memory
+    link: float  # bytes of the link to the host, in each direction at once
+    launch: float = LAUNCH_SECONDS  # seconds before a kernel or a copy begins
+    unified: bool = False  # host and device share one memory, so that a copy reads and writes it
+    generation: str = ""  # a key of GENERATIONS
+    memory_gb: tuple[int, ...] = ()  # the sizes in which the model is sold; none where it has the host's
 
     def flops(self, dtype: torch.dtype) -> float:
         """FLOPs per second of products of ``dtype``."""
@@ -144,10 +121,8 @@ def _row(name: str, generation: str, fp16: float, memory: float, link: float, si
 
 
 def _read() -> dict[str, Rates]:
-    """The rows of ``cards.csv``. Sources: those above; professional cards also from citsjtu2020/LLM-Prof
-    (hardware_spec.md) and astroC86/gpu-datasheet; laptops at full power, those of RTX 50 with the clock of
-    the desktop cards' memory.
-    """
+    """The rows of ``cards.csv``. Sources: those above; professional cards also citsjtu2020/LLM-Prof (hardware_spec.md)
+    and astroC86/gpu-datasheet; laptops at full power, those of RTX 50 with the clock of the desktop cards' memory."""
     rows = {}
     for row in _table("cards.csv"):
         generation, _, lanes = row["link"].partition("x")
@@ -168,14 +143,8 @@ def _words(name: str) -> list[str]:
 
 
 def published_rates(device_name: str, total_bytes: int = 0) -> Rates | None:
-    """The row of a device by the name that its driver says; None for one that the table lacks.
-
-    A row is for exactly its model: ``RTX 4090`` is not ``RTX 4090 Laptop GPU`` or ``M2`` a part of ``M2 Max``, and a
-    card of one name with another memory is another model.
-
-    Args:
-        total_bytes: of the device's memory, of which drivers keep some back; 0 where unknown.
-    """
+    """The row of a device by its driver's name and ``total_bytes`` (0: unknown); None for one that the table lacks.
+    A row is for exactly its model: ``RTX 4090`` is no ``RTX 4090 Laptop GPU``, and another memory is another model."""
     stated, words = re.search(r"(\d+)\s?GB", device_name, re.IGNORECASE), _words(device_name)
     size = int(stated[1]) if stated else total_bytes / GIBIBYTE
     fitting = (rates for rates in RATES.values() if words and _words(rates.name) == words)
@@ -184,12 +153,7 @@ def published_rates(device_name: str, total_bytes: int = 0) -> Rates | None:
 
 def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> dict[str, float]:
     """Times as quick the operations of a kind are by lossy choices; without those that this device does not have.
-
-    Args:
-        sums: whether products in fp16 sum in fp16.
-        stored: choice of storage of weights that are multiplied as they are stored; empty for none.
-        attention: its kernel.
-    """
+    ``sums``: products in fp16 sum in fp16. ``stored``: storage of weights multiplied so. ``attention``: its kernel."""
     rates = rates_of(facts)
     own = None if rates is None else GENERATIONS[rates.generation]
     if own is None:
@@ -204,11 +168,9 @@ def _sold_with(rates: Rates, size: float) -> bool:
 
 
 def rates_of(facts: DeviceFacts) -> Rates | None:
-    """Rates of a device: of its row, else computed from the units and clocks that its driver states; None if unknown.
-
-    On NVIDIA a multiprocessor does :data:`UNITS` FLOPs in fp16 at each clock; whether a driver states the boost or the
-    highest clock was not seen, so that the row comes first.
-    """
+    """Rates of a device by its row, else by the units and clocks that its driver states; None if unknown.
+    On NVIDIA a multiprocessor does :data:`UNITS` FLOPs in fp16 at each clock; drivers may state the boost or the
+    highest clock, so that the row comes first."""
     if (rates := published_rates(facts.name, facts.total_bytes)) is not None or not all(facts.clocks or (0,)):
         return rates
     units, clock, memory_clock, bus = facts.clocks
@@ -220,13 +182,7 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
 
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
-    """FLOPs and bytes of one dispatched operation: each input once, however far it is broadcast, and each output.
-
-    Args:
-        function: an overload of an operator, as a dispatch mode is given it.
-        args, kwargs: its arguments.
-        result: what it returned; on any device, meta too.
-    """
+    """FLOPs and bytes of one dispatched operation: each input once, however far it is broadcast, and each output."""
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):
         return 0.0, 0

@@ -18,10 +18,7 @@ HOPELESS = 4.0  # times the best so far: measured once, not again
 def stored_times(
     key: str, measure: Callable[[], Mapping[str, float]], facts: DeviceFacts, store: ProbeStore | None
 ) -> Mapping[str, float]:
-    """Milliseconds by name as ``measure`` gives them, asked once and kept under ``key``.
-
-    Nothing where the device has no clock, nothing can be kept, or the measurement failed, which is tried again then.
-    """
+    """Milliseconds by name as ``measure`` gives them, kept under ``key``; none without a clock, or if it failed."""
     if store is None or facts.device.type not in CLOCKED:
         return {}
     return value_or(lambda: store.remember(key, lambda: dict(measure())), None) or {}

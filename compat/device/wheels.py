@@ -54,11 +54,7 @@ def has_kernels(facts: DeviceFacts) -> bool:
 
 
 def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
-    """The error for a device that cannot compute: which build of torch it needs, or that it has gone.
-
-    Args:
-        fault: of ``facts.device_fault``; what a device does outranks what the list of architectures promises.
-    """
+    """The error for a device with ``fault``: which build of torch it needs, or that it has gone."""
     if not has_kernels(facts):
         index, why = wheel_index(facts)
         return UnsupportedError(

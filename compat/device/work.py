@@ -1,7 +1,4 @@
-"""Cost of computing: FLOPs and bytes of each operation, counted on meta tensors, and the device's rate for each.
-
-Counting runs the model's own code on tensors without data, so that a step of any size costs milliseconds.
-"""
+"""Cost of computing: FLOPs and bytes of each operation, counted on meta tensors, and the device's rate for each."""
 
 from __future__ import annotations
 
@@ -28,17 +25,7 @@ from ..errors import first_line
 from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import (
-    ATTENTION,
-    CONVOLUTION,
-    GENERATIONS,
-    LAUNCH_SECONDS,
-    MEMORY,
-    OTHER,
-    PRODUCT,
-    rates_of,
-    work_of,
-)
+from .rates import ATTENTION, CONVOLUTION, GENERATIONS, LAUNCH_SECONDS, MEMORY, OTHER, PRODUCT, rates_of, work_of
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +48,6 @@ aten = torch.ops.aten
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor of ``shape`` without data."""
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
@@ -75,51 +61,37 @@ class Work(Counter[tuple[str, int, int]]):
 
     @property
     def flops(self) -> int:
-        """FLOPs of all operations."""
         return sum(flops * times for (_, flops, _), times in self.items())
 
     @property
     def bytes(self) -> int:
-        """Bytes that all operations read and write."""
         return sum(moved * times for (kind, _, moved), times in self.items() if kind != FILTERS)
 
     def times(self, count: int) -> Work:
-        """The same work ``count`` times."""
         return Work({operation: times * count for operation, times in self.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Rates of a device in one dtype, per second.
+    """Rates of a device in one dtype, per second."""
 
-    Args:
-        product, convolution, attention: FLOPs per second of each kind.
-        memory: bytes per second of operations that only read and write.
-        launch: seconds of an operation that does nothing.
-        source: ``probed`` or ``published``.
-        filters: bytes per second of a convolution's weights, which take this time beside its FLOPs.
-        ahead: whether the host launches while the device computes; else a launch adds to each operation.
-        link, plain_link: bytes per second from pinned and from other host memory; 0 where that was not timed.
-    """
-
-    product: float
+    product: float  # FLOPs, as the next two
     convolution: float
     attention: float
-    memory: float
-    launch: float
+    memory: float  # bytes of operations that only read and write
+    launch: float  # seconds of an operation that does nothing
     source: str = PROBED
-    filters: float = math.inf
-    ahead: bool = True
-    link: float = 0.0
-    plain_link: float = 0.0
+    filters: float = math.inf  # bytes of a convolution's weights, which take this time beside its FLOPs
+    ahead: bool = True  # the host launches while the device computes; else a launch adds to each operation
+    link: float = 0.0  # bytes from pinned memory; 0 where that was not timed
+    plain_link: float = 0.0  # and from other host memory
 
     def quicker(self, factors: Mapping[str, float]) -> Pace:
         """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
         return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
-        """Time of ``work``: for each operation the larger of computing and moving bytes; of all, the larger of that and
-        their launches, which run ahead of the device."""
+        """Time of ``work``: per operation the larger of computing and moving; launches run ahead of the device."""
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
@@ -133,11 +105,7 @@ class Pace:
 
 
 class _Counted(TorchDispatchMode):
-    """Adds each operation to ``work``; on meta tensors it answers what only data could tell, as if all were valid.
-
-    Args:
-        tokens: what an integer that is read from a tensor is, such as the length of a text.
-    """
+    """Adds operations to ``work``; reads meta tensors' data as if all were valid, and integers as ``tokens``."""
 
     def __init__(self, work: Work, tokens: int) -> None:
         super().__init__()
@@ -218,11 +186,7 @@ _patching = threading.Lock()
 
 @contextlib.contextmanager
 def counting(tokens: int = 0) -> Iterator[Work]:
-    """The work of the block, complete at its end.
-
-    Args:
-        tokens: on meta tensors, what an integer that is read from a tensor is.
-    """
+    """The work of the block, complete at its end; on meta tensors an integer that is read is ``tokens``."""
     work = Work()
     with torch.no_grad(), _Counted(work, tokens):
         yield work
@@ -251,8 +215,7 @@ def counted_once(key: Any, count: Callable[[], Any]) -> Any:
 
 
 def _is_empty_mask(function: Any, args: Any) -> bool:
-    """True if the result is a mask on the meta device that selects nothing, such as the padding mask, or a view of
-    such a mask."""
+    """True for an inverted meta mask, such as that of padding, which selects nothing, or a view of one."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or first.device != META or first.dtype is not torch.bool:
         return False
@@ -276,13 +239,8 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(
     facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
 ) -> Pace | None:
-    """Rates of the device in ``dtype``: by a short probe, which a quiet store never runs; else what its generation
-    reaches of its data sheet. None if unknown.
-
-    Args:
-        kernel: of attention, as ``Attention.label`` names it.
-        width: of its heads.
-    """
+    """Rates of the device in ``dtype`` by a short probe, else by its generation and data sheet; None if unknown.
+    ``kernel`` is that of attention, as ``Attention.label`` names it, ``width`` that of its heads."""
     name = str(dtype).removeprefix("torch.")
     kept, timed = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
@@ -319,16 +277,9 @@ def pace_of(
 
 
 def measured_pace(
-    device: torch.device,
-    dtype: torch.dtype,
-    clock: Callable[[], float] = time.perf_counter,
-    width: int = HEAD_WIDTH,
+    device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter, width: int = HEAD_WIDTH
 ) -> Pace:
-    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second.
-
-    Args:
-        width: of the heads of attention.
-    """
+    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
     timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
@@ -373,8 +324,6 @@ def measured_pace(
 
 
 def _links(device: torch.device) -> dict[str, float]:
-    """Bytes per second to ``device`` from pinned and from other host memory, as fields of a :class:`Pace`."""
-
     def rate(pinned: bool) -> float:
         host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned)
         there = torch.empty_like(host, device=device)
@@ -408,7 +357,6 @@ class _Timer:
 
     @property
     def host(self) -> bool:
-        """True for a processor, which computes while it is asked."""
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
@@ -418,10 +366,8 @@ class _Timer:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
 
     def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
-        """FLOPs per second of what ``make`` makes for a side, or bytes where it has no FLOPs.
-
-        The side doubles until a call takes long enough or has operands of ``most`` bytes, or memory is short.
-        """
+        """FLOPs per second of what ``make`` makes for a side, or bytes.
+        The side doubles until a call takes long enough or has ``most`` bytes of operands, or memory is short."""
         side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
         while True:
             with counting() as work:

@@ -1,11 +1,6 @@
 """Weights that come to the device for one block or one layer and leave it again, while they stay in host memory.
-
-Nothing is copied back: the tensors of a group point at their host weights again, so a device that damages what it
-returns does no harm, and the traffic is half of a move there and back. While one group computes, the next ones come
-(:mod:`.prefetch`), and what there is room for stays between forwards (:meth:`GroupHooks.keep`). Hooks, not patched
-forwards: they survive what others wrap around ``forward``, and a group leaves the device after an error or a cancel
-too.
-"""
+Nothing is copied back: a group's tensors point at their host weights again. While one group computes, the next ones
+come (:mod:`.prefetch`), and what there is room for stays. Hooks survive what others wrap around ``forward``."""
 
 from __future__ import annotations
 
@@ -34,12 +29,7 @@ REPORT_SECONDS = 1.0  # between two words on bytes: a step that is over sooner h
 
 
 class WeightGroup:
-    """Tensors of a block or a layer that come and go together.
-
-    Args:
-        tensors: parameters and buffers, whose data are the host weights.
-        hooks: of the part, with what its groups share: device, statistics, progress.
-    """
+    """Tensors of a block or a layer that come and go together; their data are the host weights."""
 
     def __init__(self, tensors: list[torch.Tensor], hooks: GroupHooks) -> None:
         self.host_weights = [(tensor, tensor.data) for tensor in tensors]
@@ -74,7 +64,6 @@ class WeightGroup:
                 self.hooks.leave(self)
 
     def restore(self) -> None:
-        """Make every tensor its host weight, whatever was cut short."""
         self.depth = 0
         with _as_they_are():
             put_back(self.host_weights)
@@ -83,20 +72,11 @@ class WeightGroup:
 class GroupHooks:
     """The hooks on one part that bring each group of its weights for the length of a forward, and the next ones ahead.
 
-    Args:
-        module: the part, on the host.
-        device: where it computes.
-        by_block: whether the members of its lists of blocks move whole; else each layer moves by itself.
-        memory_stats: counts bytes, and the time that the computation waits for them.
-        part: its name, for the progress.
-        pinned: whether the host weights move into locked host memory.
-        copies: to the device beside its computation; None where every copy is waited for.
-        progress: informed of the bytes in a forward that lasts, and asked for a cancel before each tensor.
-
-    ``ahead_bytes`` is what the groups that come ahead may take on the device, and ``room_bytes`` what these and the one
-    in use may take together beside those that stay, None where unknown: an embedding may be larger than the blocks that
-    follow it.
-    """
+    ``by_block``: the members of its lists of blocks move whole, else each layer by itself. ``pinned``: host weights
+    move into locked memory. ``copies`` goes beside the computation; with None every copy is waited for. ``progress``
+    hears of ``part`` and is asked for a cancel before each tensor.
+    ``ahead_bytes`` is what the groups that come ahead may take, ``room_bytes`` what these and the one in use may take
+    together beside those that stay, None where unknown: an embedding may be larger than the blocks after it."""
 
     def __init__(
         self,
@@ -180,9 +160,8 @@ class GroupHooks:
     def keep(self, count: int) -> None:
         """Let groups of ``count`` bytes at most stay on the device once they have come, until :meth:`offload`.
 
-        They are spread evenly over the order of use: each copy of the others then has as much computing to hide behind
-        as any other, where a run of those that stay would leave the link idle, and the rest would wait for it.
-        """
+        They are spread evenly over the order of use, so that each copy of the others has as much computing to hide
+        behind; a run of those that stay would leave the link idle, and the rest would wait for it."""
         self._stays, share, owed = set(), min(1.0, count / max(1, self.total_bytes)), 0.0
         for group in self.groups:
             owed += share * group.total_bytes
@@ -231,7 +210,6 @@ class GroupHooks:
             group = self._next.get(group)
 
     def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
-        """The memory of ``group`` on the device, and when it is there."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._require_exact(dtype)
         arriving = copies.bytes_on_device(layout, self.progress.check)
@@ -249,7 +227,6 @@ class GroupHooks:
         return "without copying ahead" if was else ""
 
     def _require_exact(self, dtype: torch.dtype) -> None:
-        """Refuse a device that damages copies of ``dtype``; it is asked once."""
         if dtype not in self._exact:
             transfer_for(self.device, dtype)
             self._exact.add(dtype)
@@ -282,7 +259,6 @@ class GroupHooks:
             group.restore()
 
     def remove(self) -> None:
-        """Take the hooks off; the part is on the host, as it was."""
         self.offload()
         _unhook(self.module)
 
@@ -359,8 +335,7 @@ def _unhook(module: nn.Module) -> None:
 
 def hooks_on(module: nn.Module) -> GroupHooks | None:
     """The hooks of a part; None where it has none on."""
-    hooks: GroupHooks | None = module.__dict__.get(HOOKS)
-    return hooks
+    return module.__dict__.get(HOOKS)
 
 
 def remove_hooks(module: nn.Module) -> None:
@@ -373,16 +348,12 @@ def remove_hooks(module: nn.Module) -> None:
 
 def group_of(module: nn.Module) -> WeightGroup | None:
     """The group that has the own tensors of ``module``; None where no hook brings them."""
-    group: WeightGroup | None = module.__dict__.get(GROUP)
-    return group
+    return module.__dict__.get(GROUP)
 
 
 @contextmanager
 def own_tensors(module: nn.Module) -> Iterator[None]:
-    """``module`` with its own parameters and buffers readable; ``sequential`` takes them away between forwards.
-
-    Source: diffusers ``apply_forward_hook`` does the first half of it around a VAE's ``encode`` and ``decode``.
-    """
+    """``module`` with its own parameters and buffers readable; ``sequential`` takes them away between forwards."""
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
@@ -401,12 +372,8 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 def weights_on(layer: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Weight and bias of ``layer`` on the device and in the dtype of ``like``, provided by the offloader.
 
-    A layer with a method ``weights_on(like)``, a context manager over the same pair, is asked first: that is how a host
-    streams weights. Then come the layer's group, the hooks of accelerate and diffusers on it, and its own tensors.
-
-    Raises:
-        UnsupportedError: nothing brings the weight to the device of ``like``.
-    """
+    A layer with a method ``weights_on(like)``, by which a host streams weights, is asked first; then its group, hooks
+    of accelerate and diffusers, and its own tensors. Raises UnsupportedError where nothing brings the weight there."""
     provider = getattr(layer, "weights_on", None)
     if provider is not None:
         with provider(like) as pair:
@@ -462,8 +429,7 @@ def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def _groups_in(
     module: nn.Module, by_block: bool, inside: bool = False
 ) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
-    """Each module whose forward brings a group, the modules whose own tensors belong to it, and whether it is inside a
-    list of blocks."""
+    """Each module whose forward brings a group, those whose own tensors belong to it, and if it is in a list."""
     yield module, [module], inside
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):

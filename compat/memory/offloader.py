@@ -1,9 +1,5 @@
-"""Placement of the parts of a pipeline, on the device that computes or in host memory, and their moves.
-
-:class:`Offloader` is what everybody asks; ours is in ``standalone.py``, and a host may hand in its own. Offload is the
-last step of the one order of operations: load, storage dtype and quantisation, LoRA, Conv3d and precision, kernels,
-attention and cache, compile of repeated blocks, offload.
-"""
+"""Placement of the parts of a pipeline, on the device that computes or in host memory, and their moves:
+:class:`Offloader` is what everybody asks; ours is in ``standalone.py``, and a host may hand in its own."""
 
 from __future__ import annotations
 
@@ -35,25 +31,17 @@ ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators
 
 @dataclass(frozen=True, slots=True)
 class HostWeights:
-    """Storage of each part's host weights, and the reason.
+    """Storage of each part's host weights, and the reason."""
 
-    Args:
-        kinds: part name to :data:`PINNED`, :data:`PLAIN` or :data:`DISK`.
-        why: in words.
-        shared: whether host and device have one memory: weights on the device have no second copy beside them then.
-    """
-
-    kinds: Mapping[str, str] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)  # part to PINNED, PLAIN or DISK
     why: str = ""
-    shared: bool = False
+    shared: bool = False  # host and device have one memory: weights there have no second copy
 
     def of(self, kind: str) -> tuple[str, ...]:
-        """The parts that are kept so."""
         return tuple(part for part, own in self.kinds.items() if own == kind)
 
     @property
     def decision(self) -> Decision:
-        """Describe the storage, with the reason."""
         told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
         named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
         return Decision("host weights", "; ".join(named) or PLAIN, self.why)
@@ -61,18 +49,12 @@ class HostWeights:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """Tensors of a module that are views of its file.
+    """Tensors of a module that are views of its file."""
 
-    Args:
-        pointers: addresses of their data.
-        staged: whether they go to the device by way of ordinary memory, on drivers that stall at a mapped page.
-    """
-
-    pointers: frozenset[int]
-    staged: bool = False
+    pointers: frozenset[int]  # addresses of their data
+    staged: bool = False  # they go to the device by way of ordinary memory, on drivers that stall at a mapped page
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if the data of ``tensor`` are such a view."""
         return tensor.data_ptr() in self.pointers and tensor.device.type == "cpu"
 
 
@@ -82,15 +64,9 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """Decide how the host weights of each part are kept, from the free host memory.
+    """Decide how the host weights of each part are kept, from the host memory that is ``free``.
 
-    Args:
-        part_bytes: bytes of each part in host memory.
-        view_bytes: those of its file that need no cast and may stay there.
-        free: host memory that this process may take.
-        pins: whether the device's kind has locked host memory.
-        unified: whether host and device share one memory.
-    """
+    ``view_bytes`` need no cast and may stay in the file; ``pins``: the device's kind has locked host memory."""
     kinds, over = dict.fromkeys(part_bytes, PLAIN), sum(part_bytes.values()) - free
     for part in sorted(part_bytes, key=lambda name: -view_bytes[name]):
         if over <= 0 or not view_bytes[part]:
@@ -118,16 +94,12 @@ def mark_views(module: nn.Module, views: Views) -> None:
 
 
 def views_of(module: nn.Module) -> Views:
-    """Find the tensors of ``module`` that are views of its file."""
-    views: Views = module.__dict__.get(VIEWS, NONE)
-    return views
+    return module.__dict__.get(VIEWS, NONE)
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:
     """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that are there now.
-
-    What cannot be locked stays as it is, and the log says why. Peak extra memory: one slab.
-    """
+    What cannot be locked stays as it is, and the log says why. Peak extra memory: one slab."""
     count = total = 0
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -181,22 +153,15 @@ COSTS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class OffloadOptions:
-    """The user's settings for an offloader besides its mode.
+    """The user's settings for an offloader besides its mode."""
 
-    Args:
-        devices: parts that compute on a device of their own; ``text_encoder`` stands for all text encoders.
-        keep_free_bytes: of the device, left to others.
-        state: folder in which costs are kept.
-        host_weights: how the weights of each part are kept in host memory.
-    """
-
+    # of parts with their own; ``text_encoder`` is all
     devices: Mapping[str, torch.device] = field(default_factory=dict)
-    keep_free_bytes: int = 0
-    state: Path | None = None
+    keep_free_bytes: int = 0  # of the device, left to others
+    state: Path | None = None  # folder in which costs are kept
     host_weights: HostWeights = field(default_factory=HostWeights)
 
     def place(self, part: str, own: torch.device) -> torch.device:
-        """Device that computes ``part`` in a pipeline on the device ``own``."""
         return self.devices.get(role_of(part), own)
 
 
@@ -244,32 +209,17 @@ class Offloader(Protocol):
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> AbstractContextManager[nn.Module]:
         """The part with this pipeline's adapters, able to run on its device inside the block.
 
-        Args:
-            part: its name.
-            activation_bytes: what its forward needs beside the weights.
-            progress: informed of what moves, and asked for a cancel.
-        """
+        ``activation_bytes`` is what its forward needs beside the weights; ``progress`` hears of what moves."""
 
     def release(self, part: str) -> None:
         """Take the part off its device; where that is the host, free its memory."""
 
     def switch(self, mode: str) -> None:
         """Use ``mode`` from the next use of each part on; what is on the device leaves it.
-
-        Raises:
-            InputError: a mode that cannot be switched to, or a part is in use.
-        """
+        Raises InputError for a mode that cannot be switched to, or a part in use."""
 
     def reduce_memory(self, part: str, *beside: str) -> str:
-        """Make room for ``part``, which is in use or about to be.
-
-        Args:
-            part: what ran out of memory.
-            beside: other parts of the same stage, which would come back at once.
-
-        Returns:
-            What was done, in words; empty where nothing is left to do.
-        """
+        """Make room for ``part``, but not from those ``beside`` it; returns what was done, empty for nothing."""
 
     def with_adapters(self, adapters: Adapters | None) -> Offloader:
         """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""

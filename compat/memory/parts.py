@@ -1,10 +1,6 @@
 """The parts of a pipeline: modules by name, each read from disk on first use; the adapters on them; their bytes.
-
-Adapters, such as LoRAs, belong to a pipeline, and several pipelines share a part. An offloader gives out a part with
-the adapters of its own pipeline and no others. Another structure is put on at its place in the one order of
-operations: the offload comes off, every rewrite is taken back, the adapters go on, the rewrites follow, and the offload
-comes back. Strengths change in place.
-"""
+Adapters, such as LoRAs, belong to a pipeline, and several pipelines share a part. Another structure is put on at its
+place in the one order of operations, with offload and later rewrites off meanwhile. Strengths change in place."""
 
 from __future__ import annotations
 
@@ -42,19 +38,12 @@ def denoises(part: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProgressStage:
-    """A stage of a long call; its text is, for example, ``moving vae 0.1 of 0.3 GB``.
+    """A stage of a long call; its text is, for example, ``moving vae 0.1 of 0.3 GB``."""
 
-    Args:
-        name: by which progress bars and times know it, such as ``moving``.
-        detail: the rest of the text.
-        counted: True where the detail says how far it is.
-        resumable: True where the same work, begun anew, goes on after this step.
-    """
-
-    name: str
+    name: str  # by which progress bars and times know it
     detail: str = ""
-    counted: bool = False
-    resumable: bool = False
+    counted: bool = False  # the detail says how far it is
+    resumable: bool = False  # the same work, begun anew, goes on after this step
 
     def __str__(self) -> str:
         return f"{self.name} {self.detail}" if self.detail else self.name
@@ -114,20 +103,12 @@ class Undo(list[Callable[[], Any]]):
 
 
 class Parts(dict[str, nn.Module]):
-    """The modules of a pipeline by name, each read from disk on first use.
+    """The modules of a pipeline by name, each read from disk on first use, so that the peak is the largest, not the
+    sum.
 
-    A part that is not in memory costs nothing: text encoders come and go without the transformer ever being read
-    twice, and the peak is the largest part, not the sum.
-
-    Args:
-        readers: part name to what reads it.
-        prepare: rewrites a part that was just read, on the CPU and before any offloader hooks it, and returns what
-            takes that back: ``transforms.order.Preparation``.
-
-    ``fallbacks`` holds, by part name, what makes the next reading a safer one; only for parts whose precision was
-    decided and not chosen. ``active_adapters`` holds, by part name, the adapters that are on it:
-    :class:`ActiveAdapters`. ``reading_seconds`` is what reading has taken so far.
-    """
+    ``prepare`` (``transforms.order.Preparation``) rewrites a part just read and returns what takes that back. By part
+    name, ``fallbacks`` make the next reading a safer one, where its precision was decided and not chosen, and
+    ``active_adapters`` are :class:`ActiveAdapters`."""
 
     def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
         super().__init__()
@@ -152,7 +133,6 @@ class Parts(dict[str, nn.Module]):
         return self.read(name)
 
     def drop(self, name: str) -> None:
-        """Forget the part; it is read again when it is next wanted."""
         self.pop(name, None)
         self.undo.pop(name, None)
         self.active_adapters.pop(name, None)
@@ -195,15 +175,8 @@ class ActiveAdapters:
 def adapters_on(
     parts: Parts, part: str, adapters: Adapters | None, detach: Callable[[str], None], progress: Any = None
 ) -> Iterator[nn.Module]:
-    """The part with these adapters; layers that can be switched off are, when the block ends.
-
-    Args:
-        parts: what the part is read from.
-        part: its name.
-        adapters: of the pipeline that holds the part; None for none.
-        take_off: brings a part to host memory, without hooks, so that it can be changed.
-        progress: informed while the part is read.
-    """
+    """The part with the pipeline's ``adapters``; layers that can be switched off are, when the block ends.
+    ``detach`` brings a part to host memory, without hooks, so that it can be changed."""
     wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
     if wanted is not None:
@@ -244,25 +217,15 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of one part on the device: all of it, its largest block, its largest layer.
-
-    Args:
-        total: all tensors.
-        block: the largest block.
-        layer: the largest layer.
-        inner: the largest layer inside a block; 0 if they were not counted separately.
-        outer: the largest layer outside the blocks, such as an embedding.
-        single: the largest single-stream block, in which the activations are most; 0 where a model has none.
-        dense: what making the largest packed weight dense takes while it is used; 0 where none is packed.
-    """
+    """Bytes of one part on the device."""
 
     total: int
-    block: int
-    layer: int
-    inner: int = 0
-    outer: int = 0
-    single: int = 0
-    dense: int = 0
+    block: int  # the largest block
+    layer: int  # the largest layer
+    inner: int = 0  # the largest layer inside a block; 0 if they were not counted separately
+    outer: int = 0  # the largest layer outside the blocks, such as an embedding
+    single: int = 0  # the largest single-stream block, in which the activations are most
+    dense: int = 0  # of making the largest packed weight dense
 
     @property
     def passing(self) -> int:
@@ -271,9 +234,7 @@ class PartBytes:
 
     def resident(self, mode: str, part: str, activations: int = 0) -> int:
         """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
-
-        What is outside the blocks runs before or after most of the activations exist.
-        """
+        What is outside the blocks runs before or after most of these exist."""
         if mode in ("none", "model") or part == WHOLE:
             return self.total
         by_block = mode == "group" and part.startswith(BY_BLOCK)
@@ -286,9 +247,7 @@ class PartBytes:
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
         """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has.
-
-        The next block comes when one has ended, and with it most of the activations: where these are many, they are
-        the peak, with one block alone.
+        The next block comes when one has ended, and with it most of the activations, which may be the peak themselves.
         """
         if mode not in ("group", "sequential") or part == WHOLE:
             return 0
@@ -303,12 +262,7 @@ class PartBytes:
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:
-    """The bytes of a part.
-
-    Args:
-        entries: tensor name to bytes.
-        block: its first group is the block of a tensor that is inside one.
-    """
+    """The bytes of a part, by tensor name; the first group of ``block`` is the block of a tensor inside one."""
     layers: dict[str, int] = {}
     blocks: dict[str, int] = {}
     outside: set[str] = set()
@@ -341,7 +295,6 @@ def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
 
 
 def submodule_at(block: nn.Module, path: str) -> Any:
-    """The submodule of ``block`` at ``path``; None where this configuration of the block has none."""
     module: Any = block
     for name in path.split("."):
         module = getattr(module, name, None)  # a list has its modules by number as attributes too

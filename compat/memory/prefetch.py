@@ -1,13 +1,6 @@
-"""Groups of weights that come while another group computes: copies on a stream of their own, in the order of use.
-
-The order is that of the modules until a forward has shown a better one. A group is one run of bytes on the device: from
-locked memory it arrives in one copy per slab, from other memory by way of two locked buffers, each written again only
-after its last copy has ended. The copies wait until the computation has left the memory that they fill, and the
-computation waits for the copy of what it needs, both by events.
-
-In diffusers' group offloading with a stream the host waits for that stream before each group, one group comes ahead
-whatever its size, and each tensor is a copy of its own.
-"""
+"""Groups of weights that come while another computes: copies on a stream of their own, in the order of use.
+From locked memory a group arrives in one copy per slab, from other memory by way of two locked buffers. Copies wait
+until the computation has left the memory that they fill, and it waits for what it needs, both by events."""
 
 from __future__ import annotations
 
@@ -38,11 +31,7 @@ class Place:
 
 
 class GroupLayout:
-    """Layout of a group's weights in one run of bytes: side by side, and in locked memory as they are there.
-
-    Args:
-        host_weights: of the group; :func:`is_dense` holds for each.
-    """
+    """Layout of a group's dense weights in one run of bytes: side by side, and in locked memory as they are."""
 
     def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
         self.places: list[Place] = []
@@ -65,7 +54,6 @@ class GroupLayout:
 
 
 def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
-    """True if the bytes ``own`` come right after ``source`` in the same memory, where a tensor may begin."""
     same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     distance = own.storage_offset() - source.storage_offset()
     return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
@@ -94,11 +82,7 @@ class _Buffer:
 
 
 class CopyStream:
-    """The copies to one device beside its computation.
-
-    Args:
-        device: with an index.
-    """
+    """The copies to one device beside its computation."""
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self.device, self.stream = device, stream
@@ -106,11 +90,7 @@ class CopyStream:
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
     def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
-        """The memory of a group on the device, and the event after which its bytes are there.
-
-        Args:
-            check: raises on a cancel; called before each slice.
-        """
+        """The memory of a group on the device, and the event after which its bytes are there; ``check`` may raise."""
         if self._left:
             self.stream.wait_event(self._left[-1])
         with self.stream:

@@ -30,32 +30,19 @@ def ahead_bytes(
     offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0, stays: int = 0
 ) -> int:
     """Bytes of weights that come ahead or stay under ``mode``: none come on a device without a stream for copies.
-
-    Args:
-        weights: of ``part``.
-        activations: bytes of a forward of it.
-        stays: of :func:`resident_bytes`.
-    """
+    ``activations`` are of a forward of ``part``, ``stays`` of :func:`resident_bytes`."""
     streams = not offloader.options.host_weights.shared and copy_stream(offloader.device_of(part)) is not None
     ahead = weights.ahead(mode, part, activations) if streams else 0
     return min(ahead + stays, weights.total - weights.resident(mode, part, activations)) if stays else ahead
 
 
 def keeps(offloader: Offloader, part: str, mode: str) -> bool:
-    """True if what fits of ``part`` stays on the device between forwards: a sampler repeats them, and the device has
-    memory of its own."""
+    """True if what fits of ``part`` stays between forwards: a sampler repeats them, and the device has own memory."""
     return mode == "group" and denoises(part) and not offloader.options.host_weights.shared
 
 
 def resident_bytes(total: int, passing: int, room: int | None, activations: int) -> int:
-    """Bytes of such a part that stay: what is left beside a forward and the groups that come and go.
-
-    Args:
-        total: bytes of the part.
-        passing: :attr:`PartBytes.passing`.
-        room: of the device; nothing stays where it is unknown.
-        activations: bytes to leave for a forward.
-    """
+    """Bytes of such a part that stay: what is left of ``room`` (None: unknown) beside a forward and passing groups."""
     return 0 if room is None else max(0, min(total, room - activations - passing))
 
 
@@ -70,20 +57,10 @@ class _State:
 class StandaloneOffloader:
     """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
 
-    ``none`` moves a part in at its first use, where it stays until it is released. ``model`` has it on the device for
-    one use only. ``group`` brings one block of a transformer or text encoder at a time, or one layer of a VAE, and
-    ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and copy nothing back, unlike
-    diffusers' group offloading: half the traffic, and host weights that no device can damage. A part that computes on
-    the host is used where it is.
-
-    Args:
-        parts: the modules by name, in host memory when they are read.
-        device: where they compute.
-        mode: one of :data:`MODES`.
-        options: what else the user asks.
-        make_room: given the bytes that are about to be needed and where, so that a host can free other models.
-        automatic: whether the mode was decided for the user.
-    """
+    ``none`` moves a part in at its first use, where it stays until it is released; ``model`` has it on the device for
+    one use. ``group`` brings one block of a transformer or text encoder at a time, or one layer of a VAE,
+    ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and copy nothing back.
+    ``make_room`` is given the bytes about to be needed and where, so that a host can free other models."""
 
     patcher = None
 
@@ -109,35 +86,26 @@ class StandaloneOffloader:
 
     @property
     def mode(self) -> str:
-        """The mode in force: one of :data:`MODES`."""
         return self._state.mode
 
     @property
     def evicts(self) -> bool:
-        """True if a host makes other models leave."""
         return self.make_room is not None
 
     def get_models(self) -> list[Any]:
-        """None: no host has handles of these parts."""
         return []
 
     def device_of(self, part: str) -> torch.device:
-        """Device that computes ``part``."""
         return self._devices.get(role_of(part), self.device)
 
     def with_adapters(self, adapters: Adapters | None) -> StandaloneOffloader:
-        """The same offloader for a pipeline with these adapters."""
         other = copy.copy(self)
         other.adapters = adapters
         return other
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part with this pipeline's adapters, able to run on its device inside the block.
-
-        Raises:
-            UnsupportedError: the device does not answer any more.
-        """
+        """The part, able to run on its device inside the block; UnsupportedError where that answers no more."""
         mode, in_use = self.mode, self._state.in_use
         in_use.append(part)
         try:
@@ -156,7 +124,6 @@ class StandaloneOffloader:
                 remove_hooks(self.parts.read(part))
 
     def release(self, part: str) -> None:
-        """Take the part off its device; where that is the host, free its memory."""
         if part in self.parts and self.device_of(part).type == HOST.type:
             self.parts.drop(part)
         elif self.mode != "model":  # in which a part has left already, or is in use
@@ -171,11 +138,6 @@ class StandaloneOffloader:
             empty_cache(self.device_of(part))
 
     def switch(self, mode: str) -> None:
-        """Use ``mode`` from the next use of each part on; what is on the device leaves it.
-
-        Raises:
-            InputError: an unknown mode, or a part is in use.
-        """
         in_use = self._state.in_use
         if mode not in MODES or in_use:
             raise InputError(
@@ -228,7 +190,6 @@ class StandaloneOffloader:
 
     @contextmanager
     def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """The part on its device for the block: by groups, as a whole, or from now on; on the host it is already."""
         device, mode = self.device_of(part), self.mode
         if device.type == HOST.type:
             self._ask_for_room(activation_bytes, device)
@@ -273,7 +234,6 @@ class StandaloneOffloader:
         move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
 
     def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
-        """New hooks on ``module``, which is on the host."""
         return GroupHooks(
             module,
             self.device_of(part),
@@ -299,7 +259,6 @@ class StandaloneOffloader:
         hooks.ahead_bytes = 0 if hooks.copies is None else max(0, min(largest, left))
 
     def _by_block(self, part: str) -> bool:
-        """True if the blocks of ``part`` move whole; else each layer moves by itself."""
         return self.mode == "group" and part.startswith(BY_BLOCK)
 
     def _ask_for_room(self, needed_bytes: int, device: torch.device) -> None:
@@ -307,7 +266,6 @@ class StandaloneOffloader:
             self.make_room(needed_bytes, device)
 
     def _require_answer(self, part: str, error: RuntimeError) -> None:
-        """Raise where ``error`` means that the device of ``part`` is gone."""
         device = self.device_of(part)
         gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
         if gone:
@@ -331,20 +289,9 @@ def offloader_for(
 ) -> tuple[Offloader, Decision]:
     """The offloader for an offload choice, and the decision for it.
 
-    Args:
-        choice: one of :data:`CHOICES`.
-        parts: what it moves.
-        device: where they compute.
-        part_bytes: bytes of each part in the dtype it will have on the device.
-        free: bytes free on the device; None when the backend does not tell.
-        make_room: lets a host free other models, as :class:`StandaloneOffloader` takes it.
-        hosted: makes the host's own offloader, which ``auto`` then means.
-        options: what else the user asks.
-
-    Raises:
-        InputError: an unknown choice.
-        UnsupportedError: offload asked for where the host is the device, or the host's where there is none.
-    """
+    ``part_bytes`` are in the dtype on the device; ``free`` is None where that is unknown; ``make_room`` is as for
+    :class:`StandaloneOffloader`; ``hosted`` makes the host's own, which ``auto`` then means. Raises InputError for an
+    unknown choice, UnsupportedError for offload to the host itself, or the host's where there is none."""
     options = options or OffloadOptions()
     require_choice("offload", choice, CHOICES)
     if hosted is not None and choice in (AUTO, HOSTED):
@@ -356,11 +303,8 @@ def offloader_for(
             fix="Choose auto.",
         )
     if refusal := reason_against(choice, device):
-        raise UnsupportedError(
-            f"offload {choice!r} {refusal}",
-            expected="auto or none",
-            fix="Choose auto. A CPU has no second memory to offload to.",
-        )
+        found, expected = f"offload {choice!r} {refusal}", "auto or none"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto. A CPU has no second memory to offload to.")
     free = None if free is None else max(0, free - options.keep_free_bytes)
     here = {part: size for part, size in part_bytes.items() if options.place(part, device) == device}
     mode, why = (choice, COSTS[choice]) if choice != AUTO else _automatic(device, here, free)

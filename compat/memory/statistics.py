@@ -26,23 +26,17 @@ GIGABYTE, MEGABYTE = 1e9, 1e6
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """Memory that one stage needs on the device, in bytes: resident weights, its own weights, activations.
-
-    ``form`` says how it runs where it does not run whole, such as ``in chunks of 4 latent frames in bf16``. ``ahead``
-    is what weights that come ahead or stay between forwards take beside it, which it can do without, and ``stays`` how
-    much may stay. ``device`` is where it computes and ``room`` what it may take there, for a stage that is not on the
-    pipeline's own device.
-    """
+    """Memory that one stage needs on the device, in bytes: resident weights, its own weights, activations."""
 
     name: str
     kept: int
     weights: int
     activations: int
-    form: str = ""
-    ahead: int = 0
-    device: str = ""
+    form: str = ""  # if not whole, such as ``in chunks of 4 latent frames in bf16``
+    ahead: int = 0  # of weights that come ahead or stay, which it can do without
+    device: str = ""  # where it computes, and what it may take there, if not the pipeline's own
     room: int | None = None
-    stays: int = 0
+    stays: int = 0  # how much may stay
 
     @property
     def total(self) -> int:
@@ -52,42 +46,27 @@ class StageNeed:
 
 @dataclass(slots=True)
 class StageCost:
-    """One stage of one run.
-
-    Args:
-        peak_bytes: highest memory of this process on the device; 0 where the backend does not tell.
-        moved_bytes: to the device and back.
-        moving_seconds: that the stage waited for them.
-        seconds: of all of it.
-        reading_seconds: of them, for weights that were read from disk.
-        precision: of the pipeline.
-        work: the key of what it computed and how; empty in rows of earlier releases, of which that is unknown.
-        modelled_seconds, forecast_seconds: at the device's rates, and as the user was told before the stage began,
-            both without reading; 0 if unknown.
-        ended: in seconds since 1970; 0 in rows of earlier releases.
-        first: whether nothing ran before it since the model was loaded, so that it also imported libraries.
-    """
+    """One stage of one run."""
 
     stage: str
     pipeline: str
     mode: str
     device: str
-    peak_bytes: int = 0
-    moved_bytes: int = 0
-    moving_seconds: float = 0.0
+    peak_bytes: int = 0  # of this process on the device; 0 where unknown
+    moved_bytes: int = 0  # to the device and back
+    moving_seconds: float = 0.0  # that it waited for them
     seconds: float = 0.0
     date: str = ""
-    reading_seconds: float = 0.0
+    reading_seconds: float = 0.0  # of weights from disk
     precision: str = ""
-    modelled_seconds: float = 0.0
-    forecast_seconds: float = 0.0
-    first: bool = False
-    work: str = ""
-    ended: float = 0.0
+    modelled_seconds: float = 0.0  # at the device's rates, without reading; 0 if unknown
+    forecast_seconds: float = 0.0  # as the user was told, without reading
+    first: bool = False  # nothing ran before it, so that it also imported libraries
+    work: str = ""  # key of what it computed and how; empty in old rows
+    ended: float = 0.0  # in seconds since 1970; 0 in old rows
 
     @property
     def own_seconds(self) -> float:
-        """Seconds without reading from disk."""
         return self.seconds - self.reading_seconds
 
     @property
@@ -117,10 +96,7 @@ class StageCost:
 @dataclass(slots=True)
 class MemoryStats:
     """Statistics of one pipeline's offloader: bytes moved so far, and finished stages.
-
-    Args:
-        state: folder in which the last stages are kept for `anygpu report --memory`; None keeps them here alone.
-    """
+    ``state`` is the folder that keeps the last ones for `anygpu report --memory`."""
 
     state: Path | None = None
     moved_bytes: int = 0
@@ -131,7 +107,6 @@ class MemoryStats:
     )  # around copies that were not waited for
 
     def add(self, count: int, seconds: float) -> None:
-        """``count`` bytes went to the device or back."""
         self.moved_bytes, self.moving_seconds = self.moved_bytes + count, self.moving_seconds + seconds
 
     @contextmanager
@@ -207,16 +182,8 @@ def stage_cost(
     forecast_seconds: float = 0.0,
     work: str = "",
 ) -> Iterator[StageCost]:
-    """The block as a stage in the statistics of a pipeline: its peak, its traffic and its time.
-
-    Args:
-        pipeline: a pipeline of any kind.
-        name: of the stage.
-        progress: told the line where it has ``cost`` and the stage ran on a device of its own; may be None. A stage
-            that was long is shown beside its forecast, on every device.
-        device: where the stage computes; None for the pipeline's own.
-        modelled_seconds, forecast_seconds, work: as :class:`StageCost` has them.
-    """
+    """The block as a stage of ``device`` (None: the pipeline's own) in a pipeline's statistics: peak, traffic and time.
+    ``progress`` hears of it by ``cost`` where it has that, and of a long stage beside its forecast."""
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
     with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device) as cost:
@@ -252,12 +219,7 @@ def duration(seconds: float) -> str:
 
 def time_left(seconds: float, done: int, total: int, first: int = 1) -> str:
     """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before a second step.
-
-    Args:
-        seconds: since step ``first`` has ended, which also loads and tunes.
-        done: steps that have ended, of ``total``.
-        first: the first step of this run; a later one where an earlier run's steps are gone on after.
-    """
+    ``seconds`` are since step ``first`` of this run, which also loads and tunes, has ended."""
     steps = done - first
     if steps < 1 or seconds < WORTH_SHOWING * steps:
         return ""

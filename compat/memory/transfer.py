@@ -1,14 +1,7 @@
 """Exact copies between host and device: of single tensors, of small ones together, and of whole modules.
-
-Bits travel as they are, and every cast is made on the host.
-
-Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack does so on the way to the host. So a tensor
-is narrowed before it is sent, fetched in its own dtype, and widened on arrival, and 16-bit floats travel as integers.
-
-Whether weights arrive faster from a mapped file or through memory of their own is timed: on ROCm each copy from a
-mapped page stalled for half a second to two (Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358). The affected drivers
-change, so devices that can time copies are tested once with a 32 MB file.
-"""
+Some devices damage bf16 when they cast it: a tensor is narrowed before it is sent and widened on arrival. Whether
+weights arrive faster from a mapped file is timed: on ROCm each copy from a mapped page stalled for half a second to two
+(Comfy-Org/ComfyUI#15001, ROCm/ROCm#5952 and #6358)."""
 
 from __future__ import annotations
 
@@ -46,14 +39,7 @@ KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory whil
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The way to a device and back.
-
-    Args:
-        device: the far end.
-        dtype: what floating tensors have there.
-        memory_stats: counts the bytes and the time of activations on their way; code that moves weights counts them
-            itself.
-    """
+    """The way to a device and back for floats of ``dtype``; ``memory_stats`` counts activations on their way."""
 
     device: torch.device
     dtype: torch.dtype
@@ -85,12 +71,7 @@ def copy_to_device(
     source: torch.Tensor, device: torch.device, check: Callable[[], None] | None = None, staged: bool = False
 ) -> torch.Tensor:
     """A host tensor on ``device``, bit for bit; the host waits only if its memory is not pinned.
-
-    Args:
-        check: raises on a cancel; called before each slice of a large tensor.
-        staged: whether each slice is copied into ordinary memory first, for drivers that stall at the pages of a mapped
-            file.
-    """
+    ``check`` is called before each slice of a large one; ``staged`` copies slices into ordinary memory first."""
     return carried(source, lambda bits: _copied(bits, device, check, staged))
 
 
@@ -110,11 +91,8 @@ def _copied(source: torch.Tensor, device: torch.device, check: Callable[[], None
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Make ``data`` the values of ``tensor``, a parameter or buffer that stays the same object for all who hold it.
-
-    Torch's own assignment refuses tensors of devices that it does not list, XLA's among them; there the two objects
-    trade what they stand for, as ``nn.Module.to`` does.
-    """
+    """Make ``data`` the values of a parameter or buffer that stays the same object for all who hold it.
+    Torch's assignment refuses XLA and others: there both trade what they stand for, as in ``nn.Module.to``."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -124,11 +102,7 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each tensor the data beside it again; where that fails, once more after the others, so that one is not all.
-
-    Args:
-        values: tensor and data, which are there already: nothing is copied.
-    """
+    """Give each tensor the data beside it again, without a copy; where that fails, once more after the others."""
     failed = []
     for tensor, data in values:
         try:
@@ -140,13 +114,8 @@ def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
-    """The exact way to ``device`` for tensors of ``dtype``.
-
-    For a 16-bit float the device is asked, with all 65 536 patterns there and back: 128 KB, under a millisecond.
-
-    Raises:
-        UnsupportedError: the device returns other bits than it was given.
-    """
+    """The exact way to ``device`` for ``dtype``; UnsupportedError where it returns other bits than it was given.
+    For a 16-bit float the device is asked, with all 65 536 patterns there and back: 128 KB, under a millisecond."""
     way = Transfer(device, dtype)
     if device.type == HOST.type or dtype not in HALVES:
         return way
@@ -163,9 +132,7 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
 
 def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
     """True if ``device`` casts a 16-bit float to fp32 or back otherwise than the host: zeros on some Radeons.
-
-    Every normal number is asked, up and down; a device may flush the tiniest ones, and may write any NaN.
-    """
+    Every normal number is asked, up and down; a device may flush the tiniest ones, and may write any NaN."""
     if device.type == HOST.type or dtype not in HALVES:
         return False
     way, values = Transfer(device, dtype), torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS).view(dtype)
@@ -178,16 +145,9 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 def send_together(
     tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The index of each tensor and its copy on the device; small ones travel together and share one storage there,
-    since each transfer has a price of its own.
-
-    Args:
-        tensors: in host memory; one that is elsewhere travels alone.
-        send: copies one to the device, in its dtype.
-
-    Returns:
-        Each index once. Peak extra host memory: one staging buffer per dtype.
-    """
+    """The index of each tensor and its copy on the device; small ones on the host travel together and share one
+    storage.
+    Peak extra host memory: one staging buffer per dtype."""
     waiting: dict[torch.dtype, list[int]] = {}
     held: dict[torch.dtype, int] = {}
     for index, tensor in enumerate(tensors):
@@ -240,14 +200,8 @@ def move(
 ) -> None:
     """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
 
-    A cancel or a failure on the way puts everything back, so that no module is left half moved. Host weights that were
-    kept are not copied back: they take the place of their copies again.
-
-    Args:
-        keep: whether all host weights stay in host memory; those that are views of their file do in any case.
-        shared: whether host and device have one memory: what has arrived is given up where it was, and after a cancel
-            or a failure everything is on the host.
-    """
+    A cancel or a failure puts everything back, in memory that is ``shared`` onto the host. With ``keep`` all host
+    weights stay in host memory, as views of a file always do, and later take the place of their copies again."""
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
@@ -326,15 +280,11 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def on_device(module: nn.Module, device: torch.device) -> bool:
-    """True if any tensor of ``module`` is on ``device``."""
     return any(tensor.device == device for tensor in tensors_of(module))
 
 
 def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
-    """True if large tensors that need no cast stay in their file as views, for the device of ``facts``.
-
-    By the clock where the device has one and an answer can be kept, else by :data:`MAPPED`.
-    """
+    """True if large tensors that need no cast stay in their file as views: by the clock, else by :data:`MAPPED`."""
     if store is not None and store.folder is not None:
         folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
         times = stored_times(key, lambda: copy_times(folder, facts.device), facts, store)
@@ -344,11 +294,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
-    """Milliseconds for bytes of a file to be on the device: ``own``, read into ordinary memory, and ``mapped`` again.
-
-    Raises:
-        OSError: nothing can be written into ``folder``.
-    """
+    """Milliseconds for bytes of a file to be on the device: ``own``, read into memory, and ``mapped``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(SAMPLE_BYTES))

@@ -1,9 +1,6 @@
 """The attention kernel of a call, chosen before it by the size of its score matrix; else exact in query chunks.
-
-Torch's `scaled_dot_product_attention` uses a fused kernel if there is one for device, dtype and head width, and
-otherwise silently builds the full score matrix: 28.8 GiB in the first step of FramePack on Turing
-(lllyasviel/FramePack#161). Here torch is asked first, and a matrix above the budget is computed in chunks of queries.
-"""
+Torch silently builds the full score matrix where it has no fused kernel: 28.8 GiB in the first step of FramePack on
+Turing (lllyasviel/FramePack#161). Here torch is asked first."""
 
 from __future__ import annotations
 
@@ -51,32 +48,19 @@ UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one pipeline's modules: call it on queries, keys and values.
-
-    Args:
-        choice: one of :data:`CHOICES`.
-        budget_bytes: most that one call may take beside operands and result.
-        decision: what runs and why, for people.
-        kernel: torch's fused kernel for these operands; empty where it has none.
-        avoided: dtypes in which torch's fused kernel of this device was seen to be wrong, with the reason; paired with
-            :data:`WIDE` where it is wrong for wider heads alone.
-        fused: (dtype, head width) for which torch has a fused kernel here; asked beforehand, for graphs that are
-            compiled, in which torch cannot be asked.
-        fastest: the kernel that was timed fastest here, under ``auto`` for long sequences without a mask; empty for
-            torch's choice, or the chosen one.
-    """
+    """The attention of one pipeline's modules: call it on queries, keys and values."""
 
     choice: str = AUTO
-    budget_bytes: int = UNKNOWN_BUDGET
+    budget_bytes: int = UNKNOWN_BUDGET  # most that one call may take beside operands and result
     decision: Decision = UNDECIDED
-    kernel: str = ""
+    kernel: str = ""  # torch's fused one for these operands; empty where it has none
+    # in which torch's fused kernel was seen to be wrong, with the reason
     avoided: Mapping[Avoided, str] = field(default_factory=dict)
-    fused: frozenset[tuple[torch.dtype, int]] = frozenset()
-    fastest: str = ""
+    fused: frozenset[tuple[torch.dtype, int]] = frozenset()  # asked beforehand: a compiled graph cannot ask torch
+    fastest: str = ""  # timed, under ``auto`` for long sequences without a mask
 
     @property
     def label(self) -> str:
-        """The kernel that runs, in a word or two."""
         return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
 
     def __call__(
@@ -87,21 +71,11 @@ class Attention:
         mask: torch.Tensor | None = None,
         causal: bool = False,
     ) -> torch.Tensor:
-        """Values of ``value`` weighted by how well their keys fit each query, as ``scaled_dot_product_attention``.
+        """Values (B, H, M, D) weighted by how well their keys fit each query (B, H, N, D); in the queries' dtype.
 
-        An explicit kernel runs every call without mask; a call with one takes the way of ``auto``, since not every
-        kernel reads masks.
-
-        Args:
-            query: (B, H, N, D).
-            key, value: (B, H, M, D). One device, one dtype.
-            mask: broadcast to (B, H, N, M); bool, True where a key counts, or floating, added to the scores.
-            causal: query n sees the keys up to n.
-
-        Returns:
-            (B, H, N, D) of the queries' dtype; peak extra memory is the kernel's own, at most ``budget_bytes``
-            (one row of scores where even that is more).
-        """
+        ``mask`` broadcasts to (B, H, N, M): bool, True where a key counts, or floating, added to the scores; ``causal``
+        lets query n see the keys up to n. An explicit kernel runs every call without mask; one with a mask takes the
+        way of ``auto``. Peak extra memory: ``budget_bytes``, or one row of scores."""
         if mask is None and not causal and self.choice in EXPLICIT:
             return EXPLICIT[self.fastest or self.choice](query, key, value)
         if self.fastest and mask is None and not causal and key.shape[-2] >= LONG and query.dtype.itemsize < 4:
@@ -131,22 +105,11 @@ class Attention:
 
 
 def attention_for(
-    choice: str,
-    facts: DeviceFacts,
-    dtype: torch.dtype,
-    head_width: int,
-    avoided: Mapping[Avoided, str] | None = None,
+    choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, avoided: Mapping[Avoided, str] | None = None
 ) -> Attention:
-    """The attention for a choice on the device of ``facts``, tried out there once.
-
-    Args:
-        choice: one of :data:`CHOICES`.
-        dtype, head_width: of the queries that the transformer will pass.
-        avoided: dtypes in which a probe found torch's fused kernel wrong, with the reason.
-
-    Raises:
-        InputError: unknown choice. UnsupportedError, MissingPackageError: an explicit choice this machine cannot do.
-    """
+    """The attention for a choice on the device of ``facts``, tried out there once for queries of ``dtype`` and
+    ``head_width``.
+    Raises InputError for an unknown choice, UnsupportedError or MissingPackageError for one this machine cannot do."""
     require_choice("attention", choice, CHOICES)
     budget, avoided = budget_for(facts), dict(avoided or {})
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
@@ -166,11 +129,8 @@ def attention_for(
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
     elif choice == "native" and not kernel:
-        raise UnsupportedError(
-            f"attention 'native' in {name} on {facts.name}",
-            expected="a fused kernel of this torch for it",
-            fix="Choose auto, which computes attention exactly in chunks.",
-        )
+        found, expected = f"attention 'native' in {name} on {facts.name}", "a fused kernel of this torch for it"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto, which computes attention exactly in chunks.")
     elif choice != "native":
         verdict = kernels_for(choice, facts, dtype, head_width)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
@@ -182,11 +142,8 @@ def by_time(
     attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
 ) -> Attention:
     """``attention`` with the kernel that is fastest here, where torch has a fused one or a lossy one was chosen.
-
-    cuDNN's kernel was seen 1.7 to 2.3 times as fast as torch's own choice on Hopper and slower on Ampere
-    (huggingface/transformers#48163). No list of cards stays right, so the device is timed at the transformer's head
-    width. A CPU has one kernel: nothing is timed there.
-    """
+    cuDNN's was seen 1.7 to 2.3 times as fast as torch's choice on Hopper and slower on Ampere
+    (huggingface/transformers#48163), so the device is timed at the transformer's head width; a CPU has one kernel."""
     lossy = attention.choice in LOSSY
     fused = attention.choice == AUTO and (dtype, head_width) in attention.fused
     if not (lossy or fused) or facts.backend == "cpu":
@@ -205,11 +162,7 @@ def by_time(
 
 
 def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy: bool = False) -> dict[str, float]:
-    """Milliseconds of torch's own choice and of its kernels that are right here, for a short clip; {} for one alone.
-
-    Args:
-        lossy: whether the lossy kernels are timed instead.
-    """
+    """Milliseconds of torch's choice and its kernels, or of the ``lossy`` ones, for a short clip; {} for one alone."""
     query = torch.randn(1, HEADS, TOKENS, head_width, device=facts.device, dtype=dtype)
     ways: dict[str, Any] = {}
     if not lossy:
@@ -225,12 +178,7 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
     """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
-
-    Its probes with a mask do not count: none is passed here.
-
-    Args:
-        wide: dtypes of operands with heads wider than :data:`WIDE`.
-    """
+    ``wide`` are those of heads wider than :data:`WIDE`. Probes with a mask do not count: none is passed here."""
     avoided: dict[Avoided, str] = {}
     asked = [(each, each, "attention") for each in dtypes] + [((each, WIDE), each, "wide_attention") for each in wide]
     for key, dtype, probe in dict.fromkeys(asked if probes else ()):
@@ -253,10 +201,7 @@ def fused_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
 ) -> str:
     """The name of the fused kernel that torch would take for this call; empty where it would build the whole matrix.
-
-    Torch is asked, since no list of cards, dtypes and head widths stays right; a backend that cannot be asked (MPS,
-    DirectML) is one that builds the matrix.
-    """
+    A backend that cannot be asked (MPS, DirectML) is one that builds it."""
     try:
         chosen = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal)
     except (AttributeError, NotImplementedError, RuntimeError):

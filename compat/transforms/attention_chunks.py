@@ -21,9 +21,7 @@ def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
 
 def fp32_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
     """Attention by the fused fp32 kernel for narrower operands that have none: bf16 before sm80.
-
-    Nothing is lost: each value is exact in fp32. A group of heads is cast at a time.
-    """
+    Nothing is lost: each value is exact in fp32. A group of heads is cast at a time."""
     result = torch.empty_like(query)
     per_head = 2 * query.shape[0] * (query.shape[2] + key.shape[2]) * query.shape[3] * WORKED_ON.itemsize
     step = min(query.shape[1], max(1, budget_bytes // per_head))
@@ -44,16 +42,10 @@ def chunked(
     causal: bool = False,
     budget_bytes: int = UNKNOWN_BUDGET,
 ) -> torch.Tensor:
-    """Exact attention, some queries at a time: each row of scores is whole, so the sums are those of torch's math.
+    """Exact attention in fp32, some queries at a time, with whole rows of scores: sums are those of torch's math.
 
-    Scores, softmax and products are fp32 whatever the operands are; a query that sees no key gets zeros, as in torch's
-    math. Needs matrix products and elementwise arithmetic only.
-
-    Args:
-        query, key, value, mask, causal: as for :class:`Attention`.
-        budget_bytes: most bytes alive beside operands and result, except that one row of scores is always computed
-            whole.
-    """
+    Arguments are those of :class:`Attention`; ``budget_bytes`` may be alive beside operands and result, but for one
+    row. A query that sees no key gets zeros, as in torch's math. Needs matrix products and elementwise operations."""
     size = chunk_size(query, key, value, mask, causal, budget_bytes)
     result = query.new_empty(*query.shape[:-1], value.shape[-1])
     if mask is not None:
@@ -108,9 +100,7 @@ def _chunk(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, first: int | None
 ) -> torch.Tensor:
     """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the number of the first, if causal.
-
-    A function of its own, so that the scores are gone before those of the next chunk are made.
-    """
+    A function of its own, so that the scores are gone before those of the next chunk are made."""
     scores = torch.matmul(query.to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
     _hide(scores, mask, first)
     # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
@@ -124,7 +114,6 @@ def _chunk(
 
 
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:
-    """Set scores that do not count to -inf, or add a floating mask, in place."""
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(mask.logical_not(), -math.inf)
     elif mask is not None:

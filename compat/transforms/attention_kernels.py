@@ -32,30 +32,19 @@ LOSSY = ("sage", "kitchen_int8")  # the kernels of the choice sage
 
 @dataclass(frozen=True, slots=True)
 class KernelNeed:
-    """The needs of one kernel on one kind of device.
-
-    Args:
-        choice: the choice on the load node.
-        backends: where; :data:`FOREIGN` for devices of unknown kind.
-        capability: compute capability from and below, times 10; (0, 0) where the backend has none.
-        package: what must be installed, as pip names it, and module: as Python imports it; both empty for torch's own.
-        triton_below: the first Triton version that no longer works.
-        dtypes, widths: operands and head widths it takes; no widths means any.
-        source: page that says so.
-    """
+    """The needs of one kernel on one kind of device."""
 
     choice: str
-    backends: tuple[str, ...]
-    capability: tuple[int, int] = (0, 0)
-    package: str = ""
-    module: str = ""
-    triton_below: str = ""
+    backends: tuple[str, ...]  # FOREIGN for devices of unknown kind
+    capability: tuple[int, int] = (0, 0)  # compute capability from and below, times 10
+    package: str = ""  # as pip names it; empty for torch's own
+    module: str = ""  # as Python imports it
+    triton_below: str = ""  # the first Triton version that no longer works
     dtypes: tuple[torch.dtype, ...] = ANY
-    widths: tuple[int, ...] = ()
-    source: str = ""
+    widths: tuple[int, ...] = ()  # of heads; empty means any
+    source: str = ""  # page that says so
 
     def place(self) -> str:
-        """The devices of this row, in words."""
         if self.capability == (0, 0):
             return " or ".join("an AMD GPU (rocm)" if backend == "rocm" else backend for backend in self.backends)
         low, high = self.capability
@@ -104,12 +93,7 @@ NEEDS: tuple[KernelNeed, ...] = (
 
 
 def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> None:
-    """Raise unless the kernel runs on the device and gives the right result.
-
-    Raises:
-        UnsupportedError: the wrong device, dtype or head width, or a wrong answer.
-        MissingPackageError: its package is not installed, or too new.
-    """
+    """Raise UnsupportedError or MissingPackageError unless the kernel runs on the device and gives the right result."""
     need, places = _row_for(choice, facts)
     if need is None:
         found = f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})"
@@ -137,11 +121,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
 
 
 def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> list[str]:
-    """The kernels of a choice that run on the device and give the right result.
-
-    Raises:
-        UnsupportedError, MissingPackageError: none does; why its first one does not.
-    """
+    """The kernels of a choice that run on the device and are right; raises why its first one is not where none is."""
     usable, errors = [], []
     for kernel in LOSSY if choice == LOSSY[0] else (choice,):
         try:
@@ -163,7 +143,7 @@ def reason_against(choice: str, facts: DeviceFacts) -> str:
 
 
 def _row_for(choice: str, facts: DeviceFacts) -> tuple[KernelNeed | None, str]:
-    """The row by which a kernel runs on this device, None where there is none, and where it runs at all, in words."""
+    """The row by which a kernel runs on this device, if any, and where it runs at all, in words."""
     rows = [need for need in NEEDS if need.choice == choice]
     places = " or ".join(dict.fromkeys(need.place() for need in rows))
     return next((need for need in rows if _runs_on(need, facts)), None), places
@@ -198,7 +178,6 @@ def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
 
 
 def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
-    """The largest error of one small call on ``device``, and what it may be."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
     result = to_host(EXPLICIT[choice](*placed([query, key, value], device))).to(WORKED_ON)
@@ -209,12 +188,10 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
 
 
 def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
-    return result
+    return imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
 
 
 def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor:
-    """The attention ``name`` of a package, which takes (B, N, H, D)."""
     result: torch.Tensor = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in operands))
     return result.transpose(1, 2)
 

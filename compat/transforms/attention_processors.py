@@ -1,13 +1,8 @@
 """The attention of diffusers' transformers and VAEs, rewritten to call the pipeline's own and to need no mask.
 
-Upstream's processors pass masks for padding (HunyuanVideo one of N, HunyuanVideo 1.5 one of N x N: 12 GiB a copy at
-720p), which no flash kernel takes, and Mochi's and the token refiners' do not obey a choice at all. Padding is at the
-end of each row, so leaving it out gives the same result. Only the exact stock processors are replaced.
-
-The VAEs of HunyuanVideo and 1.5 let each frame see itself and those before it. Upstream writes that into a float mask
-over all pairs of latent cells (4.9 GB for 480p in 121 frames; 1.5 fills it row by row in Python). A frame's keys are a
-prefix of all keys, so the same result comes from one call per frame, without a mask and with half the matmuls.
-"""
+Upstream's processors pass masks for padding (HunyuanVideo 1.5 one of N x N: 12 GiB a copy at 720p), which no flash
+kernel takes. Padding is at the end of each row, so leaving it out gives the same; only stock processors are replaced.
+In HunyuanVideo's VAEs a frame sees those before it: a call per frame needs no mask (4.9 GB for 480p in 121 frames)."""
 
 from __future__ import annotations
 
@@ -30,15 +25,11 @@ TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 @dataclass
 class Padding:
-    """The tokens at the end of each batch row that are padding in the call that runs; None where a mask must tell.
+    """The tokens at the end of each batch row that are padding in the call that runs; None where a mask must tell."""
 
-    ``text`` is of the text alone (refiners, cross attention), ``joint`` of video and text together. ``traced`` is set
-    where blocks are compiled: a graph is bound to the values of numbers, and holds for any length of a tensor.
-    """
-
-    text: Lengths | None = None
-    joint: Lengths | None = None
-    traced: bool = False
+    text: Lengths | None = None  # of the text alone: refiners, cross attention
+    joint: Lengths | None = None  # of video and text together
+    traced: bool = False  # blocks are compiled: a graph is bound to numbers, and holds for any length of a tensor
 
     def of(self, counts: tuple[int, ...]) -> Lengths:
         """``counts`` as attention reads them; traced, as tensors so long. One row alone has no padding."""
@@ -55,12 +46,7 @@ class Padding:
 def by_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths, queries_too: bool
 ) -> torch.Tensor:
-    """Attention over the valid keys of each row, without a mask; results of padded queries are 0.
-
-    Args:
-        padding: keys at the end of each row that do not count.
-        queries_too: the same queries are padding.
-    """
+    """Attention over each row's keys before its ``padding``, without a mask; with ``queries_too`` its queries too."""
     if any(isinstance(count, torch.Tensor) for count in padding):
         return _by_traced_rows(attend, query, key, value, padding)
     if not any(padding):
@@ -78,9 +64,7 @@ def _by_traced_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths
 ) -> torch.Tensor:
     """:func:`by_rows` in a graph that holds for any padding: no length is compared with another, which would bind it.
-
-    Padded queries are computed too: nobody reads their results.
-    """
+    Padded queries are computed too: nobody reads their results."""
     rows = []
     for row, length in enumerate(padding):
         count = length if isinstance(length, int) else length.shape[0] - SHIFT
@@ -90,12 +74,7 @@ def _by_traced_rows(
 
 
 class Processor:
-    """An attention processor in the place of a stock one.
-
-    Args:
-        attend: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
-        padding: of the call that runs.
-    """
+    """An attention processor in the place of a stock one; ``attend`` takes q, k, v (B, H, N, D) and maybe a mask."""
 
     def __init__(
         self, attend: Attend = functional.scaled_dot_product_attention, padding: Padding | None = None
@@ -111,8 +90,7 @@ class Processor:
     @staticmethod
     def projected(attn: Any, attention: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Tokens (B, N, D) of attention's result (B, H, N, D), in the dtype of ``like``, through ``to_out``."""
-        result: torch.Tensor = attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(like.dtype)))
-        return result
+        return attn.to_out[1](attn.to_out[0](attention.transpose(1, 2).flatten(2).to(like.dtype)))
 
     @staticmethod
     def replaces(owner: Any) -> bool:
@@ -133,7 +111,6 @@ class JointProcessor(Processor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Video tokens and text tokens (B, N, D) after attention."""
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
@@ -171,8 +148,7 @@ class JointProcessor(Processor):
         from diffusers.models.embeddings import apply_rotary_emb  # torch 2.11 traces no import from a lazy package
 
         apply: Any = apply_rotary_emb  # upstream annotates it as narrower than what it passes
-        result: torch.Tensor = apply(tokens, table, sequence_dim=1)
-        return result
+        return apply(tokens, table, sequence_dim=1)
 
     def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -208,7 +184,6 @@ class CrossProcessor(Processor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
-        """Tokens (B, N, D) after attention."""
         text = encoder_hidden_states
         seen = hidden_states if text is None else text
         query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
@@ -240,7 +215,6 @@ class RefinerProcessor(Processor):
         attention_mask: torch.Tensor | None = None,
         temb: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tokens (B, N, D) after attention."""
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             heads_of(attn, layer, tokens, norm).transpose(1, 2)
@@ -255,10 +229,7 @@ class RefinerProcessor(Processor):
 
 
 def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Mochi's pooling of its text: the mean token asks the tokens and itself.
-
-    Source: diffusers ``MochiAttentionPool.forward``.
-    """
+    """Mochi's pooling of its text: the mean token asks the tokens and itself (``MochiAttentionPool.forward``)."""
     processor = Processor(attend, padding)
 
     def forward(pool: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -267,8 +238,7 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
         query = pool.to_q(tokens[:, :1]).unflatten(2, (-1, width)).transpose(1, 2)
         key, value = pool.to_kv(tokens).unflatten(2, (2, -1, width)).permute(2, 0, 3, 1, 4)
         seen = functional.pad(mask.bool(), (1, 0), value=True)[:, None, None]
-        pooled: torch.Tensor = pool.to_out(processor.by_text_rows(query, key, value, seen).flatten(1))
-        return pooled
+        return pool.to_out(processor.by_text_rows(query, key, value, seen).flatten(1))
 
     return forward
 
@@ -286,10 +256,7 @@ def causal_by_frames(
 
 
 def _mid_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """HunyuanVideo's and FramePack's middle block.
-
-    Source: diffusers ``HunyuanVideoMidBlock3D.forward`` with ``AttnProcessor2_0``.
-    """
+    """HunyuanVideo's and FramePack's middle block (``HunyuanVideoMidBlock3D.forward`` with ``AttnProcessor2_0``)."""
 
     def forward(block: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states = block.resnets[0](hidden_states)
@@ -312,15 +279,11 @@ def _residual_attention(attn: Any, attend: Attend, tokens: torch.Tensor, frames:
     query, key, value = (heads_of(attn, layer, tokens).transpose(1, 2) for layer in (attn.to_q, attn.to_k, attn.to_v))
     attention = causal_by_frames(attend, query, key, value, frames).transpose(1, 2).flatten(2)
     tokens = attn.to_out[1](attn.to_out[0](attention))
-    result: torch.Tensor = (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
-    return result
+    return (tokens + residual if attn.residual_connection else tokens) / attn.rescale_output_factor
 
 
 def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """HunyuanVideo 1.5's attention block, whose projections are convolutions of size 1.
-
-    Source: diffusers ``HunyuanVideo15AttnBlock.forward``.
-    """
+    """HunyuanVideo 1.5's attention block, whose projections are convolutions (``HunyuanVideo15AttnBlock.forward``)."""
 
     def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
         normed = block.norm(x)
@@ -329,21 +292,16 @@ def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor]
             for layer in (block.to_q, block.to_k, block.to_v)
         )
         attention = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
-        result: torch.Tensor = block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
-        return result
+        return block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
 
     return forward
 
 
 class MochiVaeProcessor(Processor):
-    """Mochi's VAE: each cell over time, the batch being the cells of a frame.
-
-    Source: diffusers ``MochiVaeAttnProcessor2_0``.
-    """
+    """Mochi's VAE: each cell over time, the batch being the cells of a frame (``MochiVaeAttnProcessor2_0``)."""
 
     @staticmethod
     def replaces(owner: Any) -> bool:
-        """Always: nothing is left out."""
         return True
 
     def __call__(
@@ -353,7 +311,6 @@ class MochiVaeProcessor(Processor):
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Tokens (B, T, D) after attention, to which they are added where the layer says so."""
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if hidden_states.shape[1] == 1:  # one frame sees itself alone
             attention = attn.to_v(hidden_states)
@@ -418,7 +375,6 @@ def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) 
 
 
 def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
-    """One text, whose mask says what is valid."""
     mask = named.get(MASK)
     counts = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
     if counts is None:
@@ -430,9 +386,7 @@ def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
 
 def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
     """HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, of which upstream puts the valid tokens first.
-
-    No picture is one whose states are all zero, as upstream has it.
-    """
+    No picture is one whose states are all zero, as upstream has it."""
     pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
     texts: list[Any] = [named.get(mask) for _, mask in pairs]
     picture: Any = named.get("image_embeds")

@@ -1,9 +1,6 @@
 """The forwards of transformer blocks, one for each kind, for every residual dtype and with or without fused operations.
-
-Each is upstream's arithmetic with a norm and its modulation, and a gated sum and the norm that reads it, as one
-operation of :class:`BlockOps`. Linears, attention and feed-forward stay modules that are called, so that LoRA,
-quantisation, step caches and offloaders act as before; a norm's weight is read through the offloader in force.
-"""
+Linears, attention and feed-forward stay modules that are called, so that LoRA, quantisation, step caches and offloaders
+act as before; a norm's weight is read through the offloader in force."""
 
 from __future__ import annotations
 
@@ -28,17 +25,11 @@ OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
-    """The norms and sums of a block.
+    """The norms and sums of a block."""
 
-    Args:
-        form: one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual.
-        operand_dtype: dtype that norms write and matmuls read; None for the residual's own.
-        epilogue: a matmul adds its bias and applies GELU before it writes.
-    """
-
-    form: str = ""
-    operand_dtype: torch.dtype | None = None
-    epilogue: bool = False
+    form: str = ""  # one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual
+    operand_dtype: torch.dtype | None = None  # that norms write and matmuls read; None for the residual's
+    epilogue: bool = False  # a matmul adds its bias and applies GELU before it writes
 
     def normalized(self, x: Tensor, norm: Norm, modulation: Modulation) -> Tensor:
         """``norm(x) * (1 + scale) + shift`` in the operands' dtype; ``x`` (B, N, D)."""
@@ -96,9 +87,7 @@ def joint_block(
     num_tokens: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Upstream's two-stream blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5.
-
-    With ``token_replace_emb`` (B, D) the first ``num_tokens`` have a modulation of their own.
-    """
+    With ``token_replace_emb`` (B, D) the first ``num_tokens`` have a modulation of their own."""
     ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
     first = token_replace_emb if num_tokens else None
     split = 0 if first is None else num_tokens
@@ -193,7 +182,6 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
 
 
 def _standardized(x: Tensor, norm: Norm) -> Tensor:
-    """``x`` after ``norm``, in fp32."""
     if norm.kind == LAYER:
         return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps)
     weight = None if norm.weight is None else norm.weight.float()
@@ -214,7 +202,6 @@ def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tenso
 
 
 def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
-    """``x + gate * branch`` in fp32."""
     if gate.norm_eps is not None:
         branch = functional.rms_norm(branch.float(), branch.shape[-1:], None, gate.norm_eps)
     if gate.values is None:
@@ -234,11 +221,8 @@ def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
 
 
 def is_plain_linear(layer: Any) -> bool:
-    """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else.
-
-    That is a Linear with a bias, packed, streamed by the host, onloaded with its block or at rest, which nobody else
-    hooked, wrapped, or gave another forward or matmul.
-    """
+    """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else: a Linear with
+    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave another forward or matmul."""
     known = type(layer) in (nn.Linear, StoredLinear) or (isinstance(layer, nn.Linear) and hasattr(layer, "weights_on"))
     changed = "forward" in layer.__dict__ or "multiply" in layer.__dict__
     return known and not changed and layer.bias is not None and not is_hooked_by_others(layer)
@@ -246,10 +230,7 @@ def is_plain_linear(layer: Any) -> bool:
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
     """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
-
-    With an epilogue the two are not joined, since no epilogue writes into columns of a wider tensor: each has its own
-    columns of the weight, and the second matmul adds to the first.
-    """
+    No epilogue writes into columns of a wider tensor: with one the second matmul adds to the first."""
     ops = getattr(block, OPS)
     if not (ops.epilogue and is_plain_linear(block.proj_mlp) and is_plain_linear(block.proj_out)):
         return block.proj_out(_joined(attention, block.act_mlp, block.proj_mlp(normed)))
@@ -287,7 +268,6 @@ def _layer(norm: Any) -> Norm:
 
 
 def _plain(norm: Any) -> Norm:
-    """One of Mochi's norms, which keep an RMS norm without weight inside."""
     return Norm(RMS, norm.norm.eps)
 
 

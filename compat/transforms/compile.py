@@ -1,9 +1,6 @@
 """The repeated blocks of a transformer or VAE through `torch.compile`: one graph each, for every prompt and strength.
-
-Each block's own forward is compiled, beneath whatever hooks come later: an offloader that moves whole parts or whole
-blocks, and a step cache, act outside of the graph. The compiled function has a code object of its own, so that its
-graphs belong to one pipeline and leave with it; torch keeps nothing of ours in its global settings.
-"""
+Each block's own forward is compiled, beneath whatever hooks come later. The compiled function has a code object of its
+own, so that its graphs leave with their pipeline; torch keeps nothing of ours in its global settings."""
 
 from __future__ import annotations
 
@@ -59,21 +56,13 @@ TEXT = {"encoder_hidden_states": 1, "encoder_attention_mask": -1, "attention_mas
 
 @dataclass(frozen=True, slots=True)
 class CompileSettings:
-    """The user's settings of the compiler.
+    """The user's settings of the compiler."""
 
-    Args:
-        mode: a key of :data:`MODES`.
-        dynamic: a key of :data:`DYNAMIC`.
-        cache_size: graphs per kind of block, 1 to :data:`MOST_CACHED`; one more size than that runs without.
-        vae: the VAE's blocks too.
-        backend: torch's name of a compiler, or a callable.
-    """
-
-    mode: str = "default"
-    dynamic: str = "text"
-    cache_size: int = CACHE_SIZE
-    vae: bool = False
-    backend: Any = "inductor"
+    mode: str = "default"  # a key of MODES
+    dynamic: str = "text"  # a key of DYNAMIC
+    cache_size: int = CACHE_SIZE  # graphs per kind of block; one more size than that runs without
+    vae: bool = False  # the VAE's blocks too
+    backend: Any = "inductor"  # torch's name of a compiler, or a callable
 
     def __post_init__(self) -> None:
         require_choice("compile_mode", self.mode, MODES)
@@ -82,11 +71,7 @@ class CompileSettings:
 
 
 def require_offload(mode: str) -> None:
-    """Refuse an offload mode in which no block is one graph.
-
-    Raises:
-        UnsupportedError: with the reason of :data:`WITH_OFFLOAD`.
-    """
+    """Raise UnsupportedError for an offload mode in which no block is one graph."""
     reason = WITH_OFFLOAD.get(mode, "")
     if reason:
         works = ", ".join(name for name, why in WITH_OFFLOAD.items() if not why)
@@ -99,9 +84,7 @@ def require_offload(mode: str) -> None:
 
 class Compilation:
     """The compiled blocks of one part; graphs survive that the part is prepared again, or read again.
-
-    A compiler that fails switches itself off for the part: the block runs as it is, and ``failure`` is one line.
-    """
+    A compiler that fails switches itself off for the part: the block runs as it is, and ``failure`` is one line."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self.settings, self.failure = settings, ""
@@ -119,10 +102,7 @@ class Compilation:
 
     def attach(self, module: nn.Module) -> Callable[[], None] | None:
         """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none.
-
-        Raises:
-            UnsupportedError: an offloader's hooks are on a block already.
-        """
+        Raises UnsupportedError where an offloader's hooks are on a block already."""
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
@@ -221,7 +201,6 @@ class _Function:
         return args, named
 
     def failures(self) -> tuple[type[BaseException], ...]:
-        """The errors of the compiler, when it and not the block fails."""
         from torch._dynamo import exc
 
         newer = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # derived from nothing
@@ -243,7 +222,6 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def failure_line(error: BaseException) -> str:
-    """One line for a person: what the compiler lacked or could not do."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     text = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
     if "RecompileLimit" in type(error).__name__:
@@ -260,10 +238,7 @@ def _require_compiler_fault(error: BaseException) -> None:
 
 def _plain_strides(value: Any) -> Any:
     """``value`` with the strides its shape suggests, where its memory is laid out so: a graph is bound to strides.
-
-    A batch of one that was cut out of a longer sequence keeps the longer one's stride, which means nothing.
-    A patch embedding leaves the states transposed, and every sum with them after it.
-    """
+    A batch of one cut out of a longer sequence keeps that one's; a patch embedding leaves the states transposed."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_contiguous():
@@ -292,9 +267,7 @@ def _mark_tokens(value: Any, tokens: int) -> None:
 
 class Strengths(dict[str, Any]):
     """Strengths of a layer's LoRAs as tensors, so that another strength is another value and not another graph.
-
-    fp64 without dimensions: its product with a tensor is that of the number it stands for.
-    """
+    fp64 without dimensions: its product with a tensor is that of the number it stands for."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -307,10 +280,7 @@ class Strengths(dict[str, Any]):
 
 
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
-    """Make values that differ between blocks or runs tensors that one graph reads, instead of a graph for each value.
-
-    These are strengths of LoRAs, safe fp16's norms of the layers' weights, and the padding that attention reads.
-    """
+    """Make what differs between blocks or runs tensors that one graph reads: LoRA strengths, norms, padding."""
 
     def back(layer: Any, former: dict[str, Any]) -> None:
         former.clear()

@@ -1,12 +1,7 @@
 """One forward of a transformer on several devices: each has a run of the video's tokens, and in attention of the heads.
-
-Text stays whole on every rank. Around attention, tokens are exchanged for heads (DeepSpeed-Ulysses): each rank attends
-over all tokens, in their order, with its own heads, so that padding, masks and kernels are as on one device. diffusers'
-own context parallelism is not used: it acts inside its attention processors, in whose place stand ours, has plans for
-LTX-Video alone of these families, and gathers in an order in which masks of padded text no longer fit.
-
-Source: Jacobs et al., DeepSpeed Ulysses (2023).
-"""
+Text stays whole on every rank; around attention, tokens are exchanged for heads, so that padding, masks and kernels are
+as on one device. Source: Jacobs et al., DeepSpeed Ulysses (2023). diffusers' own context parallelism acts inside its
+processors, in whose place stand ours."""
 
 from __future__ import annotations
 
@@ -31,27 +26,16 @@ STATES = "hidden_states"  # of the video, in every block
 
 @dataclass(slots=True)
 class TokenSplit:
-    """The split of one transformer.
-
-    Args:
-        group: who computes.
-        plan: what else is cut with the tokens.
-
-    ``count`` and ``run`` are the video's tokens and this rank's, in the forward that runs.
-    """
+    """The split of one transformer over the ranks of ``group``."""
 
     group: Group
-    plan: SplitPlan
-    count: int = 0
-    run: slice = field(default_factory=lambda: slice(0, 0))
+    plan: SplitPlan  # what else is cut with the tokens
+    count: int = 0  # the video's tokens in the forward that runs
+    run: slice = field(default_factory=lambda: slice(0, 0))  # this rank's of them
     _tables: tuple[Any, Any] = (None, None)
 
     def attach(self, transformer: nn.Module) -> Back:
-        """Split every forward of ``transformer``; returns what takes that back.
-
-        Raises:
-            UnsupportedError: a block whose attention cannot be split.
-        """
+        """Split every forward of ``transformer``; returns what takes that back."""
         undo, blocks = Undo(), list(transformer_blocks(transformer))
         try:
             for block in blocks:
@@ -70,19 +54,14 @@ class TokenSplit:
         return undo.restore
 
     def begin(self, count: int) -> None:
-        """Take in how many tokens the video of this forward has."""
         ranks = self.group.tokens
         if count < ranks.size:
-            raise UnsupportedError(
-                f"{count} tokens for {ranks.size} devices",
-                expected="at least one token for each",
-                fix="Use fewer devices per video, or a larger video.",
-            )
+            found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
+            raise UnsupportedError(found, expected=expected, fix="Use fewer devices per video, or a larger video.")
         self.count, self.run = count, ranks.runs(count)[ranks.rank]
 
     @property
     def length(self) -> int:
-        """The number of tokens of this rank."""
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
@@ -100,7 +79,7 @@ class TokenSplit:
         return rows[:, self.run] if several else rows
 
     def leading(self, number: Any) -> Any:
-        """The number of those of the first ``number`` tokens are in this rank's run."""
+        """The number of those of the first ``number`` tokens that are in this rank's run."""
         return None if number is None else min(max(number - self.run.start, 0), self.length)
 
     def _cut(
@@ -136,11 +115,7 @@ class TokenSplit:
 
 @dataclass(frozen=True, slots=True)
 class SplitAttention:
-    """Attention of this rank's tokens, computed with all tokens and this rank's heads.
-
-    Args:
-        attend: computes it: from query, key, value (B, H, N, D) and an optional mask to (B, H, N, D).
-    """
+    """Attention of this rank's tokens, computed by ``attend`` with all tokens and this rank's heads."""
 
     split: TokenSplit
     attend: Attend
@@ -184,36 +159,18 @@ class SplitAttention:
 
 
 def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
-    """Refuse a block whose attention is none of ours, or has fewer heads than there are ranks.
-
-    Raises:
-        UnsupportedError: says which.
-    """
+    """Raise UnsupportedError for a block whose attention is none of ours, or has fewer heads than there are ranks."""
     processor, name = getattr(attention, "processor", None), type(block).__name__
     if not hasattr(processor, "attend"):
-        raise UnsupportedError(
-            f"{name} with {type(processor).__name__}, on {size} devices",
-            expected="attention that AnyGPU knows",
-            fix="Render this model on one device.",
-        )
+        found = f"{name} with {type(processor).__name__}, on {size} devices"
+        raise UnsupportedError(found, expected="attention that AnyGPU knows", fix="Render this model on one device.")
     if attention.heads < size:
-        raise UnsupportedError(
-            f"{attention.heads} attention heads on {size} devices",
-            expected="at least one head for each device",
-            fix=f"Use at most {attention.heads} devices per video.",
-        )
+        found, expected = f"{attention.heads} attention heads on {size} devices", "at least one head for each device"
+        raise UnsupportedError(found, expected=expected, fix=f"Use at most {attention.heads} devices per video.")
 
 
 def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
-    """The step after which transformers of a family run on all ranks of ``group``.
-
-    Args:
-        plan: None for a family that cannot be split.
-        title: of the family.
-
-    Raises:
-        UnsupportedError: such a family.
-    """
+    """The step that splits transformers of a family over all ranks of ``group``; UnsupportedError without ``plan``."""
     if plan is None:
         raise UnsupportedError(
             f"{title} on {group.world.size} devices", expected="one device", fix="Leave out --group for this model."

@@ -1,8 +1,6 @@
 """The 3-D convolutions of a loaded part, swapped for exact replacements, and back.
-
-The objects stay what and where they are: only their class changes, to a subclass with another forward. Parameters,
-state-dict keys and every reference to them hold, so whatever moves, streams, casts or adapts the layer goes on to.
-"""
+The objects stay what and where they are: only their class changes, to a subclass with another forward, so that
+parameters, state-dict keys and every reference to them hold."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Swapped:
         return f"3-D convolutions: {'; '.join(lines) or 'none'}"
 
     def restore(self) -> None:
-        """Every object as it was before; calling it again does nothing. The offloader must be off."""
+        """Give every object its class back; calling it again does nothing. The offloader must be off."""
         for module, _ in self._swapped:
             _check_free(module, type(module).__name__)
         for module, original in reversed(self._swapped):
@@ -66,16 +64,8 @@ class SwapUnit:
 
 def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
     """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
-
-    Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part.
-
-    Args:
-        root: a VAE, a transformer, or one layer.
-        choose: from :class:`Conv3dLayer` to a :class:`Conv3dChoice`, or None to leave the layer alone.
-
-    Raises:
-        UnsupportedError: the part is swapped already, has no weights yet, or has an offloader's hooks on.
-    """
+    Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part; else, and for a
+    part that is swapped already, it raises UnsupportedError."""
     _check_ready(root)
     done = Swapped()
     for unit in _units(root, done.left):
@@ -101,27 +91,19 @@ def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
 
 
 def layer_of(name: str, layer: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
-    """``layer`` as plain values, by its name.
-
-    Args:
-        dtype: in which it is computed; None for that of its weight.
-    """
+    """``layer`` as plain values, by its name; ``dtype`` is what it is computed in, its weight's where None."""
     channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
     kernel: Any = layer.kernel_size
     return Conv3dLayer(name, kernel=kernel, geometry=geometry_of(layer), dtype=dtype or layer.weight.dtype, **channels)
 
 
 def _check_ready(root: nn.Module) -> None:
-    """Refuse a part to which a swap would come too late or too early."""
     for name, module in root.named_modules():
         label = f"{type(root).__name__} {name}".rstrip()
         _check_free(module, label)
         if isinstance(module, SwappedModule):
-            raise UnsupportedError(
-                f"{label} is swapped already",
-                expected="a part as it was loaded",
-                fix="Call restore() on that swap first.",
-            )
+            found = f"{label} is swapped already"
+            raise UnsupportedError(found, expected="a part as it was loaded", fix="Call restore() on that swap first.")
         if isinstance(module, nn.Conv3d) and module.weight.device.type == "meta":
             raise UnsupportedError(
                 f"{label} has its weights on meta", expected="a loaded part", fix="Load the weights before the swap."
@@ -180,11 +162,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def _saved_forwards(module: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Setters for the places that hold the forward of the class of ``module``.
-
-    accelerate layers it on the module when its hooks go; diffusers' hooks, such as those that store weights in fp8,
-    keep it for themselves.
-    """
+    """Setters for the places that hold the forward of the class of ``module``: accelerate's and diffusers'."""
 
     def is_own(forward: Any) -> bool:
         function = getattr(forward, "__func__", None)
@@ -204,9 +182,7 @@ def _registry(module: nn.Module) -> Any:
 
 def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
     """The difference of the swapped unit on a small random input; empty if it is the same function.
-
-    Twins compute: the original on the CPU, which has every convolution, the swapped one where the weights are.
-    """
+    The original computes on the CPU, which has every convolution, the swapped one where the weights are."""
     first = next(iter(unit.layers.values())).weight
     dtype = torch.float32 if first.dtype.itemsize == 1 else first.dtype
     generator, inputs = torch.Generator().manual_seed(0), []
@@ -292,7 +268,6 @@ class SwappedCausal(SwappedModule):
     conv: nn.Module
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Compute the original's result."""
         mode = getattr(self, "pad_mode", "replicate")
         return self.conv(padded(hidden_states, causal_edges(self), mode, _reads_frames_first(self.conv)))
 
@@ -305,7 +280,6 @@ class SwappedCogVideoXCausal(SwappedModule):
     pad_mode: str
 
     def fake_context_parallel_forward(self, inputs: Tensor, conv_cache: Tensor | None = None) -> Tensor:
-        """``inputs`` with the frames that the kernel sees before them."""
         if self.pad_mode == "replicate":
             return padded(inputs, self.time_causal_padding, self.pad_mode, _reads_frames_first(self.conv))
         return super().fake_context_parallel_forward(inputs, conv_cache)  # type: ignore[misc]
@@ -324,7 +298,6 @@ class SwappedHistoryPatchEmbed(SwappedModule):
         latents_clean_2x: Tensor | None = None,
         latents_clean_4x: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the original's result: (B, N, D) each."""
         return (
             None if latents_clean is None else _tokens(self.proj(latents_clean)),
             None if latents_clean_2x is None else _tokens(self.proj_2x(_to_multiple(latents_clean_2x, (2, 4, 4)))),
@@ -375,9 +348,7 @@ def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
 
 def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
     """The edges, as in ``F.pad``, that a causal ``conv`` adds before it calls the convolution inside it.
-
-    LTX-Video repeats frames in front, or on both sides; rows and columns are left to the layer.
-    """
+    LTX-Video repeats frames in front, or on both sides; rows and columns are left to the layer."""
     if hasattr(conv, "time_causal_padding"):
         return tuple(conv.time_causal_padding)  # type: ignore[return-value]
     taps = conv.kernel_size[0]
@@ -386,11 +357,7 @@ def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
 
 
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
-    """``x`` on the device where ``layer`` executes.
-
-    Raises:
-        UnsupportedError: ``x`` is on an accelerator, and the weight is a host weight copy in host memory or on meta.
-    """
+    """``x`` where ``layer`` executes; UnsupportedError where only its host weight exists."""
     if x.device == layer.weight.device:
         return x
     device = hooked_device(layer) or layer.weight.device
@@ -412,16 +379,8 @@ def _reads_frames_first(layer: nn.Module) -> bool:
 def history_tables(
     tables: tuple[Tensor, Tensor], height: int, width: int, patch: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """FramePack's rotary tables of one history, one row per patch, by concatenation and means.
-
-    The original pads and pools in 5-D (``HunyuanVideoFramepackTransformer3DModel._pad_rotary_emb``), which some devices
-    lack and others get wrong.
-
-    Args:
-        tables: cosines and sines, (T * H * W, D) each.
-        height, width: H and W.
-        patch: (time, rows, columns).
-    """
+    """FramePack's rotary tables (T * H * W, D) of one history, one row per ``patch``, by concatenation and means.
+    The original (``_pad_rotary_emb``) pads and pools in 5-D, which some devices lack and others get wrong."""
 
     def per_patch(table: Tensor) -> Tensor:
         whole = _to_multiple(table.unflatten(0, (-1, height, width)).permute(3, 0, 1, 2)[None], patch)[0]

@@ -1,5 +1,4 @@
-"""Chooses how a layer computes its 3-D convolution: what works on the device, what is known to be fast, what was
-timed."""
+"""The choice how a layer computes its 3-D convolution: what works on the device, is known to be fast, was timed."""
 
 from __future__ import annotations
 
@@ -93,15 +92,9 @@ INSTEAD_ON_CPU = (Conv3dMethod.FP32, *INSTEAD)
 def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
     """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
 
-    Args:
-        facts: what was probed, as ``quirks.abilities`` gives it: ``backend``; ``conv3d``, ``conv3d_channels_last``,
-            ``conv2d`` and ``pad3d`` (5-D padding), each True, False or a mapping from ``fp32``, ``bf16``, ``fp16`` to
-            them; ``cast``, a mapping such as ``{"bf16_to_fp32": False}``. What is absent is taken to work; a missing
-            ``conv3d_channels_last`` is as ``conv3d``. ``conv_bytes`` is the largest input that one convolution may get,
-            0 for any; ``contiguous_weights`` is whether a weight must be contiguous.
-        timings: milliseconds by implementation, as :func:`stored_timings` measures them; the fastest wins if it gains
-            enough over what the facts alone would choose.
-    """
+    ``facts`` are as ``quirks.abilities`` gives them; what is absent is taken to work, a missing
+    ``conv3d_channels_last`` is as ``conv3d``, and abilities may be plain bools. ``timings`` are milliseconds by
+    implementation: the fastest wins if it gains enough over what the facts alone would choose."""
 
     backend = str(facts.get("backend", ""))
     order = INSTEAD_ON_CPU if backend == "cpu" else INSTEAD
@@ -135,10 +128,7 @@ def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bo
 
 
 def stored_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
-    """Timings of a real accelerator, each shape of layer measured once and saved with the probes; None without one.
-
-    They are taken near the size of a real decode and under the switches that it runs under.
-    """
+    """Timings of a real accelerator, near a real decode's size, once for each shape of layer; None without one."""
     if store is None or facts.device.type not in CLOCKED:
         return None
     policy = policy_for(facts)
@@ -231,24 +221,19 @@ def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     """The distance that two right results may have, as a share of the largest value.
-
-    One rounding to ``dtype`` each, operands in TF32 where an accelerator may use it, and sums of ``terms`` products in
-    fp32 in another order, whose error grows as a random walk.
-    """
+    One rounding to ``dtype`` each, TF32 on an accelerator, and fp32 sums of ``terms`` in any order: a random walk."""
     coarse = TF32_EPS if device.type != "cpu" and dtype is torch.float32 else 0.0
     walk = 4 * torch.finfo(torch.float32).eps * terms**0.5
     return 2 * torch.finfo(dtype).eps + 4 * coarse + walk
 
 
 def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
-    """The device's own conv3d, left alone where it has no limits."""
     why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
     why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
     return Conv3dChoice(Conv3dMethod.NATIVE, why, _bound(Conv3dMethod.NATIVE, facts)) if why else None
 
 
 def _bound(form: Conv3dMethod, facts: Mapping[str, Any]) -> int:
-    """Bytes that ``form`` may give to one convolution; 0 for its own bound."""
     return int(facts.get("conv_bytes", 0)) if form in OWN else 0
 
 

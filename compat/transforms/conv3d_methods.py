@@ -1,11 +1,7 @@
-"""Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow.
-
-Each takes what ``F.conv3d`` takes and gives what it gives. A result is rounded to its dtype once, as there, so the
-error is the same. None of them pads time with ``F.pad``, which corrupts 5-D tensors on some devices, or replicates
-edges with the 3-D kernel, which some devices lack.
-
-x: (B, C, T, H, W). weight: (O, C / groups, kT, kH, kW). Result: (B, O, T, H, W).
-"""
+"""Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow, with its arguments and
+result.
+x: (B, C, T, H, W), weight: (O, C / groups, kT, kH, kW); a result is rounded once. None pads time with ``F.pad``, which
+corrupts 5-D tensors on some devices, or replicates edges with the 3-D kernel, which some devices lack."""
 
 from __future__ import annotations
 
@@ -100,10 +96,9 @@ def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
     """One 2-D convolution per output frame, whose channels are those of all input frames under the kernel.
 
-    With frames as the outer dimension in memory the frames under the kernel are one block already, so ``x`` is copied
-    once at most, and not at all where it comes so (see :func:`padded`). Where the kernel is larger than the frames
-    under it, these are copied instead. A kernel of one frame takes ``chunk`` bytes of frames per call.
-    """
+    With frames as the outer dimension in memory these are one block already, so ``x`` is copied once at most, and not
+    at all where it comes so (see :func:`padded`); a kernel that is larger than they are stays, and they are copied. A
+    kernel of one frame takes ``chunk`` bytes of frames per call."""
     taps = weight.shape[2]
     chunk = 0 if taps > 1 else chunk
     # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
@@ -154,15 +149,10 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 
 def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
-    """``F.pad(x, padding, mode)`` with time by concatenation, rows and columns by the 2-D kernel.
+    """``F.pad(x, padding, mode)`` of (B, C, T, H, W) with time by concatenation, rows and columns by the 2-D kernel.
 
-    Args:
-        x: (B, C, T, H, W).
-        padding: (left, right, top, bottom, before, after).
-        mode: ``constant`` (zeros), ``replicate``, ``reflect`` or ``circular``.
-        frames_first: lay the result out in memory as (B, T, C, H, W), the order that :func:`conv3d_by_frames` reads
-            without a copy; otherwise the layout of ``x`` is kept.
-    """
+    ``padding`` is (left, right, top, bottom, before, after). ``frames_first`` lays the result out as (B, T, C, H, W),
+    which :func:`conv3d_by_frames` reads without a copy; otherwise the layout of ``x`` is kept."""
     *plane, before, after = padding
     if before or after or frames_first:
         edges = (_edge(x, before, mode, False), x, _edge(x, after, mode, True))
@@ -239,9 +229,7 @@ def _over_windows(
     x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """``plane`` of the frames under each position of the kernel in time, joined in time.
-
-    Windows are copies of ``chunk`` bytes, or of one frame where that is more, but for single ones frame by frame.
-    """
+    Windows are copies of ``chunk`` bytes, or of one frame where that is more, but for single ones frame by frame."""
     if g.padding[0]:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]))
     frames = x.transpose(1, 2)
@@ -295,7 +283,6 @@ def _columns(
 def _steps(
     size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The number of positions of a kernel in each direction."""
     rows = zip(size, kernel, stride, dilation, strict=True)
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 

@@ -1,10 +1,8 @@
 """Safe fp16: the speed of fp16 matrix products without their overflow, for GPUs whose bf16 is missing, slow or wrong.
 
-Operands of the large products and of attention are fp16; the residual stream, statistics of norms, modulation, gates,
-everything outside the blocks and the final projection are fp32. A product that feeds the residual comes out in fp32:
-straight from the GEMM where the device can, else from one whose rows were divided by a power of two that is measured on
-each call, on the device, so that no partial sum can leave fp16's range (Cauchy-Schwarz with the weights' row norms).
-"""
+Operands of the large products and of attention are fp16, all else fp32. A product that feeds the residual comes out in
+fp32: from the GEMM where the device can, else from one whose rows were divided by a power of two, measured on each
+call, so that no partial sum can leave fp16's range (Cauchy-Schwarz with the weights' row norms)."""
 
 from __future__ import annotations
 
@@ -60,22 +58,16 @@ class AppliedFp16:
         return f"safe fp16 for {self.family} with {how}: {done}{left}"
 
     def restore(self) -> None:
-        """Put back forwards, processors and dtypes, the newest change first; weights keep what fp16 had room for."""
+        """Put back forwards, processors and dtypes; weights keep what fp16 had room for."""
         self.undo.restore()
 
 
 def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = False) -> AppliedFp16:
-    """Make ``transformer`` compute in safe fp16, in place; it takes and returns fp32.
+    """Make ``transformer`` compute in safe fp16, in place, on the host and without offload; it takes and returns fp32.
 
-    Every block of an exactly known class is rewritten on its own instance; any other is left alone, in fp32, and
-    counted. To be applied on the host, before an offloader holds the transformer.
-
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32.
-
-    Raises:
-        UnsupportedError: an offloader's hooks are on, or the rewrite is applied already.
-    """
+    Every block of an exactly known class is rewritten on its own instance; any other stays in fp32 and is counted.
+    ``fp32_output``: a GEMM of fp16 operands can come out in fp32. Raises UnsupportedError under offload hooks, or
+    twice."""
     _require_bare(transformer)
     applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()
@@ -115,14 +107,7 @@ def fp32_output_works(device: torch.device) -> bool:
 
 
 def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
-    """Refuse fp16 accumulation, which is fast on GeForce and lossy, where it would do nothing.
-
-    Args:
-        dtype: of the transformer's products.
-
-    Raises:
-        UnsupportedError: the device, this torch, or the dtype.
-    """
+    """Raise UnsupportedError where fp16 accumulation, fast on GeForce and lossy, would do nothing in ``dtype``."""
     reason = ""
     if facts.backend not in SUMS_BACKENDS:
         reason = f"{facts.backend} does not support it"
@@ -203,7 +188,6 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
-    """The reason why ``block`` cannot be rewritten; empty when it can."""
     for path in layers:
         layer: Any = _bare(submodule_at(block, path))
         if layer is None:
@@ -233,11 +217,8 @@ def _require_bare(transformer: nn.Module) -> None:
                 fix="Take the offloader off, apply, and put it back.",
             )
         if hasattr(module, SETTINGS):
-            raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that has it already",
-                expected="one rewrite at a time",
-                fix="Call restore() on the first.",
-            )
+            found = f"safe fp16 for a {type(transformer).__name__} that has it already"
+            raise UnsupportedError(found, expected="one rewrite at a time", fix="Call restore() on the first.")
 
 
 def _paths(names: str, kind: LayerKind, prefix: str = "") -> dict[str, LayerKind]:

@@ -42,33 +42,23 @@ class LayerKind(enum.Enum):
 
 @dataclass
 class LayerSettings:
-    """The settings of a rewritten layer.
+    """The settings of a rewritten layer."""
 
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32 here.
-        reach: largest L2 norm of the weight's rows, at least 1.
-        residual: whether it is fed from the residual.
-        values: for an attention's output projection, the VALUE layer whose power of two it multiplies back in.
-    """
-
-    fp32_output: bool
-    reach: float
-    residual: bool = False
-    values: nn.Module | None = None
+    fp32_output: bool  # a GEMM of fp16 operands can come out in fp32 here
+    reach: float  # largest L2 norm of the weight's rows, at least 1
+    residual: bool = False  # it is fed from the residual
+    values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
 
 
 def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """``x``, divided by ``scale``, as fp16, in one pass."""
     if scale is None:
         return x.to(HALF)
     return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
 
 
 def row_scales(x: Tensor, reach: float) -> Tensor:
-    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16, per row: (..., 1), fp32.
-
-    A row longer than 1.8e19 overflows here as it does in the fp32 model itself, whose norms square the same values.
-    """
+    """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16: (..., 1), fp32.
+    A row longer than 1.8e19 overflows here as it does in the fp32 model itself, whose norms square the same values."""
     return scales_for(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL), reach)
 
 
@@ -97,9 +87,7 @@ def fp32_linear(layer: Any, x: Tensor) -> Tensor:
 
 def _divided_linear(layer: Any, x: Tensor) -> Tensor:
     """:func:`fp32_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
-
-    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more.
-    """
+    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more."""
     x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
     with weights_on(layer, like=x) as (weight, bias):
         return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
@@ -164,7 +152,6 @@ class Fp32RotaryProcessor(CrossProcessor):
     """LTX-Video's attention of video tokens among themselves: queries and keys are normalised and rotated in fp32."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the class above, in fp16."""
         turns = rotary if isinstance(rotary, RotaryTables) else RotaryTables(rotary)
         query = turn(attn.norm_q(attn.to_q(tokens), narrow=False), turns.pairs())
         return query, turn(attn.norm_k(attn.to_k(seen), narrow=False), turns.pairs())
@@ -199,33 +186,20 @@ def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor 
 
 @dataclass(frozen=True, slots=True)
 class Fp16Operands:
-    """Operands (B, H, N, D) in fp16.
-
-    Args:
-        query, key, value: what was given, divided or multiplied by powers of two.
-        mask: in fp16 where it was floating; None for none.
-        scale: (B, H, 1, 1), fp32, by which the result is multiplied.
-    """
+    """Operands (B, H, N, D) in fp16, divided or multiplied by powers of two."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Tensor | None
-    scale: Tensor
+    scale: Tensor  # (B, H, 1, 1), fp32, by which the result is multiplied
 
 
 def fp16_operands(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, gain: float = 1.0
 ) -> Fp16Operands | None:
     """The operands in fp16, by powers of two per head that change no product; None where fp16 would change the result.
-
-    Reads one small tensor from the device.
-
-    Args:
-        query, key, value: (B, H, N, D) and (B, H, M, D), of any size.
-        mask: broadcast to (B, H, N, M).
-        gain: what scores are multiplied by, beyond the usual 1 / sqrt(D).
-    """
+    ``gain`` is what scores are multiplied by, beyond 1 / sqrt(D). Reads one small tensor from the device."""
     high, low = (torch.linalg.vector_norm(each, dim=-1, dtype=FULL).amax(-1) for each in (query, key))
     rows = value.abs().amax(-1).float()
     largest = rows.amax(-1)

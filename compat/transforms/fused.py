@@ -1,8 +1,6 @@
 """Fused kernels in transformer blocks: the fusion points that are replaced, and those left alone with the reason.
-
 A block is rewritten per instance, and only if its class, forward arguments, norms and attention are exactly what the
-rewrite expects; anything else is left alone and counted. Weights are not copied.
-"""
+rewrite expects. Weights are not copied."""
 
 from __future__ import annotations
 
@@ -54,38 +52,26 @@ SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 @dataclass(frozen=True, slots=True)
 class BlockFusion:
-    """The rewrite of the blocks of one class, besides their forward, which ``blocks.FORWARDS`` has.
+    """The rewrite of the blocks of one class, besides their forward, which ``blocks.FORWARDS`` has."""
 
-    Args:
-        sites: kind of fusion point to how many a block has.
-        attention: path to the attention's stock processor.
-        processor: takes the place of that one.
-        layers: paths of layer norms without weight that the forward reads, which a block may lack.
-        means: the same of RMS norms.
-        gated: paths of feed-forwards, whose SwiGLU is replaced.
-    """
-
-    points: Mapping[str, int]
-    attention: Mapping[str, str]
-    processor: type
-    layers: tuple[str, ...] = ()
-    means: tuple[str, ...] = ()
-    gated: tuple[str, ...] = ()
+    points: Mapping[str, int]  # kind of fusion point to how many a block has
+    attention: Mapping[str, str]  # path to the attention's stock processor
+    processor: type  # takes the place of that one
+    layers: tuple[str, ...] = ()  # paths of layer norms without weight that the forward reads
+    means: tuple[str, ...] = ()  # the same of RMS norms
+    gated: tuple[str, ...] = ()  # paths of feed-forwards, whose SwiGLU is replaced
 
 
 @dataclass(slots=True)
 class FusionPoints:
-    """The fusion points replaced in one transformer, by kind, and the blocks that were left, by reason.
-
-    ``gelus`` counts those that moved into the matmul before them, where ``epilogue`` says that matmuls can.
-    """
+    """The fusion points replaced in one transformer, by kind, and the blocks that were left, by reason."""
 
     form: str
     points: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     left_points: int = 0
-    epilogue: bool = False
-    gelus: int = 0
+    epilogue: bool = False  # matmuls can apply GELU
+    gelus: int = 0  # of those, that moved into the matmul before them
     undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
@@ -102,21 +88,15 @@ class FusionPoints:
         self.undo.patch(module, forward)
 
     def leave(self, reason: str, points: int) -> None:
-        """Count a block that stays as it is."""
         self.left[reason] += 1
         self.left_points += points
 
     def restore(self) -> None:
-        """Put every forward and processor back, the newest change first."""
         self.undo.restore()
 
 
 def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
-    """The fusion points by kind in a published transformer.
-
-    Args:
-        published: class, count, and whether they leave the text alone, of its blocks.
-    """
+    """The fusion points by kind of published blocks: class, count, and whether they leave the text alone."""
     total: Counter[str] = Counter()
     for name, count, alone in published:
         for kind, points in (LAST_MOCHI if alone else FUSIONS[name].points).items():
@@ -125,11 +105,7 @@ def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[
 
 
 def triton_fault(device: torch.device) -> str:
-    """The probe of Triton: empty where it builds and runs a kernel on ``device``, else what is wrong with its result.
-
-    Raises:
-        ImportError, RuntimeError: Triton is missing or broken, or nothing can be launched there.
-    """
+    """The probe of Triton: empty where it builds and runs a right kernel on ``device``; raises where it cannot."""
     if device.type == HOST.type:  # said before Triton is imported, which takes half a second
         raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
     from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best
@@ -154,12 +130,7 @@ def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
     """The probe of a product that ends in GELU: empty where it is as near to fp64 as two operations are.
-
-    Sums are exact in every dtype, and so small that GELU with erf, which some libraries have instead, is further off.
-
-    Raises:
-        RuntimeError: nothing can be launched there.
-    """
+    Sums are exact, and so small that GELU with erf, which some libraries have instead, is further off."""
     if not launches(torch.empty(0, dtype=dtype, device=device)):
         raise RuntimeError(reason_against(device, dtype))
     generator = torch.Generator().manual_seed(0)
@@ -178,14 +149,8 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusionPoints:
-    """Rewrite every known block of ``transformer`` in place; returns what was done.
-
-    To be applied on the host, before an offloader holds the transformer.
-
-    Args:
-        form: one of ``kernels.library.FORMS``.
-        epilogue: whether products may end in GELU, as :func:`gelu_fault` says.
-    """
+    """Rewrite every known block of ``transformer`` in place, on the host without offload; returns what was done.
+    ``epilogue``: products may end in GELU, as :func:`gelu_fault` says."""
     fused, whole = FusionPoints(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
@@ -207,7 +172,6 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
 
 
 def points_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
-    """Kinds of fusion points of ``block`` with their counts; Mochi's last block does not work on its text."""
     return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.points
 
 
@@ -230,7 +194,6 @@ def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
 
 
 def _attach_gelu(block: Any, fused: FusionPoints) -> None:
-    """Let the products of feed-forwards end in their GELU."""
     for path in FEEDS if fused.epilogue else ():
         gated: Any = submodule_at(block, f"{path}.net.0")
         if full_name(gated) == f"{UPSTREAM}activations.GELU" and gated.approximate == "tanh":
@@ -254,9 +217,7 @@ def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bo
 
 def other_forward(module: Any, ours: Callable[..., Any]) -> str:
     """The reason why the forward of ``module`` is not upstream's with the arguments of ``ours``; empty when it is.
-
-    Classes that share ``ours`` may take its last two arguments as ``args`` and ``kwargs``, unread.
-    """
+    Classes that share ``ours`` may take its last two arguments as ``args`` and ``kwargs``, unread."""
     if "forward" in vars(module):
         return "its forward has already been replaced"
     own, known = (tuple(inspect.signature(each).parameters)[1:] for each in (type(module).forward, ours))
@@ -264,7 +225,6 @@ def other_forward(module: Any, ours: Callable[..., Any]) -> str:
 
 
 def _unfit(block: Any, fusion: BlockFusion) -> str:
-    """The reason why ``block`` is not what the rewrite was written for; empty when it is."""
     return other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), "")
 
 

@@ -1,7 +1,5 @@
-"""The attention and the feed-forward of transformer blocks on fused operations.
-
-The norms of queries and keys and their rotation are one pass each; rotary tables are halved once for all blocks.
-"""
+"""The attention and the feed-forward of transformer blocks on fused operations: norms of queries and keys and their
+rotation are one pass; rotary tables are halved once for all blocks."""
 
 from __future__ import annotations
 
@@ -36,12 +34,7 @@ def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 class FusedProcessor(Processor):
-    """A processor on fused operations; its attention and padding are set by ``replace_attention``.
-
-    Args:
-        form: one of ``kernels.library.FORMS``.
-        narrow: queries and keys go to attention in fp16 whatever they come in, as safe fp16 wants it.
-    """
+    """A processor on fused operations, set up by ``replace_attention``; ``narrow`` queries and keys are fp16."""
 
     def __init__(self, form: str, narrow: bool = False) -> None:
         super().__init__()
@@ -52,7 +45,6 @@ class FusedCross(FusedProcessor, CrossProcessor):
     """LTX-Video: queries and keys are normed across heads."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the class above, in one pass."""
         query, key = attn.to_q(tokens), attn.to_k(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])
@@ -61,9 +53,7 @@ class FusedCross(FusedProcessor, CrossProcessor):
 
 class FusedJoint(FusedProcessor, JointProcessor):
     """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
-
-    Tokens that follow those of the rotary tables are text, which is not rotated.
-    """
+    Tokens that follow those of the rotary tables are text, which is not rotated."""
 
     def __call__(
         self,
@@ -73,7 +63,6 @@ class FusedJoint(FusedProcessor, JointProcessor):
         attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Video tokens and text tokens (B, N, D) after attention; one tensor where they came as one."""
         text = encoder_hidden_states
         if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
             joined = torch.cat([hidden_states, text], dim=1)
@@ -143,16 +132,13 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def _bare(layer: Any) -> bool:
-    """True where ``layer`` is a Linear without hooks, wrappers or patches."""
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     return type(layer) is nn.Linear and not hooked
 
 
 def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
     """The tables of ``rope`` with one value for each pair of features, made once for all blocks.
-
-    LTX-Video repeats them for each sample; without coordinates of their own the samples share the first one's.
-    """
+    LTX-Video repeats them for each sample; without coordinates of their own the samples share the first one's."""
     cos, sin = type(rope).forward(rope, *args, **named)
     if cos.ndim == 3 and (named.get("video_coords") if len(args) < 6 else args[5]) is None:
         cos, sin = cos[:1], sin[:1]
@@ -160,12 +146,7 @@ def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 
 def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
-    """Rotary tables as the operations take them, from upstream's (cos, sin), of the full width or of half of it.
-
-    Args:
-        width: of what is rotated.
-        per_head: tables (N, W) serve every head.
-    """
+    """Upstream's rotary (cos, sin), of ``width`` or half of it, as :class:`Tables`; (N, W) ``per_head``."""
     if emb is None:
         return None
     cos, sin = (_every_other(table) if table.shape[-1] == width else table for table in emb)

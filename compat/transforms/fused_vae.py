@@ -1,10 +1,6 @@
 """The residual blocks and the ends of video decoders on fused operations: norm, SiLU and padding in one pass each.
-
-A causal convolution pads its input and calls the convolution inside it. Here the operation before writes the border
-too, in the layout that the inner convolution reads, which is then called itself; where somebody has given the outer one
-another forward, as a decode in chunks does, it is called as a module and finds no border. Decodes that stream by group
-norms walk through the layers and never call a block: they keep upstream's operations.
-"""
+The operation writes the border too, in the layout that the convolution inside a causal one reads, which is then called
+itself; an outer one with another forward, as in a decode in chunks, is called as a module and finds no border."""
 
 from __future__ import annotations
 
@@ -54,27 +50,15 @@ READS: Mapping[Conv3dMethod, str] = {Conv3dMethod.CHANNELS_LAST: CHANNELS_LAST, 
 
 @dataclass(frozen=True, slots=True)
 class VaeFusion:
-    """The rewrite of the modules of one class.
+    """The rewrite of the modules of one class."""
 
-    Args:
-        forward: takes the place of the module's own.
-        sites: pairs of the paths of a norm and of the convolution that reads it.
-        activation: path of the SiLU.
-    """
-
-    forward: Callable[..., Any]
-    points: tuple[tuple[str, str], ...]
-    activation: str
+    forward: Callable[..., Any]  # takes the place of the module's own
+    points: tuple[tuple[str, str], ...]  # the paths of a norm and of the convolution that reads it
+    activation: str  # path of the SiLU
 
 
 def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
-    """Rewrite the known modules of the decoder of ``vae`` in place; returns what was done.
-
-    To be applied on the host, before an offloader holds the VAE and after its convolutions got their forms.
-
-    Args:
-        form: one of ``kernels.library.FORMS``.
-    """
+    """Rewrite the known modules of the decoder of ``vae`` in place, after its convolutions and before offload."""
     fused = FusionPoints(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
@@ -91,7 +75,6 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
 
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
-    """The reason why ``module`` is not what the rewrite was written for; empty when it is."""
     reason = other_forward(module, fusion.forward)
     if reason:
         return reason
@@ -173,7 +156,6 @@ def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor
 
 
 def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulation = NO_MODULATION) -> Tensor:
-    """``conv`` of ``x`` after its norm, modulation and SiLU."""
     within = "forward" not in vars(conv)
     pad = causal_edges(conv) if within else NO_PAD
     layout = _layout(conv.conv, x)
@@ -183,8 +165,7 @@ def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulatio
         else:
             ready = rms_silu_pad(x, terms, modulation, pad, layout=layout, form=form)
     result = (conv.conv if within else conv)(ready)
-    video: Tensor = result[0] if isinstance(result, tuple) else result
-    return video
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _convolved_twice(module: Any, x: Tensor) -> Tensor:

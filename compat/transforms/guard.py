@@ -1,9 +1,7 @@
 """A guard inside the run: the first use of each operation, dtype and size class on a device is computed again for 64
 rows on the host, in fp64, from the operands as the device holds them.
-
-It looks on through a dispatch mode that is there only in forwards whose shapes are new: later ones cost nothing. A miss
-is said once, replaced from then on by the first of ``PATHS`` that is right, and kept with the probes of the device.
-"""
+A dispatch mode looks on in forwards of new shapes alone. A miss is said once, replaced from then on by the first of
+``PATHS`` that is right, and kept with the probes of the device."""
 
 from __future__ import annotations
 
@@ -87,7 +85,6 @@ def _product(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
-    """s of a product of rows with rows, and of what is added to it."""
     return torch.outer(left.norm(dim=1), right.norm(dim=1)) + exact.abs()
 
 
@@ -190,7 +187,6 @@ CHECKS: dict[str, Check] = {
 
 
 def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first result of the call with its tensors changed."""
     args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
     return next(each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor))
 

@@ -1,10 +1,5 @@
-"""The rewrites of a part between reading and moving it: one plan, in the one order of operations.
-
-The plan is the only place where rewrites of modules are applied. It runs right after a part is read, on the CPU and
-before any offloader hooks it, so a part that was dropped and is read again gets the same. House order: load, storage
-dtype and quantisation, LoRA, Conv3d and precision rewrites, kernel rewrites, attention and cache configuration, the
-split over several devices, compile of repeated blocks, offloader last.
-"""
+"""The rewrites of a part between reading and moving it: one plan, in the one order of operations, and the only place
+where rewrites are applied. It runs right after a part is read, on the CPU and before any offloader hooks it."""
 
 from __future__ import annotations
 
@@ -44,18 +39,11 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change to the modules of a pipeline.
+    """One change to the modules of a pipeline."""
 
-    Args:
-        order: when.
-        name: for people and logs.
-        apply: from part name and module to what takes the change back, or None where it leaves this part alone. It
-            changes the module in place, so that every reference to it holds.
-    """
-
-    order: Order
-    name: str
-    apply: Apply
+    order: Order  # when
+    name: str  # for people and logs
+    apply: Apply  # changes a part in place; returns what takes that back, or None where it is left alone
 
 
 class Done:
@@ -65,7 +53,6 @@ class Done:
         self.undo: list[tuple[Order, Back]] = []
 
     def __call__(self) -> None:
-        """Take back everything, last one first."""
         self.back_to(Order.STORAGE)
 
     def back_to(self, order: Order) -> None:
@@ -86,9 +73,7 @@ class Preparation:
 
     def onwards(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
         """Apply the steps of ``order`` and later to a part that ``done`` tells the earlier ones of, and return it.
-
-        A step that fails takes back those of this call before it, so that no part is left half changed.
-        """
+        A step that fails takes back those of this call before it, so that no part is left half changed."""
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for step in sorted((step for step in self.steps if step.order >= order), key=lambda step: step.order):
@@ -102,16 +87,11 @@ class Preparation:
         return done
 
     def with_steps(self, steps: Iterable[Step]) -> Preparation:
-        """This plan with further steps, sorted into place."""
         return Preparation((*self.steps, *steps))
 
 
 def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """3-D convolutions of transformers and VAEs in a form that runs well here, as ``quirks.abilities`` says.
-
-    Args:
-        timings: what each form takes on this device, where it was measured.
-    """
+    """3-D convolutions in a form that runs well here, by ``quirks.abilities`` and, where there are, ``timings``."""
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) not in ("transformer", "vae"):
@@ -145,12 +125,8 @@ def attention_step(attention: Attention) -> Step:
 def replace_attention(module: nn.Module, attend: Attend) -> Back:
     """Make every known attention of a transformer or VAE call ``attend``; returns what puts everything back.
 
-    A processor of another rewrite is kept: where it has an attribute ``attend``, and one ``padding``, they are set. One
-    that is given padding calls ``by_rows`` of :mod:`.attention_processors`.
-
-    Args:
-        attend: from query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D).
-    """
+    ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). On
+    processors of other rewrites ``attend`` is set, and ``padding`` where they have it: they call ``by_rows`` then."""
     padding, undo = Padding(), Undo()
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)

@@ -1,9 +1,6 @@
 """Products of packed weights as they are stored: the activations are rounded to 8 bits too, a scale per token.
-
-Lossy, and off by default. It saves unpacking the weights, and 8-bit units multiply twice as fast as 16-bit ones. Where
-comfy-kitchen is installed, its kernels multiply int8, rotated or not, and W4A8; elsewhere torch does, int8 and fp8.
-Layers with few tokens (modulations), other storage and patched weights compute as always.
-"""
+Lossy, and off by default. comfy-kitchen's kernels multiply int8, rotated or not, and W4A8; else torch does, int8 and
+fp8. Layers with few tokens (modulations), other storage and patched weights compute as always."""
 
 from __future__ import annotations
 
@@ -39,11 +36,7 @@ def formats_on(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
 
 
 def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
-    """The formats whose products the device has.
-
-    Raises:
-        UnsupportedError: none.
-    """
+    """The formats whose products the device has; UnsupportedError for none."""
     formats = formats_on(facts)
     if not formats:
         raise UnsupportedError(
@@ -67,9 +60,7 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
 
 def product(layer: Any, x: Tensor) -> Tensor | None:
     """The output of a packed ``layer`` in the dtype of ``x``; None where its product does not suit it.
-
-    Peak extra memory: ``x`` in 8 bits and the output in fp32.
-    """
+    Peak extra memory: ``x`` in 8 bits and the output in fp32."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = (layer.in_features, layer.out_features)
     adapted = bool(getattr(layer, "weight_function", None))
@@ -113,10 +104,9 @@ def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.to(dtype)
     if layer.codec != W4A8:
         turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}
-        result: Tensor = kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
-        return result
+        return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
     book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
-    result = kitchen().w4a8_int8_linear(
+    return kitchen().w4a8_int8_linear(
         x,
         layer.stored.view(torch.int8),
         s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel,
@@ -128,4 +118,3 @@ def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
         convrot_groupsize=layer.group,
         out_dtype=dtype,
     )
-    return result

@@ -1,9 +1,6 @@
 """Step caches: diffusers' ways to skip work that changed little since the previous step. Lossy.
-
-Several of them silently do nothing on some of these transformers, or share their cache between the two branches of
-guidance; each family says which kinds were seen to act, :data:`SHARED` has those that share. A cache is put
-on a transformer for one sampling and taken off after it, and counts what really ran.
-"""
+Some silently do nothing on some transformers, or share their cache between the branches of guidance (:data:`SHARED`);
+each family says which were seen to act. A cache is put on for one sampling, and counts what really ran."""
 
 from __future__ import annotations
 
@@ -39,23 +36,14 @@ WARM_UP = 2  # steps that an extrapolation needs
 
 @dataclass(frozen=True, slots=True)
 class StepCacheSettings:
-    """The user's settings of a step cache.
+    """The user's settings of a step cache."""
 
-    Args:
-        kind: one of :data:`KINDS`.
-        threshold: of ``first_block``, the relative change of the first block's result below which the other blocks are
-            skipped, over 0 to 1.
-        interval: of the others, every so many steps are computed, 2 to 10.
-        start, end: share of the steps between which it acts, 0..1.
-        device: one of :data:`DEVICES`, where results are kept between steps.
-    """
-
-    kind: str = AUTO
-    threshold: float = PRESETS["balanced"][0]
-    interval: int = PRESETS["balanced"][1]
-    start: float = 0.0
+    kind: str = AUTO  # one of KINDS
+    threshold: float = PRESETS["balanced"][0]  # of ``first_block``: relative change below which blocks are skipped
+    interval: int = PRESETS["balanced"][1]  # of the others: every so many steps are computed
+    start: float = 0.0  # share of the steps from which on it acts
     end: float = 1.0
-    device: str = DEVICES[0]
+    device: str = DEVICES[0]  # where results are kept between steps
 
     def __str__(self) -> str:
         how = f"threshold {self.threshold:g}" if self.kind == FIRST_BLOCK else f"every {self.interval} steps"
@@ -63,24 +51,15 @@ class StepCacheSettings:
 
     def skipped(self, steps: int) -> float:
         """Share of blocks, or of attentions, that it skips, for a forecast: how alike steps are, only a run tells.
-
-        Source: FLUX.1-dev at thresholds 0.06 to 0.12, huggingface/diffusers docs/source/en/optimization/para_attn.md.
-        """
+        Source: FLUX.1-dev at thresholds 0.06 to 0.12 (diffusers docs/source/en/optimization/para_attn.md)."""
         if self.kind in (TAYLOR, PYRAMID):
             return max(0.0, self.end - max(self.start, WARM_UP / steps)) * (1 - 1 / self.interval)
         return (self.end - self.start) * min(0.6, 4 * self.threshold)
 
 
 def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset; None for ``off``.
-
-    Args:
-        preset: one of :data:`PRESET_CHOICES`.
-        asked: what ``custom`` takes.
-
-    Raises:
-        InputError: an unknown choice or a number out of range. UnsupportedError: an unknown kind.
-    """
+    """The settings of a preset, None for ``off``; ``custom`` takes what is ``asked``.
+    Raises InputError for an unknown choice or a number out of range, UnsupportedError for an unknown kind."""
     require_choice("preset", preset, PRESET_CHOICES)
     if preset == OFF:
         return None
@@ -108,17 +87,7 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
 
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
-    """Refuse a cache that does not work together with the other settings.
-
-    Args:
-        settings: of the cache.
-        transformer: that it is for.
-        cfg: scale of classifier-free guidance.
-        batched: whether that is a batch of two; else it is a second forward per step.
-
-    Raises:
-        UnsupportedError: guidance in two forwards with a kind that mixes them, or compiled blocks with a kind inside.
-    """
+    """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
     if settings.kind in SHARED and cfg > 1.0 and not batched:
         raise UnsupportedError(
             f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
@@ -126,11 +95,8 @@ def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: flo
             fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
         )
     if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
-        raise UnsupportedError(
-            f"step cache {settings.kind!r} with compile: {INSIDE}",
-            expected=f"kind {FIRST_BLOCK}, or compile off",
-            fix=f"Choose kind {FIRST_BLOCK}.",
-        )
+        found = f"step cache {settings.kind!r} with compile: {INSIDE}"
+        raise UnsupportedError(found, expected=f"kind {FIRST_BLOCK}, or compile off", fix=f"Choose kind {FIRST_BLOCK}.")
 
 
 @dataclass(slots=True)
@@ -156,14 +122,8 @@ class Count:
 
 @contextmanager
 def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
-    """Apply the cache to ``transformer`` for the block; the count says what it skipped.
-
-    Every sampling and every section of a FramePack video starts with nothing kept. ``cache_context`` must be open
-    around each forward, as the families' samplers do.
-
-    Args:
-        steps: of one sampling.
-    """
+    """Apply the cache to ``transformer`` for the block, one sampling of ``steps``; the count says what it skipped.
+    Every sampling and section of a FramePack video starts with nothing kept; ``cache_context`` is open at forwards."""
     active = _Active(transformer, settings, steps)
     with active.undo:
         with torch.inference_mode(False), torch.no_grad():
@@ -259,7 +219,6 @@ class _Measured(torch.Tensor):
     """A tensor whose ``item`` comes home exactly."""
 
     def item(self) -> Any:
-        """The number, also where a device damages plain copies of it."""
         return to_host(self.as_subclass(torch.Tensor)).item()
 
 

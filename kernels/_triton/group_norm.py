@@ -1,8 +1,5 @@
 """The launches of :mod:`..group_norm`: partial statistics, their sum, and the pass that writes the padded result.
-
-A tile is pixels by channels. Strides say which of the two lie beside each other in memory, so one kernel serves both
-layouts and the compiler picks wide loads for either.
-"""
+A tile is pixels by channels, and strides say which lie beside each other in memory: one kernel serves both layouts."""
 
 from __future__ import annotations
 

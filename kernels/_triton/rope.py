@@ -1,9 +1,7 @@
-"""The launch of :mod:`..rope`.
+"""The launch of :mod:`..rope`: a row is a head of a token, or a whole token.
 
-A row is a head of a token, or a whole token. One program takes some rows of both queries and keys, in every sample, so
-that the tables, which are wider than the rows they turn, are read once. Pairs are split off a row that was read whole:
-reading every other feature would load two bytes at a time.
-"""
+One program takes some rows of queries and keys in every sample, so that the tables, wider than the rows they turn, are
+read once. Pairs are split off a whole row: reading every other feature would load two bytes at a time."""
 
 from __future__ import annotations
 
