@@ -56,11 +56,7 @@ class Rendered:
 
 
 def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> LoadRequest:
-    """The request with which this machine loads the job's model; ``check`` as of :meth:`Places.model`.
-
-    Raises:
-        CheckpointError: a model is not on this machine.
-    """
+    """The request with which this machine loads the job's model; raises CheckpointError where one is not here."""
     find = partial(machine.places.model, check=check)
     parts = {part: find(content) for part, content in job.files.items()}
     return load_request(
@@ -78,11 +74,7 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
 
 
 def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
-    """The pipeline of a job, with its LoRAs and its step cache.
-
-    Args:
-        request: what :func:`request_of` gave before; None asks it.
-    """
+    """The pipeline of a job, with its LoRAs and its step cache; ``request`` is that of :func:`request_of`."""
     pipeline = load_placed(request or request_of(job, machine, progress.check), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file, progress.check)
@@ -91,12 +83,9 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
 
 
 def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
-    """Render a job with its pipeline, or that of another job with the same ``model_key``.
+    """Render a job with its pipeline, or that of another job with the same ``model_key``; raises what a stage refuses.
 
     Of a group, all processes call it, and the leader has the frames.
-
-    Raises:
-        PackError: what any of the stages refuses.
     """
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
@@ -237,16 +226,11 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay.
-
-    Args:
-        same: whether the latents are bit for bit those of the receipt; None where it does not say.
-        differences: between this machine and the one that made the file, which may be why.
-    """
+    """The result of a replay."""
 
     rendered: Rendered
-    same: bool | None
-    differences: tuple[str, ...]
+    same: bool | None  # whether the latents are bit for bit those of the receipt; None where it does not say
+    differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
 
     def text(self) -> str:
         """The outcome in lines."""

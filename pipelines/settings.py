@@ -28,11 +28,7 @@ GUIDANCE = (
 
 
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
-    """The recipe of the variant that is loaded; None where its family has none.
-
-    Args:
-        settings: of the run; upscaled latents that are denoised as published take the recipe's second pass.
-    """
+    """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``."""
     code = pipeline.spec.code
     known = pipeline.spec.recipes.known.values()
     recipe: Recipe | None = pipeline.spec.recipes.known.get(pipeline.model.recipe) if pipeline.model.recipe else None
@@ -46,7 +42,7 @@ def final_size(settings: SampleSettings) -> dict[str, int]:
     """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays.
 
     A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
-    A size that is no larger than that of the first pass is one that was left there, and asks for nothing.
+    A size no larger than that of the first pass was left there, and asks for nothing.
 
     Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
     """
@@ -63,11 +59,7 @@ def _refines(settings: SampleSettings) -> bool:
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
-    """The loaded family with this checkpoint's own defaults: what its files say, and its recipe.
-
-    Args:
-        recipe: the one to take; None for that of its first pass.
-    """
+    """The loaded family with the defaults of this checkpoint's files and of ``recipe``, by default its first pass's."""
     family, code = pipeline.spec, pipeline.spec.code
     defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.sizes.defaults
     recipe = recipe or recipe_of(pipeline)
@@ -89,10 +81,7 @@ def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) ->
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
-    """Defaults that a checkpoint's index says it was trained for, by the names of :class:`Defaults`.
-
-    It is of a file, so anything: a number counts that is positive and of the type of the family's default.
-    """
+    """Defaults that a checkpoint's index says it was trained for; only positive numbers of the usual type count."""
     given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.sizes.defaults
     return {
         name: value
@@ -117,11 +106,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """Default recipe of the loaded variant; for a demo model, the contents that it draws, since it has one recipe.
-
-    Args:
-        variant: what is said of the variant; nothing is guessed of a demo model.
-    """
+    """The decisions about variant and recipe; of a demo model, which has one recipe, what it draws."""
     if pipeline.is_demo:
         return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
     recipe = recipe_of(pipeline)
@@ -139,11 +124,7 @@ def _demo_decision(pipeline: Pipeline) -> Decision:
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
-    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
-
-    Raises:
-        InputError: a choice or number out of range. UnsupportedError: an unknown kind.
-    """
+    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it."""
     settings = settings_for(preset, asked)
     decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
     if settings is not None:
@@ -196,11 +177,7 @@ def snap_frames(family: FamilySpec, frames: int) -> int:
 
 
 def check_steps(family: FamilySpec, steps: int) -> int:
-    """``steps``, or the family's default for 0.
-
-    Raises:
-        InputError: fewer than the family allows, or more than 1000.
-    """
+    """``steps``, or the family's default for 0."""
     steps = steps or family.sizes.defaults.steps
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     return steps

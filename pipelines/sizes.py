@@ -33,19 +33,15 @@ SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
-
-    ``text`` counts the tokens of the prompt, ``sections`` those of a video that is sampled in several; 0 where the
-    count is not known yet.
-    """
+    """The size of a run; 0 for a count that is not known yet."""
 
     width: int
     height: int
     frames: int
-    guided: bool = False
-    window: int = 9
-    text: int = 0
-    sections: int = 0
+    guided: bool = False  # whether true guidance runs a second forward
+    window: int = 9  # latent frames of a section
+    text: int = 0  # tokens of the prompt
+    sections: int = 0  # those of a video that is sampled in several
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
@@ -55,11 +51,7 @@ def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
 
 
 def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
-    """Bytes of transformers on the device under ``mode``: all with ``none``, else of the largest.
-
-    Args:
-        forward: bytes that one forward needs beside them.
-    """
+    """Bytes of transformers on the device beside a ``forward``: all with ``none``, else of the largest."""
     each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
     return sum(each) if mode == "none" else max(each)
 
@@ -92,13 +84,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
 
 
 def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
-    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast.
-
-    Args:
-        pipeline: whose transformer it is.
-        settings: with the size of the run.
-        window: latent frames of one section of FramePack.
-    """
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast."""
     size = Size(
         width=settings.width, height=settings.height, frames=settings.frames, guided=settings.cfg > 1.0, window=window
     )
@@ -139,11 +125,7 @@ def _dense(pipeline: Pipeline, part: str) -> int:
 
 
 def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> int:
-    """Activations at the peak of a decode.
-
-    Args:
-        frames: latent frames per chunk, tile: pixels per tile; 0 for all.
-    """
+    """Activations at the peak of a decode, of latent ``frames`` per chunk and pixels per ``tile``; 0 for all."""
     fit, (wide, plain) = pipeline.spec.memory.fit, decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 

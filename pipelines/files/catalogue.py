@@ -66,8 +66,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 def stored_for(offer: Offer, card_bytes: int) -> str:
     """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
 
-    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
-    for Q4_K_M.
+    Published files where some are known; else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
     """
     if not card_bytes:
         return ""
@@ -100,11 +99,9 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """Advice while there is no model: the smallest model that fits, its pages and folders, and where was searched.
+    """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched.
 
     Args:
-        searched: the model folders; the first is where the model goes.
-        machine: the machine in words.
         memory_bytes: of the computer that holds the weights.
         card_bytes: of the device; 0 where it is the computer.
     """
@@ -143,11 +140,7 @@ def absent_offers(there: Container[str], roots: Sequence[Path]) -> dict[str, dic
 
 
 def offer_of(title: str) -> Offer:
-    """The offer under a title.
-
-    Raises:
-        InputError: none has it.
-    """
+    """The offer under a title; raises InputError where none has it."""
     require_choice("model", title, every_offer())
     return every_offer()[title]
 

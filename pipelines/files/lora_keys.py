@@ -80,13 +80,7 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Match the tensors of a LoRA file to layers.
-
-    Args:
-        tensors: names and shapes in the file.
-        layers: names and weight shapes of the transformer's layers.
-        blocks: which blocks take part, such as ``double 0-9, single``; empty for all.
-        biased: the layers that have a bias; None for all.
+    """Match the tensors of a LoRA file, by shape, to layers; ``biased`` are those that have a bias, None for all.
 
     Raises:
         CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.

@@ -26,8 +26,7 @@ ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 def find_models(roots: Iterable[Path]) -> list[Path]:
     """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
 
-    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
-    such as ``lost+found``.
+    Looks three levels deep, not into hidden folders, and leaves out what cannot be read, such as ``lost+found``.
     """
     folders: dict[Path, None] = {}
     for root in roots:
@@ -49,11 +48,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The family of a pipeline or transformer folder, None for another; raises CheckpointError for a damaged one."""
     with reading(folder):
         if (folder / INDEX).is_file():
             name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))

@@ -36,11 +36,7 @@ Cells = tuple[int, int, int]  # latent frames, rows, columns
 
 
 def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
-    """The work of all steps of a sampling.
-
-    Args:
-        settings: completed: steps and guidance are known.
-    """
+    """The work of all steps of a sampling; its ``settings`` are completed."""
     total, sections = Work(), sections_of(pipeline, size)
     for rows, count in Counter(batches_of(pipeline, settings)).items():
         total.update(transformer_work(pipeline, size, rows).times(count * sections))
@@ -68,11 +64,7 @@ def sections_of(pipeline: Pipeline, size: Size) -> int:
 
 
 def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
-    """The work of one call of the transformer.
-
-    Args:
-        rows: of the batch.
-    """
+    """The work of one call of the transformer with a batch of ``rows``."""
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
@@ -173,11 +165,7 @@ def _vision_work(pipeline: Pipeline) -> Work:
 
 
 def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
-    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention.
-
-    Args:
-        request: the texts; None for those of a usual length.
-    """
+    """The work of encoding the texts of ``request``, by default a prompt and its negative of a usual length."""
     total = Work()
     for part, forwards in text_forwards(pipeline, request).items():
         config = pipeline.configs[part].get("text_config", pipeline.configs[part])
@@ -189,11 +177,7 @@ def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> Forwards:
-    """Tokens of each text in each forward of each text encoder that runs.
-
-    Args:
-        request: the texts; None for a prompt and its negative of a usual length.
-    """
+    """Tokens of each text in each forward of each text encoder that runs; without ``request`` of a usual length."""
     spec, code = pipeline.spec, pipeline.spec.code
     usual: Forwards = dict.fromkeys(spec.files.text_parts, ((spec.memory.reference_tokens,) * 2,))
     found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
@@ -201,11 +185,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
-    """One forward of a text encoder: T5, Llama, Qwen or CLIP, by what their configurations call their sides.
-
-    Args:
-        lengths: tokens of each of its texts.
-    """
+    """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
 
     side = partial(_number, config)
     width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
@@ -234,10 +214,7 @@ def _number(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
 
 
 def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
-    """Latent frames, rows and columns of each decode: a video, or sections, each later one with its neighbour.
-
-    One of the sections also has the frame that the video starts from.
-    """
+    """Latent frames, rows and columns of each decode: a video, or sections with a neighbour or the start frame."""
     frames, rows, columns = latent_shape(pipeline, size)
     if not pipeline.spec.recipes.sections:
         return [(frames, rows, columns)]

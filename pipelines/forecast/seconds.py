@@ -106,10 +106,7 @@ def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
-    """The key of all that changes the work of a stage or its rate, and that the model of its time does not know.
-
-    A run is kept under it and forecast by it, so that only runs of one key correct each other.
-    """
+    """The key of all that changes a stage's work or rate beside its model: only runs of one key correct each other."""
     speed, adapters, own = pipeline.plan.speed, pipeline.offloader.adapters, dict[str, Any]()
     if stage == SAMPLING:
         rows = run.settings.guidance_steps
@@ -162,10 +159,7 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
 
 
 def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
-    """The first mode, or the quickest where that is worth leaving the order for; empty for no modes.
-
-    Where the time of a mode is not known, their order decides.
-    """
+    """The first mode, or the quickest where that is worth it and all times are known; empty for no modes."""
     first = next(iter(modes), "")
     if any(mode not in times for mode in modes) or not first:
         return first
@@ -174,8 +168,7 @@ def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
 
 
 def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
-    """Time of a run with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
-    nothing is gained."""
+    """Time with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where nothing is gained."""
     if room is None:
         return ""
     now = quickest([each.mode for each in needs if each.fits(room)], times)

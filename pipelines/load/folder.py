@@ -145,14 +145,7 @@ def load_placed(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
-    """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.
-
-    Args:
-        progress, make_room, hosted: as :func:`load` takes them.
-
-    Raises:
-        PackError: what :func:`load` refuses.
-    """
+    """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
     first = load(request, progress, make_room, hosted)
     if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
         return first
@@ -193,10 +186,7 @@ def _sources(
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
-    """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
-
-    Rewritten blocks refer to themselves, so a pipeline that is no longer used stays until such cycles are collected.
-    """
+    """Bytes of host memory that this process may take; where ``wanted`` do not fit, unused pipelines are collected."""
     room = free()
     if room >= wanted:
         return room

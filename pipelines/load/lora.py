@@ -43,30 +43,17 @@ NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """One LoRA as a user chose it.
+    """One LoRA as a user chose it."""
 
-    Args:
-        path: its file.
-        strength: times what it was trained for.
-        blocks: filter as :func:`lora_keys.chosen` takes it.
-        mode: one of :data:`LORA_MODES`.
-        pairs: the tensors of each layer, by the layer's name.
-        tensors: those tensors on the CPU, by their names in the file, which is not read again.
-        stamp: the file's size and time.
-        scales: alpha over rank by layer name, 1 where the file has no alpha.
-        of_weight: layers whose own weights it depends on (DoRA, OFT, BOFT, GLoRA), and norms: it goes into these in any
-            mode.
-    """
-
-    path: Path
-    strength: float
-    blocks: str
-    mode: str
-    pairs: Mapping[str, LoRAPair]
-    stamp: tuple[int, int]
-    scales: Mapping[str, float]
-    of_weight: frozenset[str]
-    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
+    path: Path  # its file
+    strength: float  # times what it was trained for
+    blocks: str  # filter as :func:`lora_keys.chosen` takes it
+    mode: str  # one of :data:`LORA_MODES`
+    pairs: Mapping[str, LoRAPair]  # the tensors of each layer, by the layer's name
+    stamp: tuple[int, int]  # the file's size and time
+    scales: Mapping[str, float]  # alpha over rank by layer name, 1 where the file has no alpha
+    of_weight: frozenset[str]  # layers on whose weights it depends (DoRA, OFT, BOFT, GLoRA), and norms: always merged
+    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)  # of the file, on the CPU
 
     def delta(self, layer: str) -> Delta:
         """The additions to a layer, without strength and scale."""
@@ -142,11 +129,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
 
 
 def named(text: str) -> tuple[Path, float, str]:
-    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all where it names none.
-
-    Raises:
-        InputError: no .safetensors file, or a strength that is not a number.
-    """
+    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all by default."""
     match = NAMED.fullmatch(text)
     try:
         strength = float((match and match[2]) or 1.0)
@@ -191,12 +174,7 @@ def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
 
 
 class LoRAs:
-    """The LoRAs of one pipeline, first to last, as an offloader's adapters.
-
-    Args:
-        dtype: what factors have beside weights that are narrower than 16 bits.
-        parts: the transformers that they are on.
-    """
+    """The LoRAs of one pipeline, first to last, as an offloader's adapters."""
 
     def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype, parts: tuple[str, ...]) -> None:
         self.loras, self.dtype, self.parts = loras, dtype, parts
@@ -297,11 +275,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
-    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before.
-
-    Raises:
-        UnsupportedError: a weight that is stored in a way that addition would not reach.
-    """
+    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before."""
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
     quantised = [layer for layer in layers.values() if not (_is_plain(layer) or is_exact(layer))]
     if quantised:
@@ -345,11 +319,7 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
     """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
 
-    Args:
-        of_sum: whether rows are measured after the addition, as peft does; columns always are.
-
-    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, ``weight_decompose``, which measures
-    rows before it.
+    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before the sum.
     """
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     rows = magnitude.shape[0] == flat.shape[0]

@@ -58,11 +58,7 @@ def with_receipt(
     framepack: FramePackSettings | None = None,
     video: Content | None = None,
 ) -> Latents:
-    """``latents`` with the record of what made them; never raises.
-
-    Args:
-        video: what they started from, where that is the whole of a video in ``settings.latents``.
-    """
+    """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
     missing = _missing(prompt, image, settings, video)
     record: dict[str, Any] = {HEAD: VERSION, "latents": latents_hash(latents)}
     try:
@@ -136,11 +132,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def job_of(record: Mapping[str, Any]) -> VideoJob:
-    """The job that makes a receipt's video again.
-
-    Raises:
-        InputError: something that made it is in no file: masks, latents of other nodes, core's CONDITIONING.
-    """
+    """The job that makes a receipt's video again; raises InputError where something that made it is in no file."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
