@@ -52,18 +52,15 @@ class SubProgress:
     name: str
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Report ``done`` of ``total`` in this part as a share of the whole."""
         if self.count > 1:
             detail = f"{stage.detail} {self.name} {self.index + 1} of {self.count}"
             stage = ProgressStage(stage.name, detail.lstrip(), counted=True, resumable=stage.resumable)
         self.whole.step(self.index * total + done, self.count * total, stage, preview)
 
     def check(self) -> None:
-        """Raise when the user has cancelled."""
         self.whole.check()
 
     def notify(self, text: str) -> None:
-        """One line that the user should read."""
         self.whole.notify(text)
 
 
@@ -82,7 +79,6 @@ class Prompt:
     extra: Mapping[str, Any] = field(default_factory=dict)  # what no model sees: ``text``, ``negative_text``
 
     def described(self, title: str) -> str:
-        """Describe the prompt in one line; ``title`` is the family's."""
         tokens = next(iter(self.embeds.values())).shape[1]
         return f"prompt for {title}: {tokens} tokens{', with negative' if self.has_negative else ''}"
 
@@ -165,8 +161,6 @@ class SampleSettings:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """The user's settings for text encoding."""
-
     text: str
     negative: str = ""
     max_tokens: int = 0  # limit in tokens; 0 means the family's default
@@ -185,8 +179,6 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """The user's settings for image encoding."""
-
     frames: torch.Tensor  # (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1
     width: int
     height: int

@@ -74,10 +74,8 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
 
 
 def _model(pipeline: Any) -> Any:
-    """The holder of ``source`` and ``stands_in_for``: a pipeline that paints has them itself."""
     return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:
-    """The variant, where the family has several and a published model is one of them."""
     return () if pipeline.is_demo or pipeline.variant == pipeline.family else (pipeline.variant,)

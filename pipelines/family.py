@@ -105,8 +105,6 @@ class FitFactors:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Terms that the memory forecast counts."""
-
     fit: FitFactors  # the fitted factors
     reference_tokens: int  # tokens that the text encoder runs on
     text_tokens: int = 0  # valid text tokens that join the video's where the prompt is not known yet; 0 where none join
@@ -117,8 +115,6 @@ class MemoryTerms:
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Kind of model that a part in a single file is."""
-
     kind: str  # as in a ``Layout``, such as ``t5`` or ``ltx/vae``
     width: str = ""  # the key of the transformer's configuration that names its width; empty where the kind is enough
 
@@ -181,8 +177,6 @@ class FamilyFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that a family makes."""
-
     multiple: int  # width and height are multiples of it, in pixels
     ratio: int  # pixels per latent row and column
     stride: int  # pixel frames per latent frame; frame counts are ``stride * n + 1``
@@ -279,5 +273,4 @@ class FamilySpec:
 
     @property
     def folder(self) -> Path:
-        """Folder of its published configurations."""
         return Path(str(import_module(".spec", self.package).__file__)).parent

@@ -47,11 +47,9 @@ class Rendered:
 
     @property
     def receipt(self) -> dict[str, Any] | None:
-        """The receipt of the video; None for latents that have none."""
         return receipts.decoded_receipt(self.latents, self.form)
 
     def write(self, path: Path) -> Path:
-        """Write the video as an MP4 with its receipt; returns ``path``."""
         return write_mp4(self.frames, self.latents.fps, path, receipts.tags_for(self.receipt))
 
 
@@ -197,7 +195,6 @@ def _frames(
 
 
 def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
-    """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
@@ -217,7 +214,6 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
 
 
 def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
-    """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
     frames, size = _frames("images", job.video, job, machine, progress, pipeline), job.settings
@@ -226,14 +222,11 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay."""
-
     rendered: Rendered
     same: bool | None  # whether the latents are bit for bit those of the receipt; None where it does not say
     differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
 
     def text(self) -> str:
-        """The outcome in lines."""
         first = {True: "the same latents, bit for bit", False: "other latents", None: "nothing to compare with"}
         why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
         return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])

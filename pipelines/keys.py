@@ -23,8 +23,6 @@ TRANSFORMER = "/transformer"  # what the kinds of transformers end with
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rule."""
-
     source: str  # names in the file, separated by ``|``: releases name one tensor in several ways
     targets: str  # names in the model, separated by blanks; several share the rows of the tensor
     swapped: bool = False  # the halves of the tensor's rows change places: shift and scale, or gate and projection
@@ -153,7 +151,6 @@ def _parts(row: Row, name: str) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """The literal beginning of each way to write a name, and its pattern."""
     return tuple((re.split(r"[#*]", way)[0], name_pattern(way)) for way in source.split("|"))
 
 

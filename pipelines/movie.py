@@ -135,7 +135,6 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[A
 
 
 def _most_of(path: Path) -> dict[str, str]:
-    """FFmpeg's option for the largest frame that a file may have."""
     return {"max_pixels": str(reading_budget(path.stat().st_size) // FRAME_BYTES)}
 
 

@@ -28,16 +28,13 @@ class Download:
 
     @property
     def page(self) -> str:
-        """Page where users find it."""
         return HUB + self.repository
 
     @property
     def folder(self) -> str:
-        """The name of the folder that it goes into, as published."""
         return self.repository.rsplit("/", 1)[1]
 
     def text(self, root: Path) -> str:
-        """Describe its source, the files needed and their destination, in one line."""
         only = f" (only {', '.join(self.only)})" if self.only else ""
         return f"{self.page}{only} into {root / self.folder}"
 
@@ -70,7 +67,6 @@ class Offer:
 
     @property
     def total_bytes(self) -> int:
-        """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
 
     @property

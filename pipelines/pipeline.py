@@ -74,7 +74,6 @@ class Resuming:
         self.store.drop(self.key())
 
     def save(self, state: StepState) -> bool:
-        """Replace what is saved, and return whether that was done."""
         key = self.key()
         return bool(key) and self.store.save(key, state)
 
@@ -96,8 +95,6 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device that a pipeline was loaded for."""
-
     facts: DeviceFacts  # of it
     precision: Precision  # dtype of each part there
     probes: ProbeStore | None  # answers of the device, saved as they come; None asks it nothing
@@ -105,8 +102,6 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Execution plan of a pipeline."""
-
     offloader: Offloader  # moves its parts
     speed: Speed  # kernels, compile, profile
     decisions: tuple[Decision, ...] = ()  # of loading, in order
@@ -139,37 +134,30 @@ class Pipeline(KnownToHost):
 
     @property
     def family(self) -> str:
-        """The frozen id of its family, as files have it."""
         return self.spec.id
 
     @property
     def variant(self) -> str:
-        """The variant of its family."""
         return self.model.variant
 
     @property
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """The contents of each part's ``config.json``."""
         return self.model.configs
 
     @property
     def weights(self) -> Mapping[str, PartBytes]:
-        """The bytes of each part."""
         return self.model.weights
 
     @property
     def facts(self) -> DeviceFacts:
-        """The facts of its device."""
         return self.device.facts
 
     @property
     def precision(self) -> Precision:
-        """The dtype of each part."""
         return self.device.precision
 
     @property
     def offloader(self) -> Offloader:
-        """The offloader of its parts."""
         return self.plan.offloader
 
     @property
@@ -188,8 +176,6 @@ class Pipeline(KnownToHost):
 
 
 class Tools:
-    """Tokenizers, scheduler and processors by name, each read on first use."""
-
     def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
         self.readers, self._read = dict(readers), dict[str, Any]()
 

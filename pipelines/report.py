@@ -35,7 +35,6 @@ PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5
 
 
 def title_of(pipeline: Any) -> str:
-    """The name for people of a pipeline's family, those that paint too."""
     return pipeline.spec.title if isinstance(pipeline, Pipeline) else PAINT_TITLES[pipeline.family]
 
 

@@ -24,8 +24,6 @@ from .speed import Profile, SpeedRequest
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files that a pipeline is composed of."""
-
     parts: Mapping[str, Path]  # part name to its file; ``transformer`` is needed, others are searched in ``offered``
     offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)  # all files of the model folders to kinds
     task: str = AUTO  # ``text``, ``image``, or ``auto`` where the files decide
@@ -35,8 +33,6 @@ class Files:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """User's choices for loading."""
-
     model: Path  # folder of a diffusers pipeline, or of a transformer alone
     base: Path | None = None  # folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches
     image_encoder: Path | None = None  # folder with ``image_encoder`` and ``feature_extractor``; None searches
@@ -59,8 +55,6 @@ class LoadRequest:
 
 
 class LoadInput(NamedTuple):
-    """One input that the nodes which load a video pipeline share."""
-
     default: Any  # its value if none was chosen, of the input's type
     target: Callable[..., Any] | None = LoadRequest  # takes the value as an argument; None: this module does
     argument: str = ""  # name of that argument, where it is not the input's own

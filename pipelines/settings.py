@@ -124,7 +124,6 @@ def _demo_decision(pipeline: Pipeline) -> Decision:
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
-    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it."""
     settings = settings_for(preset, asked)
     decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
     if settings is not None:

@@ -45,7 +45,6 @@ class Size:
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a run."""
     spatial, temporal = pipeline.spec.sizes.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
@@ -57,7 +56,6 @@ def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
-    """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
@@ -108,12 +106,10 @@ def beside_text(pipeline: Pipeline, part: str, texts: int) -> int:
 
 
 def text_bytes(pipeline: Pipeline, part: str, texts: int) -> int:
-    """Activations at the peak of a text encoder's forward."""
     return int(pipeline.spec.memory.fit.text * text_term(pipeline, part, texts)) + _dense(pipeline, part)
 
 
 def text_term(pipeline: Pipeline, part: str, texts: int) -> int:
-    """Bytes of one copy of a text encoder's widest activation."""
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
@@ -150,7 +146,6 @@ def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream:
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
-    """Bytes of one tile of the last layer of a decode that streams."""
     wide, plain = decoding_terms(pipeline, size, frames, tile)
     area = min(stream, size.width) * min(stream, size.height)
     return max(wide, plain) * min(1.0, area / (size.width * size.height))
@@ -162,7 +157,6 @@ def plane_bytes(pipeline: Pipeline, size: Size) -> int:
 
 
 def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:
-    """Bytes of ``modules`` on ``device``."""
     tensors = (each for module in modules if module is not None for each in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
@@ -176,13 +170,11 @@ def widest(config: Mapping[str, Any]) -> float:
 
 
 def default_size(family: FamilySpec) -> Size:
-    """The size that the family's own pipeline makes."""
     defaults = family.sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    """The size of a run, for forecasts."""
     guided = settings.cfg > 1.0
     return Size(
         width=settings.width,

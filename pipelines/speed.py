@@ -47,7 +47,6 @@ class Profile:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """One trace of everything in the block, in ``path``."""
         with self._traced(self.path):
             yield
 
@@ -133,8 +132,6 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRequest:
-    """User's choices for speed."""
-
     kernels: str = fused.AUTO  # one of ``fused.CHOICES``
     compile: CompileSettings | None = None  # None for off
     profile: Profile | None = None  # where traces go; None for none
@@ -176,7 +173,6 @@ class Speed:
             self.compiled = {part: Compilation(request.compile) for part in parts}
 
     def steps(self) -> tuple[Step, ...]:
-        """The changes to parts, for their preparation."""
         steps: list[Step] = []
         if self.formats:
             steps.append(Step(Order.KERNELS, "products of stored weights", self._multiply))
@@ -210,7 +206,6 @@ class Speed:
             self.compile = Decision("compile", "off", why, AUTO)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions for the load node."""
         return self.kernels, self.compile
 
     def line(self, title: str) -> str:
@@ -223,7 +218,6 @@ class Speed:
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
-        """Say :meth:`line` where something is on."""
         if self.formats and not self.multiplied:
             notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:

@@ -84,7 +84,6 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
 
 
 def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:
-    """A part for each family."""
     for family in FAMILIES.values():
         yield Part(f"memory {family.id}", partial(stack_figures, family, facts, store, sizes))
 
@@ -171,7 +170,6 @@ def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Sta
 
 
 def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:
-    """The configuration of the family's first published part of this name."""
     content = json_file(family.folder / f"{part}.json")
     first: Mapping[str, Any] = content[0] if isinstance(content, list) else content
     return dict(first.get("config", first))

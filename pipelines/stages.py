@@ -66,8 +66,6 @@ TEXT_HINT = "choose text_device cpu on the load node, which needs none of this m
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Names of a stage in a profile, in the memory statistics, and in a sentence."""
-
     range: str
     cost: str
     title: str

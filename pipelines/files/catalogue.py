@@ -41,7 +41,6 @@ def known_page(name: str) -> str:
 
 
 def published_family(name: str) -> FamilySpec | None:
-    """The family of a published folder of this name; None for another name."""
     return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
 
 
@@ -85,7 +84,6 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
 
 
 def _whole(files: Sequence[Quantised], room: float) -> str:
-    """The largest of ``files`` that fits into ``room`` GiB, else the smallest; empty without files."""
     fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
     return str(next(fitting, files[-1])) if files else ""
 

@@ -45,8 +45,6 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Fetched:
-    """The progress of one repository; written by the thread that fetches."""
-
     done: int = 0  # bytes
     total: int = 0  # bytes
     stage: str = "downloading"  # what is done now
@@ -88,7 +86,6 @@ def fetched(
 
 
 def is_checked(folder: Path, download: Download) -> bool:
-    """Tell whether the files of ``download`` matched the Hub's hashes, and are of the same sizes and times."""
     try:
         note = json_file(folder / NOTE)
         had = any(
@@ -232,7 +229,6 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
 
 
 def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
-    """Tell whether a file has the hash that the Hub lists."""
     digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(HASHED_BYTES):

@@ -119,7 +119,6 @@ def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> str:
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:
-    """The path whose names say most of a model: of its lone transformer, else the folder that was chosen."""
     return transformer.folder if transformer.folder.is_file() else model
 
 
@@ -145,12 +144,10 @@ def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
 
 
 def other_class(name: str) -> OtherModel | None:
-    """The model of a diffusers class that nothing here runs; None for an unknown one."""
     return next((row for row in _others() if row.classes and name.startswith(row.classes)), None)
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:
-    """The error for a file that holds another model."""
     return CheckpointError(
         f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
     )

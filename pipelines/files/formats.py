@@ -34,8 +34,6 @@ SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One model in a file."""
-
     kind: str  # which, such as ``ltx/transformer`` or ``t5``
     layout: str  # in whose names
     prefix: str  # what all names begin with
@@ -162,12 +160,10 @@ def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Co
 
 
 def layouts() -> tuple[Layout, ...]:
-    """Every way to name tensors that is known here."""
     return (*(layout for family in FAMILIES.values() for layout in family.files.layouts), *TEXT)
 
 
 def width_of(content: StoredModel) -> int:
-    """The width of what an encoder returns; 0 for another kind of model."""
     name, axis = WIDTHS.get(content.kind, ("", 0))
     return content.entries[name].shape[axis] if name in content.entries else 0
 
@@ -221,7 +217,6 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
 def _under(
     entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
-    """The tensors below ``prefix`` that are not below a longer one of another model."""
     inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
     return {
         name[len(prefix) :]: entry
@@ -256,7 +251,6 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a diffusers model, built without memory, of its configuration as JSON."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), empty_weights():

@@ -60,7 +60,6 @@ class Match:
     filtered: int = 0
 
     def message(self, name: str) -> str:
-        """One line: how many matched, and some that did not."""
         text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
         text += f"{self.total} keys match"
         if self.text_encoder:
@@ -198,8 +197,6 @@ class Target(NamedTuple):
 
 
 class _Names:
-    """From a layer's name in a file to its names in the model."""
-
     def __init__(self, layers: Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}

@@ -98,8 +98,6 @@ class LoRAPair:
 
 
 class Kind(NamedTuple):
-    """One way to write what is added to a weight."""
-
     size: Callable[[Shapes], Size | None]  # by the shapes of the roles; None for another kind
     delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]  # down and up of the pair's layer
     product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # difference of a weight
@@ -206,7 +204,6 @@ def _nothing(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]
 
 
 def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:
-    """Down and up of a whole matrix: itself and an identity, the smaller one."""
     rows, columns = difference.shape
     return (difference, torch.eye(rows)) if rows <= columns else (torch.eye(columns), difference)
 

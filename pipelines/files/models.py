@@ -177,7 +177,6 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
 
 
 def task_beside(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
     index = index_beside(transformer)
     if not index:
         return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
@@ -185,7 +184,6 @@ def task_beside(family: FamilySpec, transformer: Path) -> str:
 
 
 def _encoder_task(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipelines whose text encoder goes with ``transformer``."""
     config = transformer / "config.json"
     settings = read_json(config, "a model configuration") if config.is_file() else {}
     return encoder_task(family, settings, task_beside(family, transformer))

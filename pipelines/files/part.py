@@ -45,7 +45,6 @@ class PartFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the part once it is in memory."""
         return sum(self.bytes_of(name, entry) for name, entry in self.entries.items())
 
     @property
@@ -60,7 +59,6 @@ class PartFiles:
         return is_view(entry) and (kept or stays(self, name, entry))
 
     def bytes_of(self, name: str, entry: TensorEntry) -> int:
-        """Bytes of the tensor ``name`` once it is in memory."""
         if not entry.is_floating:
             return entry.total_bytes
         if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
@@ -77,7 +75,6 @@ class PartFiles:
         return max((dense_bytes(name, entry, *how) for name, entry in floats), default=0)
 
     def becomes(self, name: str) -> torch.dtype:
-        """The dtype of the floating tensor ``name`` in memory."""
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
 
 
@@ -93,7 +90,6 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
 
 
 def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
-    """Tell whether a layer's weight stays in memory as the file has it."""
     if files.keeps_packed and stays_packed(name, entry):
         return True
     return files.dtype_of is None and stays_plain(name, entry, files.storage, files.dtype)
@@ -150,8 +146,6 @@ def require_counts(path: Path, config: Mapping[str, Any]) -> None:
 
 
 class _Building(threading.local):
-    """The treatment of the parameters and modules that this thread registers."""
-
     count: Callable[[str], None] | None = None
     empty = False
 

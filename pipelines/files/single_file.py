@@ -128,7 +128,6 @@ def transformer_file(folder: Path) -> Path | None:
 
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
-    """The task of a transformer without a pipeline around it, by its configuration."""
     task_of = family.code.task_of
     return task_of(config) if task_of is not None else family.files.lone_task
 
@@ -231,7 +230,6 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
-    """The encoder for text and pictures, of a file for each."""
     given = request.parts.get("image_encoder")
     places = (
         [given]

@@ -44,7 +44,6 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
 
 
 def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
-    """The batch of each call of the transformer, over all steps."""
     code = pipeline.spec.code
     if code.batches is not None:
         yield from code.batches(pipeline, settings)
@@ -56,7 +55,6 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
-    """Number of sections in which a video is sampled."""
     if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
     covered = (size.window - 1) * pipeline.spec.sizes.stride + 1
@@ -151,7 +149,6 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
 
 
 def _vision_work(pipeline: Pipeline) -> Work:
-    """The work of the image encoder, whose pictures have one size."""
     import transformers
 
     made: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
@@ -223,7 +220,6 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
 
 
 def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
-    """The arguments of one call of the transformer, without data."""
     spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
     frames, *plane = latent_shape(pipeline, size)
     channels = int(config.get("in_channels", 16))
@@ -248,7 +244,6 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
 
 
 def _vision_tokens(pipeline: Pipeline) -> int:
-    """States of a picture that the image encoder makes."""
     config = pipeline.configs.get(IMAGE_ENCODER) or {}
     config = config.get("vision_config", config)
     if not config.get("image_size") or not config.get("patch_size"):
@@ -257,7 +252,6 @@ def _vision_tokens(pipeline: Pipeline) -> int:
 
 
 def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """The module of ``part`` without data."""
     import diffusers
 
     names = pipeline.spec.files.parts[part][1:]

@@ -154,7 +154,6 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 
 def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """The modes that a pipeline may take: those in which what is compiled in it runs, where ``auto`` decides."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
     compiled = pipeline.plan.speed.compiled

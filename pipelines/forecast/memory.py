@@ -33,8 +33,6 @@ COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSF
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Memory that each stage of a run needs under one mode."""
-
     mode: str
     stages: tuple[StageNeed, ...]
 
@@ -49,7 +47,6 @@ class Forecast:
         return max((stage.total * SPARE - own for stage, own in rooms if own is not None), default=0.0)
 
     def fits(self, room: int) -> bool:
-        """True if the run is expected to fit into ``room`` bytes, and its other stages on their own devices."""
         return self.lacks(room) <= 0
 
 
@@ -123,7 +120,6 @@ def _needs(
 
 
 def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
-    """The forecast of every mode, the fastest first."""
     return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
 
 

@@ -101,7 +101,6 @@ def _stays(stage: StageNeed) -> str:
 
 
 def _where(stage: StageNeed) -> str:
-    """Device of a stage and its free memory, if it is not the pipeline's own device."""
     if not stage.device:
         return ""
     return f"on {stage.device}" + ("" if stage.room is None else f" of {amount_of(stage.room)} free")
@@ -136,7 +135,6 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times,
 
 
 def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: Any) -> None:
-    """One stage: what stays of earlier ones, its weights, its activations, and the line of what is free."""
     name = f"{stage.name} on {stage.device}" if stage.device else stage.name
     pen.text((MARGIN + 16, top + 3), name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)

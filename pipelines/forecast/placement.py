@@ -49,11 +49,9 @@ class Card:
         return self.facts.name, self.facts.arch, self.facts.total_bytes
 
     def weights(self, stage: str) -> int:
-        """Bytes of the parts that a stage needs."""
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
     def need(self, stage: str, mode: str) -> StageNeed:
-        """Memory of a stage that has the card to itself."""
         mode = "model" if mode == "none" else mode
         if mode not in self._needs:
             size = default_size(of_checkpoint(self.pipeline))
@@ -173,7 +171,6 @@ def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bo
 
 
 def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
-    """A way to share the stages out with its time; None where it does not fit."""
     total: float | None = 0.0
     for stage, device in places.items():
         card = cards[device]
@@ -191,7 +188,6 @@ def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
 
 
 def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
-    """True if a stage fits on its card under an offload mode."""
     return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
 
 

@@ -29,8 +29,6 @@ Changed = tuple[Pipeline, Run]
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A change and its price."""
-
     change: str  # in words, with the place to make it
     seconds: float  # saved of a run that has the changes before it too
     note: str  # beside it, such as that it is lossy

@@ -47,12 +47,10 @@ class Run:
     form: DecodeRequest | None = None
 
     def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
-        """The names of its stages, with the devices whose room they take."""
         names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
-        """One of its stages: its parts, their work and how often they are called."""
         precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]
@@ -150,7 +148,6 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
-    """Facts of a device on which parts of a pipeline compute, and what it answered."""
     if device == pipeline.offloader.device:
         return pipeline.facts, pipeline.device.probes
     facts, state = facts_for(device), pipeline.offloader.options.state

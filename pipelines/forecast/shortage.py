@@ -32,7 +32,6 @@ class Shortage:
 
     @property
     def share(self) -> float:
-        """The share of the working memory that would have fitted, with a fifth of it to spare."""
         if not self.asked_bytes or self.free_bytes is None:
             return 0.5
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
@@ -93,7 +92,6 @@ def lowered(pipeline: Pipeline, size: Latents | SampleSettings | None, short: Sh
 
 
 def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
-    """Sizes to lower, each enough by itself."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.sizes.stride * family.sizes.stride)
     if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is

@@ -52,14 +52,11 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeForecast:
-    """The stages of a run under one mode, in seconds."""
-
     mode: str
     stages: tuple[StageTime, ...]
 
     @property
     def seconds(self) -> float:
-        """All stages."""
         return sum(stage.seconds for stage in self.stages)
 
     def of_clips(self, count: int) -> TimeForecast:
@@ -72,7 +69,6 @@ class TimeForecast:
         return TimeForecast(self.mode, tuple(map(times, self.stages)))
 
     def __str__(self) -> str:
-        """About how long, such as ``about 14 min (11 to 18 min)``."""
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
         return f"about {duration(self.seconds)} ({span(low, high)})"
 
@@ -85,7 +81,6 @@ class Times(dict[str, TimeForecast]):
 
     @property
     def unknown(self) -> str:
-        """Text shown in place of a missing time; empty where none is missing."""
         return f"time unknown: {self.why}" if self.why else ""
 
 

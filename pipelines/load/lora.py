@@ -56,12 +56,10 @@ class LoRA:
     tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)  # of the file, on the CPU
 
     def delta(self, layer: str) -> Delta:
-        """The additions to a layer, without strength and scale."""
         return self.pairs[layer].delta(self.tensors)
 
     @property
     def in_weights(self) -> bool:
-        """Tell whether any of it is merged into the weights."""
         return self.mode == "merged" or bool(self.of_weight)
 
     @property
@@ -154,7 +152,6 @@ def _shapes_of(layers: Mapping[str, Any]) -> Shapes:
 
 
 def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The transformers' layers by name, empty."""
     layers: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
@@ -168,7 +165,6 @@ def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
-    """The LoRAs of a pipeline, first to last."""
     adapters = pipeline.offloader.adapters
     return adapters.loras if isinstance(adapters, LoRAs) else ()
 
@@ -189,11 +185,9 @@ class LoRAs:
 
     @property
     def in_weights(self) -> bool:
-        """Tell whether one of them is in the weights."""
         return any(lora.in_weights for lora in self.loras)
 
     def step(self) -> Step:
-        """The step that attaches them to a transformer that was just read or reverted, on the CPU."""
         return Step(Order.LORA, "LoRA", self._apply)
 
     def tune(self, module: nn.Module, active: bool) -> None:

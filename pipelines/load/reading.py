@@ -137,7 +137,6 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
 def _keep_packed(
     files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
-    """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
     if tuple(entry.shape) != tuple(layer.weight.shape):
         raise _misfit(files, name, tuple(layer.weight.shape))
@@ -310,7 +309,6 @@ def has_eight_bits(device: torch.device) -> bool:
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
-    """The step that packs weights as chosen; those that a file has packed were read so."""
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
@@ -380,7 +378,6 @@ class SafeFp16:
     active: bool = True  # whether the transformer is rewritten when it is next read
 
     def step(self) -> Step:
-        """The rewrite as a step of the preparation."""
         return Step(Order.PRECISION, "safe fp16", self._apply)
 
     def abandon(self, parts: Parts, files: PartFiles) -> None:
@@ -397,7 +394,6 @@ class SafeFp16:
 
 
 def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
-    """Part name to the bytes of the part, from what was read of its headers."""
     sizes = {}
     for part in files:
         size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})

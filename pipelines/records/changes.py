@@ -42,7 +42,6 @@ class Comparison:
 
     @property
     def headline(self) -> str:
-        """The outcome in one sentence."""
         if self.same:
             return "The same latents, bit for bit" + (", although this changed:" if self.changes else ".")
         if self.changes:

@@ -49,21 +49,17 @@ class JobFolder:
 
     @property
     def inputs(self) -> Path:
-        """The folder of the files that jobs name."""
         return self.root / "inputs"
 
     @property
     def results(self) -> Path:
-        """The folder of finished jobs."""
         return self.root / "results"
 
     @property
     def state(self) -> Path:
-        """The folder of the steps of unfinished jobs."""
         return self.root / "state"
 
     def job_files(self) -> list[Path]:
-        """The files with jobs, oldest first."""
         dated = []
         for path in self.root.glob(f"*{JOBS}"):
             with suppress(OSError):
@@ -117,11 +113,9 @@ class JobFolder:
         return path
 
     def is_done(self, key: str) -> bool:
-        """True where the job of ``key`` is finished."""
         return (self.results / f"{key}.json").is_file()
 
     def done_keys(self) -> set[str]:
-        """The keys of all finished jobs."""
         return {path.stem for path in self.results.glob("*.json") if KEY.fullmatch(path.stem)}
 
     def result(self, key: str) -> Path | None:
@@ -140,11 +134,9 @@ class JobFolder:
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)
 
     def fail(self, key: str, text: str) -> None:
-        """Say why the job of ``key`` will not be done."""
         _write(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
 
     def failure(self, key: str) -> str:
-        """The reason why the job of ``key`` failed; empty where it did not."""
         try:
             return _text(self.root / "failed" / f"{key}.txt")
         except OSError:
@@ -158,13 +150,11 @@ class JobFolder:
                 (self.root / "cancel" / key).unlink(missing_ok=True)
 
     def cancel(self, keys: Iterable[str]) -> None:
-        """Ask for the end of jobs."""
         for key in keys:
             if KEY.fullmatch(key):
                 _write(self.root / "cancel" / key, "")
 
     def cancelled(self) -> set[str]:
-        """The keys of jobs that are to be cancelled."""
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
@@ -178,7 +168,6 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The last state that was written of each worker."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
             with suppress(OSError, ValueError):

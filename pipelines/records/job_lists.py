@@ -55,7 +55,6 @@ def prompts_in(text: str) -> list[str]:
 
 
 def seeds_in(text: str) -> list[int]:
-    """The seeds of a text such as ``0-9, 42``."""
     seeds: list[int] = []
     for part in filter(None, re.split(r"[\s,]+", text.strip())):
         if not SEEDS.fullmatch(part):

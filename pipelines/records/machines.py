@@ -49,8 +49,6 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SharedMachine:
-    """A machine."""
-
     device: str  # as :class:`DeviceFacts` has them
     backend: str  # as :class:`DeviceFacts` has them
     arch: str  # as :class:`DeviceFacts` has them
@@ -62,7 +60,6 @@ class SharedMachine:
     runs: tuple[StageRun, ...] = ()
 
     def text(self) -> str:
-        """The file's content."""
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 

@@ -98,7 +98,6 @@ class Places:
         return read_frames(self.known[content], most, check)
 
     def _sought(self, content: Content, check: Callable[[], None]) -> Path:
-        """The picture with this content, found by its name or among all."""
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 

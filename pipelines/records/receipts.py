@@ -99,7 +99,6 @@ def decoded_receipt(
 
 
 def tags_for(record: Mapping[str, Any] | None) -> dict[str, str]:
-    """The metadata of a video with this receipt; none without one."""
     return {} if record is None else {TAG: json.dumps(record)}
 
 
@@ -163,7 +162,6 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
 
 
 def latents_hash(latents: Latents) -> str:
-    """A hash of every bit of the latents."""
     values = latents.samples
     digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
     digest.update(bytes_of(values))
@@ -182,7 +180,6 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
-    """The pack's own version; empty where unknown."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]
