@@ -22,7 +22,7 @@ from ...compat.checkpoints.headers import json_object
 from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_json, tensor_file
 from ...compat.decision import Decision
-from ...compat.errors import CheckpointError, InputError, UnsupportedError, require_choice
+from ...compat.errors import CheckpointError, InputError, UnsupportedError, first_line, require_choice
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
@@ -237,16 +237,24 @@ def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
     """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
+    try:
+        rows = (trained.get("alpha_pattern") or {}).items()
+        patterns = [(re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in rows]
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"alpha_pattern {str(trained['alpha_pattern'])[:60]} of a LoRA ({first_line(error)})",
+            expected="patterns of layers with an alpha for each",
+            fix="Export the LoRA again, or correct its adapter_config.json.",
+        ) from error
     scales = {}
     for name, pair in pairs.items():
         scales[name] = 1.0
         if pair.rank and ALPHA in pair.names:
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
         elif UP in pair.names and trained:
-            pattern = trained.get("alpha_pattern") or {}
             known = (name, role_of(pair.names[UP])[1])  # ours, and the one that it was trained under
-            own = (value for key, value in pattern.items() if any(re.fullmatch(rf"(.*\.)?({key})", n) for n in known))
-            alpha = float(next(own, trained.get("lora_alpha", pair.rank)))
+            own = (value for pattern, value in patterns if any(map(pattern.fullmatch, known)))
+            alpha = next(own, float(trained.get("lora_alpha", pair.rank)))
             scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
     return scales
 
@@ -281,33 +289,25 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
             expected="weights in the dtype that computes, 16 bits or more",
             fix="Set mode to separate, or weights on the load node to auto.",
         )
-    before: list[tuple[nn.Parameter, torch.Tensor]] = []
-    closing: list[Callable[[], None]] = []
-    for name, layer in layers.items():
-        if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
-            closing.append(opened(layer))
-        weight, delta = layer.weight, lora.delta(name)
-        own = weight.data.float()
-        product = lora.pairs[name].product(lora.tensors, own, delta)
-        if delta.magnitude is None:
-            changed = own + (lora.strength * lora.scales[name]) * product
-        else:
-            of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
-            longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
-            changed = own + lora.strength * (longer - own)
-        before.append((weight, weight.data))
-        weight.data = changed.to(weight.dtype)
-        if delta.bias is not None:
-            before.append((layer.bias, layer.bias.data))
-            layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
-
-    def undo() -> None:
-        for weight, data in reversed(before):
-            weight.data = data
-        for close in closing:
-            close()
-
-    return undo
+    with ExitStack() as undo:  # closed by a failure, so that another try begins with the same weights
+        for name, layer in layers.items():
+            if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
+                undo.callback(opened(layer))
+            weight, delta = layer.weight, lora.delta(name)
+            own = weight.data.float()
+            product = lora.pairs[name].product(lora.tensors, own, delta)
+            if delta.magnitude is None:
+                changed = own + (lora.strength * lora.scales[name]) * product
+            else:
+                of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
+                longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
+                changed = own + lora.strength * (longer - own)
+            undo.callback(setattr, weight, "data", weight.data)
+            weight.data = changed.to(weight.dtype)
+            if delta.bias is not None:
+                undo.callback(setattr, layer.bias, "data", layer.bias.data)
+                layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
+        return undo.pop_all().close
 
 
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
