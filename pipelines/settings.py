@@ -214,6 +214,9 @@ def complete(
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
+    for name in ("guidance", "cfg", "guidance_rescale", "stg"):
+        if not math.isfinite(getattr(settings, name)):
+            raise InputError(f"{name} {getattr(settings, name)}", expected="a number", fix="Leave it at its default.")
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
         require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:
@@ -222,7 +225,7 @@ def complete(
             expected="start before end",
             fix="Swap them.",
         )
-    if settings.fps <= 0 or settings.fps > 240:
+    if not 0 < settings.fps <= 240:
         raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
     if settings.cfg <= 1.0 and prompt.has_negative:
         progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")

@@ -35,17 +35,10 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
     return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
 
 
-def known_page(name: str) -> str:
-    """The page from which a folder of this name comes; empty for a name that is not a published one."""
-    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
-
-
 def published_family(name: str) -> FamilySpec | None:
-    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
-
-
-def _pages() -> list[tuple[FamilySpec, str]]:
-    return [(family, page) for family in FAMILIES.values() for page in family.published.pages]
+    folder = Path(name).name
+    pages = ((family, page) for family in FAMILIES.values() for page in family.published.pages)
+    return next((family for family, page in pages if page.rsplit("/", 1)[1] == folder), None)
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
@@ -54,8 +47,8 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
     offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
         return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
-    page = known_page(name)
-    if page:
+    if (family := published_family(name)) is not None:
+        page = next(page for page in family.published.pages if page.endswith(f"/{Path(name).name}"))
         return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
     title, offer = smallest_for(memory_bytes)
     where = "; and ".join(download.text(root) for download in offer.downloads)
@@ -149,7 +142,6 @@ def folder_of(download: Download, roots: Sequence[Path]) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the disk that a folder, which need not be there yet, is or will be on."""
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    """Bytes free on the disk that a folder, which need not be there yet, is or will be on; 0 for an absent disk."""
+    there = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
+    return 0 if there is None else shutil.disk_usage(there).free
