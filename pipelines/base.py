@@ -33,18 +33,13 @@ class Progress(Protocol):
     """Receives the progress of a long call, and tells it about a cancel."""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Report ``done`` of ``total`` in ``stage``.
-
-        Args:
-            preview: returns the clean estimate, (B, C, T, H, W) in the transformer's space, or frames (F, H, W, 3)
-                in 0..1; called only when previews are shown.
-        """
+        """Report ``done`` of ``total`` in ``stage``; ``preview`` is called only where previews are shown."""
 
     def check(self) -> None:
         """Raise when the user has cancelled."""
 
     def notify(self, text: str) -> None:
-        """One line that the user should read: what was assumed, rounded or has no effect."""
+        """Show the user one line: what was assumed, rounded or has no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +52,15 @@ class SubProgress:
     name: str
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Report ``done`` of ``total`` in this part as a share of the whole."""
         if self.count > 1:
             detail = f"{stage.detail} {self.name} {self.index + 1} of {self.count}"
             stage = ProgressStage(stage.name, detail.lstrip(), counted=True, resumable=stage.resumable)
         self.whole.step(self.index * total + done, self.count * total, stage, preview)
 
     def check(self) -> None:
-        """Raise when the user has cancelled."""
         self.whole.check()
 
     def notify(self, text: str) -> None:
-        """One line that the user should read."""
         self.whole.notify(text)
 
 
@@ -77,23 +69,16 @@ Forwards = Mapping[str, tuple[tuple[int, ...], ...]]  # by text encoder: tokens 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names.
-
-    ``sections`` holds further prompts, for the sections of a FramePack video after the first. ``has_negative`` is
-    whether
-    the user wrote a negative prompt: an empty one is encoded too, for guidance that needs it. ``extra`` holds what no
-    model sees: ``text`` and ``negative_text`` where they are known.
-    """
+    """Encoded text: tensors (1, N, D) on the CPU, padding trimmed, by the family's own names."""
 
     family: str
     embeds: Mapping[str, torch.Tensor]
     negative: Mapping[str, torch.Tensor] | None = None
-    sections: tuple[Mapping[str, torch.Tensor], ...] = ()
-    has_negative: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    sections: tuple[Mapping[str, torch.Tensor], ...] = ()  # for the sections of a FramePack video after the first
+    has_negative: bool = False  # whether the user wrote one: an empty one is encoded too, for guidance that needs it
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what no model sees: ``text``, ``negative_text``
 
     def described(self, title: str) -> str:
-        """Describe the prompt in one line; ``title`` is the family's."""
         tokens = next(iter(self.embeds.values())).shape[1]
         return f"prompt for {title}: {tokens} tokens{', with negative' if self.has_negative else ''}"
 
@@ -103,42 +88,29 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """A picture that an image condition was encoded from.
+    """A picture that an image condition was encoded from."""
 
-    Args:
-        content: hash of its pixels.
-        fit: how it was brought to size.
-        vision: whether another encoder looked at it.
-        size: width and height.
-        control: whether it is a control clip.
-    """
-
-    content: str
-    fit: str
+    content: str  # hash of its pixels
+    fit: str  # how it was brought to size
     frame: int
     strength: float
     seed: int
-    vision: bool
-    size: tuple[int, ...] = ()
-    control: bool = False
+    vision: bool  # whether another encoder looked at it
+    size: tuple[int, ...] = ()  # width and height
+    control: bool = False  # whether it is a control clip
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCondition:
-    """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to.
-
-    ``anchors`` is for families that take several: (tensor name, pixel frame index, strength). ``sources`` are the
-    pictures that it was encoded from, in order; empty if another node encoded them. ``beside`` counts the pixel frames
-    of control clips, whose tokens come beside the video's.
-    """
+    """Encoded pictures: tensors on the CPU by the family's own names, and the size they were fitted to."""
 
     family: str
     tensors: Mapping[str, torch.Tensor]
     width: int
     height: int
-    anchors: tuple[tuple[str, int, float], ...] = ()
-    sources: tuple[PictureSource, ...] = ()
-    beside: int = 0
+    anchors: tuple[tuple[str, int, float], ...] = ()  # tensor name, pixel frame index, strength
+    sources: tuple[PictureSource, ...] = ()  # in order; empty if another node encoded them
+    beside: int = 0  # pixel frames of control clips, whose tokens come beside the video's
 
     def __repr__(self) -> str:
         return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"
@@ -146,91 +118,56 @@ class ImageCondition:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Sampled latents: (1, C, T, H, W), fp32, on the CPU, in the space that ComfyUI's core calls LATENT.
+    """Sampled latents in the space that ComfyUI's core calls LATENT."""
 
-    ``frames`` counts the pixel frames the user asked for; ``more`` holds further tensors, such as audio, by names of
-    the family's own; ``extra`` plain values that decoding needs: ``generator_state`` (bytes), ``section_lengths``,
-    ``window``, ``order``, ``drop_frames``.
-    """
-
-    samples: torch.Tensor
+    samples: torch.Tensor  # (1, C, T, H, W), fp32, on the CPU
     family: str
     task: str
-    frames: int
+    frames: int  # pixel frames that the user asked for
     height: int
     width: int
     fps: float
     seed: int
     space: str = "vae"
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # plain values that decoding needs
     version: int = LATENT_VERSION
-    more: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    more: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as audio, by the family's names
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
-    """User's settings of sampling. A zero for ``steps``, ``guidance``, ``cfg``, ``shift`` or ``fps`` means the
-    model's own default.
+    """User's settings of sampling; for ``steps``, ``guidance``, ``cfg``, ``shift`` and ``fps`` 0 is the model's own."""
 
-    Args:
-        width, height: pixels.
-        frames: pixel frames.
-        steps: denoising steps.
-        seed: 0 to 2**64 - 1.
-        fps: frames per second.
-        guidance: distilled guidance, an input of the transformer.
-        cfg: true classifier-free guidance, a second forward per step.
-        cfg_start, cfg_end: share of the steps, 0..1.
-        shift: timestep shift.
-        scheduler: one of :data:`SCHEDULERS`.
-        sigmas: noise levels from 1 to 0, steps + 1 long.
-        denoise: share of the noise that is put on ``latents``.
-        noise_mask: (1, 1, T or 1, H, W), 1 where to sample.
-        stg: spatio-temporal guidance; 0 for none, below 0 the model's own.
-        guidance_steps: what the recipe and the user's own values make of guidance, by noise level; set by ``stages``.
-    """
-
-    width: int
-    height: int
-    frames: int
-    steps: int = 0
-    seed: int = 0
-    fps: float = 0.0
-    guidance: float = 0.0
-    cfg: float = 0.0
-    cfg_start: float = 0.0
-    cfg_end: float = 1.0
+    width: int  # pixels
+    height: int  # pixels
+    frames: int  # pixel frames
+    steps: int = 0  # denoising steps
+    seed: int = 0  # 0 to 2**64 - 1
+    fps: float = 0.0  # frames per second
+    guidance: float = 0.0  # distilled guidance, an input of the transformer
+    cfg: float = 0.0  # true classifier-free guidance, a second forward per step
+    cfg_start: float = 0.0  # share of the steps, 0..1
+    cfg_end: float = 1.0  # share of the steps, 0..1
     guidance_rescale: float = 0.0
-    shift: float = 0.0
-    scheduler: str = "auto"
-    sigmas: tuple[float, ...] | None = None
-    denoise: float = 1.0
+    shift: float = 0.0  # timestep shift
+    scheduler: str = "auto"  # one of :data:`SCHEDULERS`
+    sigmas: tuple[float, ...] | None = None  # noise levels from 1 to 0, steps + 1 long
+    denoise: float = 1.0  # share of the noise that is put on ``latents``
     latents: Latents | None = None
-    noise_mask: torch.Tensor | None = None
-    stg: float = -1.0
-    guidance_steps: tuple[GuidanceStep, ...] = ()
+    noise_mask: torch.Tensor | None = None  # (1, 1, T or 1, H, W), 1 where to sample
+    stg: float = -1.0  # spatio-temporal guidance; 0 for none, below 0 the model's own
+    guidance_steps: tuple[GuidanceStep, ...] = ()  # recipe's and user's guidance by noise level; set by ``stages``
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """The user's settings for text encoding.
-
-    Args:
-        text, negative: the prompts.
-        max_tokens: limit in tokens; 0 means the family's default.
-        template: text with one ``{}`` for the prompt (Llama and Qwen families); empty means upstream's own.
-        template_crop: leading tokens of the template that are cut off; -1 finds them.
-        sections: further prompts, for the sections of a FramePack video after the first.
-        image: frames (1, H, W, 3) in 0..1 for text encoders that also look (HunyuanVideo image to video).
-    """
-
     text: str
     negative: str = ""
-    max_tokens: int = 0
-    template: str = ""
-    template_crop: int = -1
-    sections: tuple[str, ...] = ()
-    image: torch.Tensor | None = None
+    max_tokens: int = 0  # limit in tokens; 0 means the family's default
+    template: str = ""  # text with one ``{}`` for the prompt (Llama and Qwen families); empty means upstream's own
+    template_crop: int = -1  # leading tokens of the template that are cut off; -1 finds them
+    sections: tuple[str, ...] = ()  # further prompts, for the sections of a FramePack video after the first
+    image: torch.Tensor | None = None  # frames (1, H, W, 3) in 0..1 for encoders that also look (HunyuanVideo I2V)
 
     def __post_init__(self) -> None:
         for given, (most, what) in zip((self.sections, self.template), MOST.items(), strict=True):
@@ -242,80 +179,44 @@ class PromptRequest:
 
 @dataclass(frozen=True, slots=True)
 class ImageRequest:
-    """The user's settings for image encoding.
-
-    Args:
-        frames: (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1.
-        frame: pixel frame of the picture; -1 is the last.
-        strength: 0..1.
-        vision: last hidden state of an image encoder, (1, N, D), in place of the family's own (core's
-            CLIP_VISION_OUTPUT).
-        previous: an earlier condition that this one joins.
-        seed: for VAEs that draw.
-        control: whether this is the control clip of an IC-LoRA, beside the video instead of in it.
-    """
-
-    frames: torch.Tensor
+    frames: torch.Tensor  # (F, H, W, 3) in 0..1, already fitted to ``width`` x ``height`` pixels; a clip where F > 1
     width: int
     height: int
-    frame: int = 0
-    strength: float = 1.0
-    vision: torch.Tensor | None = None
-    previous: ImageCondition | None = None
-    seed: int = 0
-    control: bool = False
+    frame: int = 0  # pixel frame of the picture; -1 is the last
+    strength: float = 1.0  # 0..1
+    vision: torch.Tensor | None = None  # last hidden state (1, N, D) of core's image encoder, for the family's own
+    previous: ImageCondition | None = None  # an earlier condition that this one joins
+    seed: int = 0  # for VAEs that draw
+    control: bool = False  # whether this is the control clip of an IC-LoRA, beside the video instead of in it
 
 
 @dataclass(frozen=True, slots=True)
 class FramePackSettings:
-    """FramePack's additions to :class:`SampleSettings`, whose ``frames`` it replaces by a length.
+    """FramePack's additions to :class:`SampleSettings`, whose ``frames`` it replaces by a length."""
 
-    Args:
-        clip_seconds: length of the video.
-        window: latent frames per section.
-        order: ``auto``, ``inverted_anti_drifting`` (from the end, FramePack I2V) or ``vanilla`` (from the start, F1).
-        end_strength: how much the end image counts, 0..1.
-        single_frame: sample one frame instead of a video.
-    """
-
-    clip_seconds: float
-    window: int = 9
-    order: str = "auto"
-    end_strength: float = 1.0
-    single_frame: bool = False
+    clip_seconds: float  # length of the video
+    window: int = 9  # latent frames per section
+    order: str = "auto"  # of :data:`SECTION_ORDERS`, or ``auto``
+    end_strength: float = 1.0  # how much the end image counts, 0..1
+    single_frame: bool = False  # sample one frame instead of a video
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a transformer by a sampler of core's, batch B, everything on the device.
+    """One call of a transformer by a sampler of core's, batch B, everything on the device."""
 
-    Args:
-        latents: (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C.
-        time: noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video).
-        embeds: text (B, N, D).
-        mask: (B, N), 1 where it is valid; None where all is.
-        pooled: (B, D).
-        guidance: (B,).
-        glyph_embeds: ByT5 states.
-        vision: SigLIP states.
-        picture: latents of the start picture in the transformer's space, (B, C, 1, H, W).
-        next_time: of the next step, (B,).
-        fps: of the video.
-        branch: which prompts are in the batch, for caches that keep them apart.
-    """
-
-    latents: torch.Tensor
-    time: torch.Tensor
-    embeds: torch.Tensor
-    mask: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    guidance: torch.Tensor | None = None
-    glyph_embeds: torch.Tensor | None = None
-    vision: torch.Tensor | None = None
-    picture: torch.Tensor | None = None
-    next_time: torch.Tensor | None = None
-    fps: float = 25.0
-    branch: str = "cond"
+    latents: torch.Tensor  # (B, C, T, H, W) in the transformer's space, with what is put beside the noise already in C
+    time: torch.Tensor  # noise level times 1000, (B,), or (B, N) where tokens differ (LTX-Video)
+    embeds: torch.Tensor  # text (B, N, D)
+    mask: torch.Tensor | None = None  # (B, N), 1 where it is valid; None where all is
+    pooled: torch.Tensor | None = None  # (B, D)
+    guidance: torch.Tensor | None = None  # (B,)
+    glyph_embeds: torch.Tensor | None = None  # ByT5 states
+    vision: torch.Tensor | None = None  # SigLIP states
+    picture: torch.Tensor | None = None  # latents of the start picture in the transformer's space, (B, C, 1, H, W)
+    next_time: torch.Tensor | None = None  # of the next step, (B,)
+    fps: float = 25.0  # of the video
+    branch: str = "cond"  # which prompts are in the batch, for caches that keep them apart
 
     @property
     def valid(self) -> torch.Tensor:

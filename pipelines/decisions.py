@@ -19,12 +19,7 @@ from .report import title_of
 
 
 def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> dict[str, Any]:
-    """The card of a pipeline: what it is, and its decisions as ``subject``, ``verdict`` and ``why``.
-
-    Args:
-        pipeline: of any family, those that paint too.
-        probes: what the device answered so far; None relies on the tables.
-    """
+    """The card of a pipeline of any kind: what it is, and its decisions; without ``probes`` those of the tables."""
     video = isinstance(pipeline, Pipeline)
     decisions = [*(pipeline.plan if video else pipeline).decisions]
     if video:
@@ -55,10 +50,7 @@ def in_short(pipeline: Any, part: str = "transformer") -> str:
 
 
 def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
-    """Input of the load node -> choice that raises on this device -> the reason; inputs without one are left out.
-
-    By the tables alone: nothing is asked or tried. ComfyUI's own memory manager is taken to be there.
-    """
+    """Input of the load node -> choice that raises on this device -> reason, by the tables alone; nothing is asked."""
     models = [family.rewrites.precision for family in FAMILIES.values()]
     reasons = {
         "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},
@@ -82,10 +74,8 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
 
 
 def _model(pipeline: Any) -> Any:
-    """The holder of ``source`` and ``stands_in_for``: a pipeline that paints has them itself."""
     return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:
-    """The variant, where the family has several and a published model is one of them."""
     return () if pipeline.is_demo or pipeline.variant == pipeline.family else (pipeline.variant,)

@@ -44,21 +44,13 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class GuidanceStep:
-    """Guidance while the noise level is at least ``level``; of several the first that fits acts, else the last.
+    """Guidance while the noise level is at least ``level``; of several the first that fits acts, else the last."""
 
-    Args:
-        level: share of noise, 1 at the start and 0 at the end.
-        cfg: classifier-free guidance; 1 is none.
-        stg: spatio-temporal guidance, away from a prediction in which ``blocks`` do not attend; 0 is none.
-        rescale: share by which the guided prediction gets the spread of the one with the prompt.
-        blocks: indices of transformer blocks.
-    """
-
-    level: float = 0.0
-    cfg: float = 1.0
-    stg: float = 0.0
-    rescale: float = 0.0
-    blocks: tuple[int, ...] = ()
+    level: float = 0.0  # share of noise, 1 at the start and 0 at the end
+    cfg: float = 1.0  # classifier-free guidance; 1 is none
+    stg: float = 0.0  # spatio-temporal guidance, away from a prediction in which ``blocks`` do not attend; 0 is none
+    rescale: float = 0.0  # share by which the guided prediction gets the spread of the one with the prompt
+    blocks: tuple[int, ...] = ()  # indices of transformer blocks
 
     def __str__(self) -> str:
         skipped = f" without attention in block {', '.join(map(str, self.blocks))}" if self.stg else ""
@@ -68,42 +60,25 @@ class GuidanceStep:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Publisher's recipe for running one variant of a model.
+    """Publisher's recipe for running one variant of a model."""
 
-    Args:
-        name: of the variant, for people.
-        source: the publisher's file that says so.
-        steps: of the schedule, before some are left out.
-        guidance: from the highest noise level down; empty where the family's defaults say it.
-        timesteps: the noise levels that a distilled model was trained on; None for the checkpoint's own schedule.
-        skip_first, skip_last: steps of the schedule that are left out.
-        stochastic: whether each step removes all noise and puts new noise on.
-        star: whether the prediction without the prompt is first projected onto the one with it (CFG-Zero*).
-        image_noise: share of noise put on pictures before each step, which loosens the motion.
-        decode_timestep, decode_noise: for VAEs that remove the last noise themselves.
-        tone_map: share by which large latents are compressed before a decode.
-        size: width, height and frames per second; None for the family's.
-        frames, shift: of the video, and of the noise levels; 0 for the family's.
-        second: the pass over upscaled latents; None where none is published.
-    """
-
-    name: str
-    source: str
-    steps: int
-    guidance: tuple[GuidanceStep, ...] = ()
-    timesteps: tuple[float, ...] | None = None
-    skip_first: int = 0
-    skip_last: int = 0
-    stochastic: bool = False
-    star: bool = False
-    image_noise: float = 0.0
-    decode_timestep: float = 0.0
-    decode_noise: float = 0.0
-    tone_map: float = 0.0
-    size: tuple[int, int, float] | None = None
-    frames: int = 0
-    shift: float = 0.0
-    second: Recipe | None = None
+    name: str  # of the variant, for people
+    source: str  # the publisher's file that says so
+    steps: int  # of the schedule, before some are left out
+    guidance: tuple[GuidanceStep, ...] = ()  # from the highest noise level down; empty for the family's
+    timesteps: tuple[float, ...] | None = None  # noise levels of a distilled model; None for the schedule's
+    skip_first: int = 0  # steps of the schedule that are left out at its start
+    skip_last: int = 0  # and at its end
+    stochastic: bool = False  # whether each step removes all noise and puts new noise on
+    star: bool = False  # whether the prediction without the prompt is first projected onto the one with it (CFG-Zero*)
+    image_noise: float = 0.0  # share of noise put on pictures before each step, which loosens the motion
+    decode_timestep: float = 0.0  # for VAEs that remove the last noise themselves
+    decode_noise: float = 0.0  # share of noise put on before, for the same VAEs
+    tone_map: float = 0.0  # share by which large latents are compressed before a decode
+    size: tuple[int, int, float] | None = None  # width, height and frames per second; None for the family's
+    frames: int = 0  # of the video; 0 for the family's
+    shift: float = 0.0  # of the noise levels; 0 for the family's
+    second: Recipe | None = None  # the pass over upscaled latents; None where none is published
 
     def __str__(self) -> str:
         guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]
@@ -117,185 +92,99 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class FitFactors:
-    """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``.
+    """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``."""
 
-    Args:
-        tokens: copies of the token states alive at the peak of a transformer's forward.
-        latents: copies of the latents in fp32 beside them.
-        pixels: copies of the decoder's widest full-size activation.
-        plain: further channels per pixel.
-        text: copies of a text encoder's widest activation, which is that of its feed-forward.
-        streamed: copies of a tile of the last layer that a streamed decode holds.
-        chunked: what the frames remembered make of a chunk.
-    """
-
-    tokens: float
-    latents: float
-    pixels: float
-    plain: float
-    text: float
-    streamed: float
-    chunked: float = 1.0
+    tokens: float  # copies of the token states alive at the peak of a transformer's forward
+    latents: float  # copies of the latents in fp32 beside them
+    pixels: float  # copies of the decoder's widest full-size activation
+    plain: float  # further channels per pixel
+    text: float  # copies of a text encoder's widest activation, which is that of its feed-forward
+    streamed: float  # copies of a tile of the last layer that a streamed decode holds
+    chunked: float = 1.0  # what the frames remembered make of a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryTerms:
-    """Terms that the memory forecast counts.
-
-    Args:
-        fit: the fitted factors.
-        reference_tokens: tokens that the text encoder runs on.
-        text_tokens: valid text tokens that join the video's where the prompt is not known yet; 0 where none join.
-        history_tokens: further tokens beside the video's, of pictures.
-        section_context: latent frames that a section sees beside its own, as tokens and as latents; None where a
-            video is sampled as a whole.
-        decode_window: most pixel frames that the decoder has in work at once; 0 for all.
-    """
-
-    fit: FitFactors
-    reference_tokens: int
-    text_tokens: int = 0
-    history_tokens: int = 0
-    section_context: tuple[float, int] | None = None
-    decode_window: int = 0
+    fit: FitFactors  # the fitted factors
+    reference_tokens: int  # tokens that the text encoder runs on
+    text_tokens: int = 0  # valid text tokens that join the video's where the prompt is not known yet; 0 where none join
+    history_tokens: int = 0  # further tokens beside the video's, of pictures
+    section_context: tuple[float, int] | None = None  # further latent frames of a section: as tokens, as latents
+    decode_window: int = 0  # most pixel frames that the decoder has in work at once; 0 for all
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """Kind of model that a part in a single file is.
-
-    Args:
-        kind: as in a ``Layout``, such as ``t5`` or ``ltx/vae``.
-        width: the key of the transformer's configuration that names its width; empty where the kind is enough.
-    """
-
-    kind: str
-    width: str = ""
+    kind: str  # as in a ``Layout``, such as ``t5`` or ``ltx/vae``
+    width: str = ""  # the key of the transformer's configuration that names its width; empty where the kind is enough
 
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """A model that is close to those here, and that another program runs.
+    """A model that is close to those here, and that another program runs."""
 
-    Args:
-        title: for people.
-        marks: names that its files have, under any prefix; of a module where it ends with a dot.
-        columns: second side of the first of ``marks``, which tells it from a model that is run; 0 where names do.
-        runs: what runs its single file.
-        classes: what its class names in diffusers begin with; empty where diffusers has none.
-    """
-
-    title: str
-    marks: tuple[str, ...]
-    columns: int = 0
-    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit behind it"
-    classes: str = ""
+    title: str  # for people
+    marks: tuple[str, ...]  # names that its files have, under any prefix; of a module where it ends with a dot
+    columns: int = 0  # second side of the first of ``marks``, which tells it from a model that is run; 0 where names do
+    runs: str = "ComfyUI's own Load Diffusion Model, with AnyGPU Fit behind it"  # what runs its single file
+    classes: str = ""  # what its class names in diffusers begin with; empty where diffusers has none
 
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """Caution shown with a file that loads but has given others trouble.
+    """Caution shown with a file that loads but has given others trouble."""
 
-    Args:
-        named: a regular expression that the name of the file, or of a folder around it, has to fit.
-        stored: the dtype, without scales, that some of its matrices must have; safetensors' name; empty for any.
-        text: what is wrong with it and what to use instead.
-        source: who says so.
-    """
-
-    named: str
-    stored: str
-    text: str
-    source: str
+    named: str  # a regular expression that the name of the file, or of a folder around it, has to fit
+    stored: str  # the dtype, without scales, that some of its matrices must have; safetensors' name; empty for any
+    text: str  # what is wrong with it and what to use instead
+    source: str  # who says so
 
 
 @dataclass(frozen=True, slots=True)
 class MusubiCache:
-    """The caches of an architecture of Musubi Tuner.
+    """The caches of an architecture of Musubi Tuner."""
 
-    Args:
-        short: in file names.
-        full: in metadata.
-        ratio: pixels per latent row and column.
-        text: its name of an embedding to ours, the padded one first.
-        scale: what its latents are multiplied by; core's space has them unscaled.
-        padded: text tokens that its own caches are padded to; 0 where each item has its own length.
-        mask: its name of the padded embedding's mask.
-        mask_dtype: of that mask.
-    """
-
-    short: str
-    full: str
-    ratio: int
-    text: Mapping[str, str]
-    scale: float = 1.0
-    padded: int = 0
-    mask: str = ""
-    mask_dtype: torch.dtype = torch.int64
+    short: str  # in file names
+    full: str  # in metadata
+    ratio: int  # pixels per latent row and column
+    text: Mapping[str, str]  # its name of an embedding to ours, the padded one first
+    scale: float = 1.0  # what its latents are multiplied by; core's space has them unscaled
+    padded: int = 0  # text tokens that its own caches are padded to; 0 where each item has its own length
+    mask: str = ""  # its name of the padded embedding's mask
+    mask_dtype: torch.dtype = torch.int64  # of that mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFiles:
-    """The files of a family's models, and the classes that are built of them.
+    """The files of a family's models, and the classes that are built of them."""
 
-    Args:
-        pipelines: ``model_index.json`` class name to task, ``text`` or ``image``.
-        transformer_classes: class names that a lone transformer's ``config.json`` may carry.
-        parts: part name to (library, class name, ...): the only classes that are ever built.
-        tools: name to library; ``transformers`` or ``diffusers``.
-        text_parts: the parts that only encode text.
-        optional: parts and tools that some of its pipelines lack.
-        base: the family whose pipeline provides the other parts of a lone transformer; empty for its own.
-        lone_task: the task of a transformer without a pipeline around it.
-        text_width: the key of the transformer's configuration that names the width of its text embeddings.
-        text_vision: kind of the file with the picture half of its text encoder, for image to video; empty for none.
-        image_required: whether its image-to-video checkpoints need an image and its text checkpoints refuse one.
-        layouts: names of its tensors in single files.
-        lora_layouts: names of layers in its LoRA files; empty for those of its transformer's ``layouts``.
-        kinds: part to the kind of model that it is in single files.
-        tokenizers: tool to the tokenizer it is, as the host names them.
-    """
-
-    pipelines: Mapping[str, str]
-    transformer_classes: tuple[str, ...]
-    parts: Mapping[str, tuple[str, ...]]
-    tools: Mapping[str, str]
-    text_parts: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    base: str = ""
-    lone_task: str = "text"
-    text_width: str = ""
-    text_vision: str = ""
-    image_required: bool = False
-    layouts: tuple[Layout, ...] = ()
-    lora_layouts: tuple[Layout, ...] = ()
-    kinds: Mapping[str, FileKind] = field(default_factory=dict)
-    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    pipelines: Mapping[str, str]  # ``model_index.json`` class name to task, ``text`` or ``image``
+    transformer_classes: tuple[str, ...]  # class names that a lone transformer's ``config.json`` may carry
+    parts: Mapping[str, tuple[str, ...]]  # part name to (library, class name, ...): the only classes built
+    tools: Mapping[str, str]  # name to library; ``transformers`` or ``diffusers``
+    text_parts: tuple[str, ...]  # the parts that only encode text
+    optional: tuple[str, ...] = ()  # parts and tools that some of its pipelines lack
+    base: str = ""  # the family whose pipeline provides the other parts of a lone transformer; empty for its own
+    lone_task: str = "text"  # the task of a transformer without a pipeline around it
+    text_width: str = ""  # the key of the transformer's configuration that names the width of its text embeddings
+    text_vision: str = ""  # kind of the file with the picture half of its text encoder, for image to video
+    image_required: bool = False  # image-to-video checkpoints need an image, its text checkpoints refuse one
+    layouts: tuple[Layout, ...] = ()  # names of its tensors in single files
+    lora_layouts: tuple[Layout, ...] = ()  # names of layers in its LoRA files; empty for ``layouts``
+    kinds: Mapping[str, FileKind] = field(default_factory=dict)  # part to the kind of model that it is in single files
+    tokenizers: Mapping[str, str] = field(default_factory=dict)  # tool to the tokenizer it is, as the host names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that a family makes.
-
-    Args:
-        multiple: width and height are multiples of it, in pixels.
-        ratio: pixels per latent row and column.
-        stride: pixel frames per latent frame; frame counts are ``stride * n + 1``.
-        defaults: values of upstream's own pipeline.
-        buckets: (height, width) the model was trained on; empty when any multiple is as good.
-        min_steps: fewest steps that upstream's schedule allows.
-        vae_tile: pixels per tile that upstream advises for its VAE; 0 for none.
-        most_whole_cells: latent cells up to which a video goes through the VAE whole nevertheless, which is exact.
-    """
-
-    multiple: int
-    ratio: int
-    stride: int
-    defaults: Defaults
-    buckets: tuple[tuple[int, int], ...] = ()
-    min_steps: int = 1
-    vae_tile: int = 0
-    most_whole_cells: int = 0
+    multiple: int  # width and height are multiples of it, in pixels
+    ratio: int  # pixels per latent row and column
+    stride: int  # pixel frames per latent frame; frame counts are ``stride * n + 1``
+    defaults: Defaults  # values of upstream's own pipeline
+    buckets: tuple[tuple[int, int], ...] = ()  # (height, width) it was trained on; empty where any multiple is as good
+    min_steps: int = 1  # fewest steps that upstream's schedule allows
+    vae_tile: int = 0  # pixels per tile that upstream advises for its VAE; 0 for none
+    most_whole_cells: int = 0  # latent cells up to which a video goes through the VAE whole nevertheless
 
     def tile_for(self, cells: tuple[int, ...]) -> int:
         """Pixels per tile that are advised for a video of these latent frames, rows and columns; 0 for whole."""
@@ -309,113 +198,66 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipes:
-    """The ways in which a family's models are run.
+    """The ways in which a family's models are run."""
 
-    Args:
-        effective: the optional settings that act on this family.
-        known: how its variants are run, by names of its own.
-        named: regular expression, for the name of a file, folder or LoRA, to a key of ``known``.
-        variants: trainings that files cannot tell apart.
-        newer_variants: how many of the last of them come after those of all families in the list of choices, which
-            grows at its end.
-        batched_cfg: whether classifier-free guidance is a batch of two; else it is a second forward per step.
-        sections: whether a video is sampled section by section, by the node for that.
-    """
-
-    effective: frozenset[str]
-    known: Mapping[str, Recipe] = field(default_factory=dict)
-    named: Mapping[str, str] = field(default_factory=dict)
-    variants: tuple[str, ...] = ()
-    newer_variants: int = 0
-    batched_cfg: bool = False
-    sections: bool = False
+    effective: frozenset[str]  # the optional settings that act on this family
+    known: Mapping[str, Recipe] = field(default_factory=dict)  # how its variants are run, by names of its own
+    named: Mapping[str, str] = field(default_factory=dict)  # pattern of a file's or LoRA's name to a key of ``known``
+    variants: tuple[str, ...] = ()  # trainings that files cannot tell apart
+    newer_variants: int = 0  # how many of the last stand at the end of the common list of choices, which only grows
+    batched_cfg: bool = False  # classifier-free guidance is a batch of two; else a second forward per step
+    sections: bool = False  # whether a video is sampled section by section, by the node for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrites:
-    """The differences of a family's modules that a rewrite of them has to know.
+    """The differences of a family's modules that a rewrite of them has to know."""
 
-    Args:
-        precision: where its dtypes differ from the common rows.
-        causal_decoder: whether its decoder never looks ahead, so that a video can be decoded in chunks.
-        vae_settings: attributes of its diffusers VAE that its publisher has otherwise.
-        published_blocks: blocks of its published transformer: class, count, whether they leave the text alone.
-        published_vae_fusion_points: those fused in the decoder of its published VAE.
-        split: what goes by token in its blocks, for one video on several devices; None where that was not tried.
-        returns_alone: whether its blocks return their tokens without the text.
-    """
-
-    precision: ModelPrecision = PLAIN
-    causal_decoder: bool = False
-    vae_settings: Mapping[str, int] = field(default_factory=dict)
-    published_blocks: tuple[tuple[str, int, bool], ...] = ()
-    published_vae_fusion_points: int = 0
-    split: SplitPlan | None = None
-    returns_alone: bool = False
+    precision: ModelPrecision = PLAIN  # where its dtypes differ from the common rows
+    causal_decoder: bool = False  # whether its decoder never looks ahead, so that a video can be decoded in chunks
+    vae_settings: Mapping[str, int] = field(default_factory=dict)  # attributes that its publisher's VAE has otherwise
+    published_blocks: tuple[tuple[str, int, bool], ...] = ()  # class, count, whether they leave the text alone
+    published_vae_fusion_points: int = 0  # those fused in the decoder of its published VAE
+    split: SplitPlan | None = None  # by token in its blocks, for several devices; None where that was not tried
+    returns_alone: bool = False  # whether its blocks return their tokens without the text
 
 
 @dataclass(frozen=True, slots=True)
 class TinyDecoder:
-    """A published network that decodes drafts in the place of the VAE.
+    """A published network that decodes drafts in the place of the VAE."""
 
-    Args:
-        name: how the names of its files begin.
-        source: who publishes it.
-        divisor: of the latents that the transformer makes, before it takes them.
-        slope: of its activations below 0.
-        symmetric: whether its pictures are in -1..1; else in 0..1.
-    """
-
-    name: str
-    source: str
-    divisor: float = 1.0
-    slope: float = 0.0
-    symmetric: bool = False
+    name: str  # how the names of its files begin
+    source: str  # who publishes it
+    divisor: float = 1.0  # of the latents that the transformer makes, before it takes them
+    slope: float = 0.0  # of its activations below 0
+    symmetric: bool = False  # whether its pictures are in -1..1; else in 0..1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """The published models of a family, and files that are taken for them.
+    """The published models of a family, and files that are taken for them."""
 
-    Args:
-        pages: where its files are published.
-        offer: the download to begin with; None offers nothing.
-        more_offers: title to another download, such as image to video.
-        musubi: its caches of Musubi Tuner; None where that trainer has no such model.
-        others: models that are taken for it, and that it does not run.
-        cautions: published files that gave others trouble.
-        tiny_decoders: of drafts, the first that is found counts; empty where none is published.
-    """
-
-    pages: tuple[str, ...] = ()
-    offer: Offer | None = None
-    more_offers: Mapping[str, Offer] = field(default_factory=dict)
-    musubi: MusubiCache | None = None
-    others: tuple[OtherModel, ...] = ()
-    cautions: tuple[Caution, ...] = ()
-    tiny_decoders: tuple[TinyDecoder, ...] = ()
+    pages: tuple[str, ...] = ()  # where its files are published
+    offer: Offer | None = None  # the download to begin with; None offers nothing
+    more_offers: Mapping[str, Offer] = field(default_factory=dict)  # title to another download, such as image to video
+    musubi: MusubiCache | None = None  # its caches of Musubi Tuner; None where that trainer has no such model
+    others: tuple[OtherModel, ...] = ()  # models that are taken for it, and that it does not run
+    cautions: tuple[Caution, ...] = ()  # published files that gave others trouble
+    tiny_decoders: tuple[TinyDecoder, ...] = ()  # of drafts; the first that is found counts
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)
 class FamilySpec:
-    """One family of models.
+    """One family of models."""
 
-    Args:
-        id: frozen family id.
-        title: name for people.
-        package: its folder's dotted name, ``__package__`` of its ``spec.py``.
-        order: its place in lists that people see.
-        memory: the terms of the memory forecast.
-    """
-
-    id: str
-    title: str
-    package: str
-    order: int
+    id: str  # frozen family id
+    title: str  # name for people
+    package: str  # its folder's dotted name, ``__package__`` of its ``spec.py``
+    order: int  # its place in lists that people see
     files: FamilyFiles
     sizes: Sizes
     recipes: Recipes
-    memory: MemoryTerms
+    memory: MemoryTerms  # the terms of the memory forecast
     rewrites: Rewrites
     published: Published = Published()
 
@@ -431,5 +273,4 @@ class FamilySpec:
 
     @property
     def folder(self) -> Path:
-        """Folder of its published configurations."""
         return Path(str(import_module(".spec", self.package).__file__)).parent

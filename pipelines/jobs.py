@@ -47,20 +47,14 @@ class Rendered:
 
     @property
     def receipt(self) -> dict[str, Any] | None:
-        """The receipt of the video; None for latents that have none."""
         return receipts.decoded_receipt(self.latents, self.form)
 
     def write(self, path: Path) -> Path:
-        """Write the video as an MP4 with its receipt; returns ``path``."""
         return write_mp4(self.frames, self.latents.fps, path, receipts.tags_for(self.receipt))
 
 
 def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> LoadRequest:
-    """The request with which this machine loads the job's model; ``check`` as of :meth:`Places.model`.
-
-    Raises:
-        CheckpointError: a model is not on this machine.
-    """
+    """The request with which this machine loads the job's model; raises CheckpointError where one is not here."""
     find = partial(machine.places.model, check=check)
     parts = {part: find(content) for part, content in job.files.items()}
     return load_request(
@@ -78,11 +72,7 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
 
 
 def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
-    """The pipeline of a job, with its LoRAs and its step cache.
-
-    Args:
-        request: what :func:`request_of` gave before; None asks it.
-    """
+    """The pipeline of a job, with its LoRAs and its step cache; ``request`` is that of :func:`request_of`."""
     pipeline = load_placed(request or request_of(job, machine, progress.check), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file, progress.check)
@@ -91,12 +81,9 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
 
 
 def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
-    """Render a job with its pipeline, or that of another job with the same ``model_key``.
+    """Render a job with its pipeline, or that of another job with the same ``model_key``; raises what a stage refuses.
 
     Of a group, all processes call it, and the leader has the frames.
-
-    Raises:
-        PackError: what any of the stages refuses.
     """
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
@@ -208,7 +195,6 @@ def _frames(
 
 
 def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
-    """The image condition of a job's pictures, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
@@ -228,7 +214,6 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
 
 
 def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
-    """The latents of the video that a job starts from; None without one."""
     if job.video is None:
         return None
     frames, size = _frames("images", job.video, job, machine, progress, pipeline), job.settings
@@ -237,19 +222,11 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay.
-
-    Args:
-        same: whether the latents are bit for bit those of the receipt; None where it does not say.
-        differences: between this machine and the one that made the file, which may be why.
-    """
-
     rendered: Rendered
-    same: bool | None
-    differences: tuple[str, ...]
+    same: bool | None  # whether the latents are bit for bit those of the receipt; None where it does not say
+    differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
 
     def text(self) -> str:
-        """The outcome in lines."""
         first = {True: "the same latents, bit for bit", False: "other latents", None: "nothing to compare with"}
         why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
         return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])

@@ -23,50 +23,27 @@ TRANSFORMER = "/transformer"  # what the kinds of transformers end with
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rule.
-
-    Args:
-        source: names in the file, separated by ``|``: releases name one tensor in several ways.
-        targets: names in the model, separated by blanks; several share the rows of the tensor.
-        swapped: the halves of the tensor's rows change places: shift and scale, or gate and projection.
-        first_square: the first three targets have as many rows as the tensor's weight has columns, the last the rest.
-        flat: axes of length one at the end are dropped: a convolution of one pixel that is a matrix in the model.
-        last: the name in the model for the highest ``#``, where it differs.
-        heads: see ``TensorEntry.heads``.
-    """
-
-    source: str
-    targets: str
-    swapped: bool = False
-    first_square: bool = False
-    flat: bool = False
-    last: str = ""
-    heads: int = 0
+    source: str  # names in the file, separated by ``|``: releases name one tensor in several ways
+    targets: str  # names in the model, separated by blanks; several share the rows of the tensor
+    swapped: bool = False  # the halves of the tensor's rows change places: shift and scale, or gate and projection
+    first_square: bool = False  # the first targets have as many rows as the weight has columns, the last the rest
+    flat: bool = False  # axes of length one at the end are dropped: a convolution that is a matrix in the model
+    last: str = ""  # the name in the model for the highest ``#``, where it differs
+    heads: int = 0  # see ``TensorEntry.heads``
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names that one release gives to the tensors of one model.
+    """The names that one release gives to the tensors of one model."""
 
-    Args:
-        kind: which model, such as ``ltx/transformer``.
-        name: which release, for people.
-        marks: names that are there in this layout and in no other; ``|`` separates ways to write one.
-        absent: names that must not be there.
-        rows: the rules, or what makes them of the names in the file.
-        words: parts of names that are replaced before the rules are asked.
-        ignored: regular expressions of tensors that are not part of the model.
-        half_of: the kind of which this is one half, in a file of its own; ignored in a file that has the whole.
-    """
-
-    kind: str
-    name: str
-    marks: tuple[str, ...]
-    rows: tuple[Row, ...] | Callable[[Iterable[str]], tuple[Row, ...]]
-    absent: tuple[str, ...] = ()
-    words: tuple[tuple[str, str], ...] = ()
-    ignored: tuple[str, ...] = ()
-    half_of: str = ""
+    kind: str  # which model, such as ``ltx/transformer``
+    name: str  # which release, for people
+    marks: tuple[str, ...]  # names that are there in this layout and in no other; ``|`` separates ways to write one
+    rows: tuple[Row, ...] | Callable[[Iterable[str]], tuple[Row, ...]]  # or what makes them of the names
+    absent: tuple[str, ...] = ()  # names that must not be there
+    words: tuple[tuple[str, str], ...] = ()  # parts of names that are replaced before the rules are asked
+    ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not part of the model
+    half_of: str = ""  # the kind of which this is one half, in a file of its own; ignored in a file that has the whole
 
     def fits(self, names: Mapping[str, object]) -> bool:
         """Tell whether tensors of these names, without their common prefix, are of this layout."""
@@ -92,21 +69,15 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def is_another_model(unused: Collection[str], wanted: Iterable[str]) -> bool:
-    """Tell whether tensors that a model has no place for are too many to be left out, or are one more block of it.
-
-    Args:
-        wanted: the names that the model has.
-    """
+    """Tell whether ``unused`` tensors are too many for a model of ``wanted`` names, or one more block of it."""
     shape = partial(re.sub, r"\d+", "#")
     return len(unused) > MOST_UNKNOWN or not {*map(shape, unused)}.isdisjoint(map(shape, wanted))
 
 
 def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | None = None) -> dict[str, TensorEntry]:
-    """``entries`` of a file under the names of the model.
+    """``entries`` of a file, without a prefix, under the names of the model.
 
     Args:
-        entries: by their names in the file, without a prefix.
-        path: the file, for the error.
         unknown: takes up the names that no row knows, as long as they are few; None refuses them.
 
     Raises:
@@ -180,7 +151,6 @@ def _parts(row: Row, name: str) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """The literal beginning of each way to write a name, and its pattern."""
     return tuple((re.split(r"[#*]", way)[0], name_pattern(way)) for way in source.split("|"))
 
 

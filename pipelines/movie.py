@@ -33,12 +33,7 @@ CODECS = ("libx264", "h264", "mpeg4")
 
 
 def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
-    """The path of an MP4 with ``frames``, written whole or not at all.
-
-    Args:
-        frames: (F, H, W, 3) in 0..1; odd sides lose one row or column, as H.264 needs even ones.
-        fps: frames per second.
-        tags: texts by name, for the file's metadata.
+    """The path of an MP4 with ``frames`` (F, H, W, 3) in 0..1, written whole or not at all; odd sides lose a row.
 
     Raises:
         UnsupportedError: this PyAV has no encoder for MP4. CheckpointError: the file cannot be written.
@@ -67,23 +62,18 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
 
 @dataclass(slots=True)
 class Allowance:
-    """The pixels that may still be decoded.
+    """The pixels that may still be decoded."""
 
-    Args:
-        left: frames x height x width; 0 or less once they are used up.
-    """
-
-    left: int = 2 * MOST_PIXELS  # each frame is counted, then hashed
+    left: int = 2 * MOST_PIXELS  # frames x height x width; each frame is counted, then hashed
 
 
 def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
     """Frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second.
 
-    They are counted before they are kept, as headers lie.
+    They are counted before they are kept, as headers lie; ``check``, called for each, may raise to cancel.
 
     Args:
         most: how many of the first are needed; None for all, of at most :data:`MOST_PIXELS`.
-        check: called for each frame that is decoded; may raise to cancel.
 
     Raises:
         CheckpointError: no such file, nothing in it can be decoded, or too much.
@@ -98,11 +88,7 @@ def read_frames(path: Path, most: int | None = None, check: Check = lambda: None
 
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
-    """``picture_content`` of the frames in a picture or video file, one in memory at a time.
-
-    Raises:
-        CheckpointError: nothing in it can be decoded, or more than ``allowance``.
-    """
+    """``picture_content`` of a file's frames, one in memory at a time; raises CheckpointError beyond ``allowance``."""
     sizes = [(frame.height, frame.width) for frame, _ in _decoded(path, check, allowance)]
     parts = (frame.to_ndarray(format="rgb24").tobytes() for frame, _ in _decoded(path, check, allowance))
     return levels_content((len(sizes), *sizes[0], 3), parts)
@@ -149,27 +135,18 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[A
 
 
 def _most_of(path: Path) -> dict[str, str]:
-    """FFmpeg's option for the largest frame that a file may have."""
     return {"max_pixels": str(reading_budget(path.stat().st_size) // FRAME_BYTES)}
 
 
 def tags_of(path: Path) -> dict[str, str]:
-    """The texts in the metadata of a video file, by name in small letters: Matroska writes capitals.
-
-    Raises:
-        CheckpointError: no such file, or no video.
-    """
+    """The texts in a video file's metadata, by name in small letters: Matroska writes capitals."""
     with _opened(path, "a video file") as container:
         return {str(name).lower(): str(text) for name, text in container.metadata.items()}
 
 
 @contextmanager
 def _opened(path: Path, expected: str) -> Iterator[Any]:
-    """A video file as PyAV has it; a failure while it is read is one line.
-
-    Args:
-        expected: what the file should be.
-    """
+    """A video file as PyAV has it; a failure while it is read is one line."""
     av, most = imported("av"), {}
     try:
         plain_status(path)

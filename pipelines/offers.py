@@ -14,20 +14,12 @@ HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "tran
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One published repository at one commit.
+    """One published repository at one commit."""
 
-    Args:
-        repository: its name on the Hub.
-        revision: the commit.
-        only: what of it is read; none means all.
-        sizes: bytes of the weights that are read of it by folder, empty for the top, at that commit; none where that
-            is not known here.
-    """
-
-    repository: str
-    revision: str
-    only: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    repository: str  # its name on the Hub
+    revision: str  # the commit
+    only: tuple[str, ...] = ()  # what of it is read; none means all
+    sizes: Mapping[str, int] = field(default_factory=dict)  # weights in bytes by folder, "" for the top
 
     @property
     def stored_bytes(self) -> int:
@@ -36,16 +28,13 @@ class Download:
 
     @property
     def page(self) -> str:
-        """Page where users find it."""
         return HUB + self.repository
 
     @property
     def folder(self) -> str:
-        """The name of the folder that it goes into, as published."""
         return self.repository.rsplit("/", 1)[1]
 
     def text(self, root: Path) -> str:
-        """Describe its source, the files needed and their destination, in one line."""
         only = f" (only {', '.join(self.only)})" if self.only else ""
         return f"{self.page}{only} into {root / self.folder}"
 
@@ -70,21 +59,14 @@ T5_XXL = (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A model to start with.
+    """A model to start with."""
 
-    Args:
-        downloads: its repositories.
-        gib: weights per part in GiB as bf16, from the parameter counts of the published configurations.
-        quantised: by part of ``gib``, published files in fewer bits, the largest first; none where none is known here.
-    """
-
-    downloads: tuple[Download, ...]
-    gib: Mapping[str, float]
-    quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)
+    downloads: tuple[Download, ...]  # its repositories
+    gib: Mapping[str, float]  # weights per part as bf16, by the published configurations' parameter counts
+    quantised: Mapping[str, tuple[Quantised, ...]] = field(default_factory=dict)  # files by part, largest first
 
     @property
     def total_bytes(self) -> int:
-        """All weights, in bf16."""
         return int(sum(self.gib.values()) * GIBIBYTE)
 
     @property

@@ -15,11 +15,7 @@ from .settings import SIDES, of_checkpoint, own_defaults, snap
 
 
 def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
-    """``frames`` as fp32 on the CPU.
-
-    Raises:
-        InputError: no frames, alpha, or not (F, H, W, 3).
-    """
+    """``frames`` as fp32 on the CPU; raises InputError for no frames, alpha, or another shape than (F, H, W, 3)."""
     shape = tuple(frames.shape)
     if frames.ndim != 4 or 0 in shape:
         raise InputError(
@@ -39,11 +35,7 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
 
 
 def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
-    """SigLIP states (1, tokens, width) that were made elsewhere, fp32, on the CPU.
-
-    Raises:
-        InputError: of another shape.
-    """
+    """SigLIP states (1, tokens, width) made elsewhere, fp32, on the CPU; raises InputError for another shape."""
     if tuple(vision.shape) != (1, tokens, width):
         raise InputError(
             f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
@@ -56,12 +48,8 @@ def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tenso
 def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
     """Width and height in pixels that the pictures are fitted to.
 
-    Args:
-        width, height: what the user asks; 0 for the family's default. With ``nearest bucket`` only their area
-            counts: the shape follows the picture, from the sizes the family was trained on where it names them.
-
-    Raises:
-        InputError: unknown fit, or a side out of range.
+    With ``nearest bucket`` only the area of what is asked counts: the shape follows the picture, from the sizes the
+    family was trained on where it names them.
     """
     require_choice("fit", fit, FITS)
     size = snap(family, width, height, 1)
@@ -78,11 +66,7 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
 
 
 def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that pictures are encoded at: what is asked, or a size of the model's for their shape.
-
-    Args:
-        frames: (F, H, W, 3), of which only the shape counts.
-    """
+    """Width and height in pixels that pictures are encoded at: as asked, or a size of the model's for their shape."""
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
     if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
         wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])

@@ -32,21 +32,13 @@ DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that s
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The state of a sampling between two steps.
+    """The state of a sampling between two steps."""
 
-    Args:
-        done: steps.
-        section: of a sampling in sections, else 0.
-        latents: as the loop has them.
-        solver: the fields of the solver that its steps have changed: plain values, tensors, and lists of tensors.
-        generator_state: for noise that later steps draw.
-    """
-
-    done: int
-    section: int
-    latents: torch.Tensor
-    solver: Mapping[str, Any]
-    generator_state: bytes
+    done: int  # steps
+    section: int  # of a sampling in sections, else 0
+    latents: torch.Tensor  # as the loop has them
+    solver: Mapping[str, Any]  # its fields that steps have changed: plain values, tensors, lists of tensors
+    generator_state: bytes  # for noise that later steps draw
 
 
 class StepStore(Protocol):
@@ -67,23 +59,14 @@ class StepStore(Protocol):
 
 @dataclass(slots=True)
 class Resuming:
-    """The store of the steps of one sampling, and how far it is.
+    """The store of the steps of one sampling, and how far it is."""
 
-    Args:
-        store: where.
-        key: of the sampling; "" until its model is known by every byte.
-        progress: told where it goes on.
-        seed: of the request, which a user must give again.
-        broken: True once nothing more is saved, since the saved state may be the fault.
-        skipped: steps that an earlier run had done.
-    """
-
-    store: StepStore
-    key: Callable[[], str]
-    progress: Progress
-    seed: int = 0
-    broken: bool = False
-    skipped: int = 0
+    store: StepStore  # where
+    key: Callable[[], str]  # of the sampling; "" until its model is known by every byte
+    progress: Progress  # told where it goes on
+    seed: int = 0  # of the request, which a user must give again
+    broken: bool = False  # True once nothing more is saved, since the saved state may be the fault
+    skipped: int = 0  # steps that an earlier run had done
 
     def abandon(self) -> None:
         """Forget the saved state and save no more: the sampling starts again in another precision."""
@@ -91,83 +74,47 @@ class Resuming:
         self.store.drop(self.key())
 
     def save(self, state: StepState) -> bool:
-        """Replace what is saved, and return whether that was done."""
         key = self.key()
         return bool(key) and self.store.save(key, state)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The model that a pipeline runs, by its files.
+    """The model that a pipeline runs, by its files."""
 
-    Args:
-        task: ``text`` or ``image``.
-        variant: of its family.
-        source: the folder or file it was loaded from.
-        request: the one it was loaded by.
-        configs: contents of each part's ``config.json``.
-        weights: bytes of each part, for forecasts.
-        storage: choice of storage of each part whose weights are stored smaller than they compute.
-        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        recipe: the one of its family's that a name gave away; empty for its variant's.
-    """
-
-    task: str
-    variant: str
-    source: Path
-    request: LoadRequest
-    configs: Mapping[str, Mapping[str, Any]]
-    weights: Mapping[str, PartBytes]
-    storage: Mapping[str, str]
-    stands_in_for: str = ""
-    recipe: str = ""
+    task: str  # ``text`` or ``image``
+    variant: str  # of its family
+    source: Path  # the folder or file it was loaded from
+    request: LoadRequest  # the one it was loaded by
+    configs: Mapping[str, Mapping[str, Any]]  # contents of each part's ``config.json``
+    weights: Mapping[str, PartBytes]  # bytes of each part, for forecasts
+    storage: Mapping[str, str]  # choice of storage of each part whose weights are stored smaller than they compute
+    stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
+    recipe: str = ""  # the one of its family's that a name gave away; empty for its variant's
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device that a pipeline was loaded for.
-
-    Args:
-        facts: of it.
-        precision: dtype of each part there.
-        probes: answers of the device, saved as they come; None asks it nothing.
-    """
-
-    facts: DeviceFacts
-    precision: Precision
-    probes: ProbeStore | None
+    facts: DeviceFacts  # of it
+    precision: Precision  # dtype of each part there
+    probes: ProbeStore | None  # answers of the device, saved as they come; None asks it nothing
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Execution plan of a pipeline.
-
-    Args:
-        offloader: moves its parts.
-        speed: kernels, compile, profile.
-        decisions: of loading, in order.
-        step_cache: steps that its samplings skip; None for none.
-    """
-
-    offloader: Offloader
-    speed: Speed
-    decisions: tuple[Decision, ...] = ()
-    step_cache: StepCacheSettings | None = None
+    offloader: Offloader  # moves its parts
+    speed: Speed  # kernels, compile, profile
+    decisions: tuple[Decision, ...] = ()  # of loading, in order
+    step_cache: StepCacheSettings | None = None  # steps that its samplings skip; None for none
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of one run, put on the pipeline that this run is handed.
+    """The options of one run, put on the pipeline that this run is handed."""
 
-    Args:
-        doctor: watches its samplings; None for none.
-        resuming: saves the steps of its sampling; None for none.
-        group: the processes that render one video together; None for this one alone.
-    """
-
-    doctor: Doctor | None = None
-    resuming: Resuming | None = None
-    group: Group | None = None
+    doctor: Doctor | None = None  # watches its samplings; None for none
+    resuming: Resuming | None = None  # saves the steps of its sampling; None for none
+    group: Group | None = None  # the processes that render one video together; None for this one alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +124,7 @@ class Pipeline(KnownToHost):
     spec: FamilySpec
     model: Checkpoint
     parts: Parts
-    tools: Tools
+    tools: Tools  # tokenizers, scheduler, image processors
     device: Device
     plan: PipelinePlan
     run: RunOptions = RunOptions()
@@ -187,37 +134,30 @@ class Pipeline(KnownToHost):
 
     @property
     def family(self) -> str:
-        """The frozen id of its family, as files have it."""
         return self.spec.id
 
     @property
     def variant(self) -> str:
-        """The variant of its family."""
         return self.model.variant
 
     @property
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """The contents of each part's ``config.json``."""
         return self.model.configs
 
     @property
     def weights(self) -> Mapping[str, PartBytes]:
-        """The bytes of each part."""
         return self.model.weights
 
     @property
     def facts(self) -> DeviceFacts:
-        """The facts of its device."""
         return self.device.facts
 
     @property
     def precision(self) -> Precision:
-        """The dtype of each part."""
         return self.device.precision
 
     @property
     def offloader(self) -> Offloader:
-        """The offloader of its parts."""
         return self.plan.offloader
 
     @property
@@ -236,8 +176,6 @@ class Pipeline(KnownToHost):
 
 
 class Tools:
-    """Tokenizers, scheduler and processors by name, each read on first use."""
-
     def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
         self.readers, self._read = dict(readers), dict[str, Any]()
 
@@ -258,12 +196,8 @@ def make_room_and_retry(
 ) -> Callable[[BaseException], bool]:
     """Handler that a stage calls after an error: frees memory and returns True to try again.
 
-    Where memory ran out, other parts leave the device, then ``parts`` come by block, then by layer, each said. When
-    nothing of that is left, it is tried once more: what took the room may have been another program.
-
-    Args:
-        parts: those that come in pieces; none means the transformers.
-        message: shown before the retry, with a place for what was done.
+    Where memory ran out, other parts leave the device, then ``parts`` (by default the transformers) come by block, then
+    by layer, each said in ``message``. Last it tries once more: what took the room may have been another program.
     """
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
@@ -294,13 +228,7 @@ def make_room_and_retry(
 def held_once(
     pipeline: Pipeline, part: str, read: Callable[[Progress], nn.Module], activation_bytes: int, progress: Progress
 ) -> Iterator[Any]:
-    """A network that is no part of the pipeline's, on its device inside the block and nowhere afterwards.
-
-    Args:
-        part: a name that no part has.
-        read: reads it, on the CPU.
-        activation_bytes: that its forward needs beside its weights.
-    """
+    """A network that is no part of the pipeline, on its device as ``part`` inside the block, and nowhere after."""
     pipeline.parts.readers[part] = read
     try:
         with pipeline.offloader.hold(part, activation_bytes, progress) as network:

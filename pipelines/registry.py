@@ -29,11 +29,7 @@ def register(spec: FamilySpec) -> None:
 
 
 def family_named(name: str) -> FamilySpec:
-    """The family of an id read from a file.
-
-    Raises:
-        InputError: no such family.
-    """
+    """The family of an id read from a file; raises InputError where there is none."""
     require_choice("family", name, FAMILIES, "Load a supported model.")
     return FAMILIES[name]
 

@@ -35,7 +35,6 @@ PAPER, BAND, INK, FAINT, HEAD, ALARM = "#1b1d21", "#23262b", "#e8e8e8", "#a8adb5
 
 
 def title_of(pipeline: Any) -> str:
-    """The name for people of a pipeline's family, those that paint too."""
     return pipeline.spec.title if isinstance(pipeline, Pipeline) else PAINT_TITLES[pipeline.family]
 
 
@@ -46,16 +45,7 @@ def precisions() -> dict[str, ModelPrecision]:
 
 
 def hardware_report(device: Any, state: Path | None, again: bool = False) -> Report:
-    """The report on ``device``.
-
-    Args:
-        device: what :func:`~..compat.device.facts_for` takes.
-        state: folder where answers of probes are kept.
-        again: ask every probe again.
-
-    Raises:
-        UnsupportedError: torch cannot reach the device.
-    """
+    """The report on ``device``, as ``facts_for`` takes it; ``state`` keeps answers of probes, ``again`` asks anew."""
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(again)
@@ -106,11 +96,7 @@ def checked(report: Report, device: Any, state: Path | None, progress: Progress)
 
 
 def drawn(report: Report) -> torch.Tensor:
-    """The report as a table to look at.
-
-    Returns:
-        (1, H, 1600, 3) in 0..1, fp32 on the CPU.
-    """
+    """The report as a table to look at: (1, H, 1600, 3) in 0..1, fp32 on the CPU."""
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 

@@ -24,89 +24,44 @@ from .speed import Profile, SpeedRequest
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files that a pipeline is composed of.
-
-    Args:
-        parts: part name to its file; ``transformer`` is needed, what is not named is searched in ``offered``.
-        offered: every file of the model folders with the kinds of models in it.
-        task: ``text``, ``image``, or ``auto`` where the files decide.
-        tokenizers: folders of tokenizers by kind, such as those that ComfyUI ships.
-        provided: folders of a diffusers pipeline, by part and tool, for what no file brings; set by ``load``.
-    """
-
-    parts: Mapping[str, Path]
-    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
-    task: str = AUTO
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)
-    provided: Mapping[str, Path] = field(default_factory=dict)
+    parts: Mapping[str, Path]  # part name to its file; ``transformer`` is needed, others are searched in ``offered``
+    offered: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)  # all files of the model folders to kinds
+    task: str = AUTO  # ``text``, ``image``, or ``auto`` where the files decide
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)  # kind to folder, such as ComfyUI's own
+    provided: Mapping[str, Path] = field(default_factory=dict)  # folders of parts and tools that no file brings
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """User's choices for loading.
-
-    Args:
-        model: folder of a diffusers pipeline, or of a transformer alone.
-        base: folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches.
-        image_encoder: folder with ``image_encoder`` and ``feature_extractor`` (FramePack); ``auto`` searches.
-        variant, precision, offload: choices; ``auto`` decides.
-        device: None for the default device; facts that were gathered before stand for the device they are of.
-        search: folders in which ``auto`` looks for other models.
-        attention: which kernel the transformer's attention runs, for this pipeline alone.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
-        quiet: goes by what is kept there, so that the device is neither asked nor timed.
-        files: single files to compose the pipeline of; ``model`` is then the transformer's.
-        weights, text_weights: how those of transformer and text encoders are kept, of ``packed.CHOICES``.
-        speed: fused kernels, compile, profile.
-        devices: part (``transformer``, ``text_encoder`` for all of them, ``vae``) to where it computes; ``auto`` for
-            ``device``.
-        keep_free_gb: memory of the device that offload ``auto`` leaves to others.
-        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-        cards: the accelerators, ``device`` among them, that the parts may be shared out to, with the
-            bytes that a run may take there, None where unknown; empty for ``device`` alone.
-    """
-
-    model: Path
-    base: Path | None = None
-    image_encoder: Path | None = None
+    model: Path  # folder of a diffusers pipeline, or of a transformer alone
+    base: Path | None = None  # folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches
+    image_encoder: Path | None = None  # folder with ``image_encoder`` and ``feature_extractor``; None searches
     variant: str = AUTO
     precision: str = AUTO
     offload: str = AUTO
-    device: Any = None
-    search: Sequence[Path] = ()
-    attention: str = AUTO
-    state: Path | None = None
-    files: Files | None = None
-    weights: str = AUTO
-    text_weights: str = AUTO
-    speed: SpeedRequest = field(default_factory=SpeedRequest)
-    devices: Mapping[str, Any] = field(default_factory=dict)
-    keep_free_gb: float = 0.0
-    quiet: bool = False
-    stands_in_for: str = ""
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
+    device: Any = None  # None for the default device; facts that were gathered before stand for the device they are of
+    search: Sequence[Path] = ()  # folders in which ``auto`` looks for other models
+    attention: str = AUTO  # which kernel the transformer's attention runs, for this pipeline alone
+    state: Path | None = None  # folder of probe results; None asks the device nothing and relies on the tables
+    files: Files | None = None  # single files to compose the pipeline of; ``model`` is then the transformer's
+    weights: str = AUTO  # how the transformer's are kept, of ``packed.CHOICES``
+    text_weights: str = AUTO  # and those of text encoders
+    speed: SpeedRequest = field(default_factory=SpeedRequest)  # fused kernels, compile, profile
+    devices: Mapping[str, Any] = field(default_factory=dict)  # ``transformer``, ``text_encoder`` or ``vae`` to device
+    keep_free_gb: float = 0.0  # memory of the device that offload ``auto`` leaves to others
+    quiet: bool = False  # goes by what is kept there, so that the device is neither asked nor timed
+    stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)  # those for the parts, to free bytes
 
 
 class LoadInput(NamedTuple):
-    """One input that the nodes which load a video pipeline share.
-
-    Args:
-        default: its value if none was chosen, of the input's type.
-        target: what takes the value as an argument; None for a switch that this module reads itself.
-        argument: name of that argument, where it is not the input's own.
-    """
-
-    default: Any
-    target: Callable[..., Any] | None = LoadRequest
-    argument: str = ""
+    default: Any  # its value if none was chosen, of the input's type
+    target: Callable[..., Any] | None = LoadRequest  # takes the value as an argument; None: this module does
+    argument: str = ""  # name of that argument, where it is not the input's own
 
 
 def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
-    """Part to device, for the parts that are not left to ``auto``.
-
-    Raises:
-        UnsupportedError: an accelerator that this machine does not have.
-    """
+    """Part to device, for the parts that are not left to ``auto``; raises UnsupportedError for an absent one."""
     asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
     chosen = {part: name for part, name in asked.items() if name not in ("auto", "")}
     for part, name in chosen.items():
@@ -152,11 +107,7 @@ PRECISIONS = (*precision.CHOICES, *STORED)
 
 
 def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` in which a precision of :data:`STORED` is ``auto``, and the weights are stored so.
-
-    Raises:
-        InputError: another storage is asked for, too.
-    """
+    """``values`` in which a precision of :data:`STORED` is ``auto``, and the weights are stored so."""
     named, stored = values.get("precision"), values.get("weights", AUTO)
     if named not in STORED:
         return values
@@ -178,8 +129,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
         folders: the arguments of :class:`LoadRequest` that are not such inputs: model, other folders, device, state.
 
     Raises:
-        InputError: a value out of range.
-        UnsupportedError: an accelerator that this machine does not have.
+        InputError: a value out of range. UnsupportedError: an accelerator that this machine does not have.
     """
 
     values = with_storage(values)

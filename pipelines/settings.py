@@ -28,11 +28,7 @@ GUIDANCE = (
 
 
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
-    """The recipe of the variant that is loaded; None where its family has none.
-
-    Args:
-        settings: of the run; upscaled latents that are denoised as published take the recipe's second pass.
-    """
+    """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``."""
     code = pipeline.spec.code
     known = pipeline.spec.recipes.known.values()
     recipe: Recipe | None = pipeline.spec.recipes.known.get(pipeline.model.recipe) if pipeline.model.recipe else None
@@ -46,7 +42,7 @@ def final_size(settings: SampleSettings) -> dict[str, int]:
     """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays.
 
     A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
-    A size that is no larger than that of the first pass is one that was left there, and asks for nothing.
+    A size no larger than that of the first pass was left there, and asks for nothing.
 
     Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
     """
@@ -63,11 +59,7 @@ def _refines(settings: SampleSettings) -> bool:
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
-    """The loaded family with this checkpoint's own defaults: what its files say, and its recipe.
-
-    Args:
-        recipe: the one to take; None for that of its first pass.
-    """
+    """The loaded family with the defaults of this checkpoint's files and of ``recipe``, by default its first pass's."""
     family, code = pipeline.spec, pipeline.spec.code
     defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.sizes.defaults
     recipe = recipe or recipe_of(pipeline)
@@ -89,10 +81,7 @@ def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) ->
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
-    """Defaults that a checkpoint's index says it was trained for, by the names of :class:`Defaults`.
-
-    It is of a file, so anything: a number counts that is positive and of the type of the family's default.
-    """
+    """Defaults that a checkpoint's index says it was trained for; only positive numbers of the usual type count."""
     given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.sizes.defaults
     return {
         name: value
@@ -117,11 +106,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """Default recipe of the loaded variant; for a demo model, the contents that it draws, since it has one recipe.
-
-    Args:
-        variant: what is said of the variant; nothing is guessed of a demo model.
-    """
+    """The decisions about variant and recipe; of a demo model, which has one recipe, what it draws."""
     if pipeline.is_demo:
         return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
     recipe = recipe_of(pipeline)
@@ -139,11 +124,6 @@ def _demo_decision(pipeline: Pipeline) -> Decision:
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
-    """The pipeline with a step cache for its samplings, without one for ``off``; nothing is read again for it.
-
-    Raises:
-        InputError: a choice or number out of range. UnsupportedError: an unknown kind.
-    """
     settings = settings_for(preset, asked)
     decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
     if settings is not None:
@@ -196,11 +176,7 @@ def snap_frames(family: FamilySpec, frames: int) -> int:
 
 
 def check_steps(family: FamilySpec, steps: int) -> int:
-    """``steps``, or the family's default for 0.
-
-    Raises:
-        InputError: fewer than the family allows, or more than 1000.
-    """
+    """``steps``, or the family's default for 0."""
     steps = steps or family.sizes.defaults.steps
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     return steps
@@ -238,6 +214,9 @@ def complete(
         steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
+    for name in ("guidance", "cfg", "guidance_rescale", "stg"):
+        if not math.isfinite(getattr(settings, name)):
+            raise InputError(f"{name} {getattr(settings, name)}", expected="a number", fix="Leave it at its default.")
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
         require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:
@@ -246,7 +225,7 @@ def complete(
             expected="start before end",
             fix="Swap them.",
         )
-    if settings.fps <= 0 or settings.fps > 240:
+    if not 0 < settings.fps <= 240:
         raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
     if settings.cfg <= 1.0 and prompt.has_negative:
         progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")

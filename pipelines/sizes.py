@@ -33,39 +33,29 @@ SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a run: pixels, frames, whether true guidance runs a second forward, latent frames of a section.
-
-    ``text`` counts the tokens of the prompt, ``sections`` those of a video that is sampled in several; 0 where the
-    count is not known yet.
-    """
+    """The size of a run; 0 for a count that is not known yet."""
 
     width: int
     height: int
     frames: int
-    guided: bool = False
-    window: int = 9
-    text: int = 0
-    sections: int = 0
+    guided: bool = False  # whether true guidance runs a second forward
+    window: int = 9  # latent frames of a section
+    text: int = 0  # tokens of the prompt
+    sections: int = 0  # those of a video that is sampled in several
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a run."""
     spatial, temporal = pipeline.spec.sizes.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
 def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
-    """Bytes of transformers on the device under ``mode``: all with ``none``, else of the largest.
-
-    Args:
-        forward: bytes that one forward needs beside them.
-    """
+    """Bytes of transformers on the device beside a ``forward``: all with ``none``, else of the largest."""
     each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
     return sum(each) if mode == "none" else max(each)
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
-    """Activations at the peak of one forward of the transformer."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
@@ -92,13 +82,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
 
 
 def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
-    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast.
-
-    Args:
-        pipeline: whose transformer it is.
-        settings: with the size of the run.
-        window: latent frames of one section of FramePack.
-    """
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast."""
     size = Size(
         width=settings.width, height=settings.height, frames=settings.frames, guided=settings.cfg > 1.0, window=window
     )
@@ -122,12 +106,10 @@ def beside_text(pipeline: Pipeline, part: str, texts: int) -> int:
 
 
 def text_bytes(pipeline: Pipeline, part: str, texts: int) -> int:
-    """Activations at the peak of a text encoder's forward."""
     return int(pipeline.spec.memory.fit.text * text_term(pipeline, part, texts)) + _dense(pipeline, part)
 
 
 def text_term(pipeline: Pipeline, part: str, texts: int) -> int:
-    """Bytes of one copy of a text encoder's widest activation."""
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
@@ -139,11 +121,7 @@ def _dense(pipeline: Pipeline, part: str) -> int:
 
 
 def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> int:
-    """Activations at the peak of a decode.
-
-    Args:
-        frames: latent frames per chunk, tile: pixels per tile; 0 for all.
-    """
+    """Activations at the peak of a decode, of latent ``frames`` per chunk and pixels per ``tile``; 0 for all."""
     fit, (wide, plain) = pipeline.spec.memory.fit, decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 
@@ -168,7 +146,6 @@ def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream:
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
-    """Bytes of one tile of the last layer of a decode that streams."""
     wide, plain = decoding_terms(pipeline, size, frames, tile)
     area = min(stream, size.width) * min(stream, size.height)
     return max(wide, plain) * min(1.0, area / (size.width * size.height))
@@ -180,7 +157,6 @@ def plane_bytes(pipeline: Pipeline, size: Size) -> int:
 
 
 def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:
-    """Bytes of ``modules`` on ``device``."""
     tensors = (each for module in modules if module is not None for each in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
@@ -194,13 +170,11 @@ def widest(config: Mapping[str, Any]) -> float:
 
 
 def default_size(family: FamilySpec) -> Size:
-    """The size that the family's own pipeline makes."""
     defaults = family.sizes.defaults
     return Size(defaults.width, defaults.height, defaults.frames, defaults.cfg > 1.0)
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    """The size of a run, for forecasts."""
     guided = settings.cfg > 1.0
     return Size(
         width=settings.width,

@@ -38,11 +38,7 @@ TRANSFORMER, VAE = "transformer", "vae"
 
 
 class Profile:
-    """Profiling: the path of the traces, and the ranges in them.
-
-    Args:
-        path: the trace file. A stage that runs by itself writes one of its own beside it.
-    """
+    """Profiling: the trace file, which a stage that runs by itself replaces by one of its own, and the ranges in it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.running = path, False
@@ -51,7 +47,6 @@ class Profile:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """One trace of everything in the block, in ``path``."""
         with self._traced(self.path):
             yield
 
@@ -82,8 +77,8 @@ class Profile:
     def _traced(self, target: Path) -> Iterator[None]:
         """A trace of the block in ``target``.
 
-        Ranges end before their trace does, also those that a cancel left open: torch writes the end of a range into
-        the trace that began it, and where that one is gone already, the process dies at a later trace's end.
+        Ranges that a cancel left open end before their trace: torch writes the end of a range into the trace that
+        began it, and the process dies where that one is gone.
         """
         from torch.profiler import profile, supported_activities
 
@@ -99,10 +94,7 @@ class Profile:
         self.written.append(target)
 
     def _ranged(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        """Give the blocks of ``module`` and their children ranges; returns what takes them off, None without blocks.
-
-        Blocks are the members of its lists. A compiled block is one range: its inside is one graph.
-        """
+        """Give the blocks in ``module``'s lists and their children ranges; a compiled block, one graph, has one."""
         undo = Undo()
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.ModuleList):
@@ -140,21 +132,11 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRequest:
-    """User's choices for speed.
-
-    Args:
-        kernels: one of ``fused.CHOICES``.
-        compile: None for off.
-        profile: where traces go; None for none.
-        fp16_sums: whether sampling's fp16 products sum in fp16; lossy.
-        stored_products: whether 8-bit weights are multiplied as they are stored; lossy.
-    """
-
-    kernels: str = fused.AUTO
-    compile: CompileSettings | None = None
-    profile: Profile | None = None
-    fp16_sums: bool = False
-    stored_products: bool = False
+    kernels: str = fused.AUTO  # one of ``fused.CHOICES``
+    compile: CompileSettings | None = None  # None for off
+    profile: Profile | None = None  # where traces go; None for none
+    fp16_sums: bool = False  # whether sampling's fp16 products sum in fp16; lossy
+    stored_products: bool = False  # whether 8-bit weights are multiplied as they are stored; lossy
 
     def traced(self) -> AbstractContextManager[None]:
         """Around a whole run: one trace of it in the profile's file; nothing without a profile."""
@@ -166,8 +148,6 @@ class Speed:
 
     Args:
         forms: by part, in which fused operations run; empty for none.
-        kernels: the decision about them.
-        attention: of the transformer.
         formats: of weights that are multiplied as they are stored.
         epilogue: whether the transformer's products may end in GELU.
     """
@@ -193,7 +173,6 @@ class Speed:
             self.compiled = {part: Compilation(request.compile) for part in parts}
 
     def steps(self) -> tuple[Step, ...]:
-        """The changes to parts, for their preparation."""
         steps: list[Step] = []
         if self.formats:
             steps.append(Step(Order.KERNELS, "products of stored weights", self._multiply))
@@ -214,11 +193,7 @@ class Speed:
         return None
 
     def settle_offload(self, mode: str, chosen: bool) -> None:
-        """Refuse compile with an offload mode that was chosen; with one that `auto` found, leave it off and say so.
-
-        Raises:
-            UnsupportedError: the pair does not work.
-        """
+        """Refuse compile with an offload mode that was chosen; with one that ``auto`` found, leave it off."""
         if not self.compiled:
             return
         try:
@@ -231,7 +206,6 @@ class Speed:
             self.compile = Decision("compile", "off", why, AUTO)
 
     def decisions(self) -> tuple[Decision, ...]:
-        """Decisions for the load node."""
         return self.kernels, self.compile
 
     def line(self, title: str) -> str:
@@ -244,7 +218,6 @@ class Speed:
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
-        """Say :meth:`line` where something is on."""
         if self.formats and not self.multiplied:
             notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
@@ -277,13 +250,10 @@ def speed_for(
     probes: Mapping[str, ProbeResult] | None,
     attention: Attention,
 ) -> Speed:
-    """The choices of ``request`` on the device of ``facts``.
+    """The choices of ``request`` on the device of ``facts``; ``probes`` outrank a known bug's row.
 
     Args:
         elsewhere: part to its own device.
-        precision: of the pipeline.
-        probes: what the device answered; its word outranks a known bug's row.
-        attention: of the transformer.
 
     Raises:
         InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
@@ -313,12 +283,7 @@ def speed_for(
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
-    """The form that operations run in, empty for none, and the decision about it.
-
-    Args:
-        choice: one of :data:`fused.CHOICES`.
-        dtype: of the token states.
-        unusable: why a probe found launches unusable.
+    """The form that operations on token states of ``dtype`` run in, empty for none, and the decision about it.
 
     Raises:
         InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.

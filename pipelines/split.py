@@ -54,13 +54,9 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
 
 
 def require_exact(pipeline: Pipeline, group: Group) -> None:
-    """Run a tiny transformer of the same class whole and split, and refuse the model where the results differ.
+    """Refuse the model where a tiny transformer of its class, whole and split, gives results that differ.
 
-    Takes less than a second or two. It finds what a new version of diffusers changes in a block before hours of a wrong
-    video are rendered.
-
-    Raises:
-        UnsupportedError: they differ, or the split one fails.
+    It finds in a second what a new version of diffusers changes in a block, before hours of a wrong video are rendered.
     """
     device = pipeline.offloader.device_of(TRANSFORMER)
     twin = _twin(pipeline, group.world.size).to(device)

@@ -40,8 +40,7 @@ REPEATED = re.compile(r"blocks\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class StackSizes:
-    """Blocks of each kind, pixels and frames of the video, cards in GiB, and whether blocks are as published or as the
-    demo models'."""
+    """Blocks of each kind, pixels and frames of the video, cards in GiB; blocks as published, or tiny."""
 
     blocks: int = 8
     width: int = 704
@@ -56,18 +55,13 @@ TINY = StackSizes(blocks=2, width=64, height=64, frames=9, published=False)  # a
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A transformer cut short, in host memory.
-
-    Args:
-        forward: runs it where it is given, on inputs made there.
-        activations: bytes of a forward by the family's forecast; None where it is none of the family's own blocks.
-    """
+    """A transformer cut short, in host memory."""
 
     module: nn.Module
-    forward: Callable[[nn.Module, torch.device], Any]
+    forward: Callable[[nn.Module, torch.device], Any]  # runs it where it is given, on inputs made there
     work: Work
     dtype: torch.dtype
-    activations: int | None = None
+    activations: int | None = None  # bytes of a forward by the forecast; None for plain blocks
 
 
 def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None], tiny: bool = False) -> Proof:
@@ -90,14 +84,12 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
 
 
 def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:
-    """A part for each family."""
     for family in FAMILIES.values():
         yield Part(f"memory {family.id}", partial(stack_figures, family, facts, store, sizes))
 
 
 def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
-    """Peak of a forward on each card beside the forecast, then the seconds of a forward whose weights stay, and of one
-    whose weights are streamed, beside their model."""
+    """Peak of a forward on each card beside the forecast, then seconds with weights that stay and that are streamed."""
     try:
         stack, kind = family_stack(family, facts, store, sizes), ""
     except (ImportError, MissingPackageError):
@@ -131,11 +123,7 @@ def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceF
 
 
 def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Stack:
-    """The family's own transformer with few blocks, prepared as a run would.
-
-    Raises:
-        ImportError, MissingPackageError: a package of the pack's is absent.
-    """
+    """The family's own transformer with few blocks, prepared as a run would; raises ImportError without packages."""
     from .forecast import counts
     from .load.folder import load
     from .pipeline import DEMOS
@@ -182,7 +170,6 @@ def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Sta
 
 
 def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:
-    """The configuration of the family's first published part of this name."""
     content = json_file(family.folder / f"{part}.json")
     first: Mapping[str, Any] = content[0] if isinstance(content, list) else content
     return dict(first.get("config", first))
@@ -203,11 +190,7 @@ def _filled(module: nn.Module) -> nn.Module:
 
 
 def _run(stack: Stack, device: torch.device, mode: str, room: int | None = None) -> tuple[int | None, float]:
-    """Peak bytes of two forwards, without what was there before, and the seconds of the second.
-
-    Args:
-        room: bytes that weights and activations may take; None for all that are free.
-    """
+    """Peak bytes of two forwards without what was there before, in ``room`` bytes, and the seconds of the second."""
     free = memory.free_bytes(device)
     keep = 0 if room is None or free is None else max(0, free - room)
     parts = Parts({TRANSFORMER: lambda _: stack.module})

@@ -66,8 +66,6 @@ TEXT_HINT = "choose text_device cpu on the load node, which needs none of this m
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Names of a stage in a profile, in the memory statistics, and in a sentence."""
-
     range: str
     cost: str
     title: str
@@ -88,11 +86,7 @@ DECODING = Stage("decode", "decoding", "decoding", VAE)
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """The prompt and its negative as embeddings; afterwards no text encoder is on the device.
-
-    Raises:
-        InputError: a template without its place for the prompt.
-    """
+    """The prompt and its negative as embeddings; afterwards no text encoder is on the device."""
     family = pipeline.spec
     _require_text_encoder(pipeline, family)
     limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
@@ -126,11 +120,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
-    """Core CONDITIONING as a prompt of the loaded family.
-
-    Args:
-        positive, negative: lists of [tensor (1, N, D), dict], as CLIPTextEncode makes them.
-    """
+    """Core CONDITIONING, lists of [tensor (1, N, D), dict] as CLIPTextEncode makes them, as a prompt of the family."""
     family = pipeline.spec
 
     def one(conditioning: Any) -> Mapping[str, torch.Tensor]:
@@ -305,14 +295,12 @@ def decode(
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
-        method: ``auto`` decodes whole and in smaller parts where that fails; the others do as they say.
         form: the method with its tile, overlap and frames per chunk, in place of ``method``.
         tiny_decoders: folders in which ``draft`` finds one.
 
     Raises:
-        InputError: latents of another family, or not finite. UnsupportedError: what came out cannot be right, or a
-            draft of a family for which there is none. CheckpointError: no tiny decoder for a draft.
-        torch.OutOfMemoryError: not even the smallest way fits.
+        InputError: latents of another family, or not finite. UnsupportedError: wrong values, or no draft here.
+        CheckpointError: no tiny decoder. torch.OutOfMemoryError: not even the smallest way fits.
     """
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
@@ -383,11 +371,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
-    """``latents`` that are decoded at ``timestep`` after noise of ``scale`` was put on them; below 0 the model's own.
-
-    Raises:
-        InputError: above 1.
-    """
+    """``latents`` to decode at ``timestep`` after noise of ``scale`` was put on them; below 0 the model's own."""
     asked = {"decode_timestep": timestep, "decode_noise_scale": scale}
     asked = {name: value for name, value in asked.items() if value >= 0}
     for name, value in asked.items():
@@ -451,12 +435,10 @@ def running(
 ) -> Iterator[None]:
     """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
 
-    Progress that has ``cost`` is given the line of what the stage cost; all of it is in the offloader's statistics.
-
     Args:
-        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        size: that ran out; None for a stage that it does not matter to.
         hint: a way out that only this stage has.
-        run: what its forecast of time is for, asked for where what it takes is kept; None for a stage that has none.
+        run: what its forecast of time is for; None for a stage that has none.
     """
     kept = pipeline.offloader.options.state is not None
     asked = run() if run is not None and kept else None

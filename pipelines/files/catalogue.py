@@ -35,18 +35,10 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
     return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
 
 
-def known_page(name: str) -> str:
-    """The page from which a folder of this name comes; empty for a name that is not a published one."""
-    return next((page for _, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), "")
-
-
 def published_family(name: str) -> FamilySpec | None:
-    """The family of a published folder of this name; None for another name."""
-    return next((family for family, page in _pages() if page.rsplit("/", 1)[1] == Path(name).name), None)
-
-
-def _pages() -> list[tuple[FamilySpec, str]]:
-    return [(family, page) for family in FAMILIES.values() for page in family.published.pages]
+    folder = Path(name).name
+    pages = ((family, page) for family in FAMILIES.values() for page in family.published.pages)
+    return next((family for family, page in pages if page.rsplit("/", 1)[1] == folder), None)
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
@@ -55,8 +47,8 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
     offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
         return f"Download {offered.text(root)}, or let {FETCHER} do it; then press R. Or choose another model."
-    page = known_page(name)
-    if page:
+    if (family := published_family(name)) is not None:
+        page = next(page for page in family.published.pages if page.endswith(f"/{Path(name).name}"))
         return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
     title, offer = smallest_for(memory_bytes)
     where = "; and ".join(download.text(root) for download in offer.downloads)
@@ -66,8 +58,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 def stored_for(offer: Offer, card_bytes: int) -> str:
     """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
 
-    Published files where some are known; else derived from parameter counts: 8.5 bits a weight for Q8_0 and about 4.8
-    for Q4_K_M.
+    Published files where some are known; else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
     """
     if not card_bytes:
         return ""
@@ -86,7 +77,6 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
 
 
 def _whole(files: Sequence[Quantised], room: float) -> str:
-    """The largest of ``files`` that fits into ``room`` GiB, else the smallest; empty without files."""
     fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
     return str(next(fitting, files[-1])) if files else ""
 
@@ -100,11 +90,9 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """Advice while there is no model: the smallest model that fits, its pages and folders, and where was searched.
+    """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched.
 
     Args:
-        searched: the model folders; the first is where the model goes.
-        machine: the machine in words.
         memory_bytes: of the computer that holds the weights.
         card_bytes: of the device; 0 where it is the computer.
     """
@@ -143,11 +131,7 @@ def absent_offers(there: Container[str], roots: Sequence[Path]) -> dict[str, dic
 
 
 def offer_of(title: str) -> Offer:
-    """The offer under a title.
-
-    Raises:
-        InputError: none has it.
-    """
+    """The offer under a title; raises InputError where none has it."""
     require_choice("model", title, every_offer())
     return every_offer()[title]
 
@@ -158,7 +142,6 @@ def folder_of(download: Download, roots: Sequence[Path]) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the disk that a folder, which need not be there yet, is or will be on."""
-    while not folder.is_dir():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    """Bytes free on the disk that a folder, which need not be there yet, is or will be on; 0 for an absent disk."""
+    there = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
+    return 0 if there is None else shutil.disk_usage(there).free

@@ -45,20 +45,12 @@ class Cancelled(Exception):
 
 @dataclass(slots=True)
 class Fetched:
-    """The progress of one repository; written by the thread that fetches.
-
-    Args:
-        done, total: bytes.
-        stage: what is done now.
-        heard: when the Hub last sent something.
-    """
-
-    done: int = 0
-    total: int = 0
-    stage: str = "downloading"
+    done: int = 0  # bytes
+    total: int = 0  # bytes
+    stage: str = "downloading"  # what is done now
     stopped: bool = False
     failure: BaseException | None = None
-    heard: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)  # when the Hub last sent something
 
 
 def fetched(
@@ -73,9 +65,8 @@ def fetched(
         card_bytes: of the device, for advice; 0 for none.
 
     Raises:
-        InputError: an unknown choice, or not enough room on the disk. CheckpointError: the Hub is out of reach, has no
-            such commit, or a file is not what it says or was there before and is another. MissingPackageError:
-            huggingface_hub is absent or too old.
+        InputError: an unknown choice, or no room on the disk. CheckpointError: the Hub cannot be reached or has no such
+            commit, or a file is another. MissingPackageError: huggingface_hub is absent or too old.
     """
     offer = offer_of(title)
     require_choice("download", choice, CHOICES)
@@ -95,7 +86,6 @@ def fetched(
 
 
 def is_checked(folder: Path, download: Download) -> bool:
-    """Tell whether the files of ``download`` matched the Hub's hashes, and are of the same sizes and times."""
     try:
         note = json_file(folder / NOTE)
         had = any(
@@ -108,12 +98,7 @@ def is_checked(folder: Path, download: Download) -> bool:
 
 
 def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
-    """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder.
-
-    Args:
-        files: path to bytes.
-        only: files and folders at its top; all where empty.
-    """
+    """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder."""
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
@@ -218,10 +203,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
 
 
 def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
-    """Fetch a file into ``part``, from where an earlier attempt ended, and give it its own name when it is whole.
-
-    By the function below huggingface_hub's own downloads, which throw away what a call has not finished.
-    """
+    """Fetch a file into ``part``, from where an earlier attempt ended, and give it its own name when it is whole."""
     part.parent.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     if (_size(part) or 0) > size:
@@ -247,7 +229,6 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
 
 
 def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
-    """Tell whether a file has the hash that the Hub lists."""
     digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(HASHED_BYTES):

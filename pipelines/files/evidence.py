@@ -38,17 +38,11 @@ ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub"
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Evidence of which variant a checkpoint is, the surest first.
+    """Evidence of which variant a checkpoint is, the surest first."""
 
-    Args:
-        notes: the metadata of its file.
-        names: of the file and the folders around it, the nearest first, without those that every model has.
-        config: its configuration.
-    """
-
-    notes: Mapping[str, str] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)  # the metadata of its file
+    names: tuple[str, ...] = ()  # of the file and the folders around it, the nearest first, without common ones
+    config: Mapping[str, Any] = field(default_factory=dict)  # its configuration
 
     def name_with(self, pattern: str) -> str:
         """The nearest name in which ``pattern`` is found; empty for none."""
@@ -103,15 +97,7 @@ def variant_choices() -> list[str]:
 
 
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, and what is said of it: a guess names what tells it, unless it is what one expects.
-
-    Args:
-        asked: what the user chose; ``auto`` to guess.
-        model: the folder that was chosen.
-
-    Raises:
-        InputError: a variant of another family.
-    """
+    """The variant of a model, and what is said of it; raises InputError for one of another family."""
     if asked not in (AUTO, *family.recipes.variants):
         known = ", ".join((AUTO, *family.recipes.variants))
         raise InputError(
@@ -133,12 +119,10 @@ def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> str:
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:
-    """The path whose names say most of a model: of its lone transformer, else the folder that was chosen."""
     return transformer.folder if transformer.folder.is_file() else model
 
 
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
-    """Cautions about a published file that gave others trouble. Args as above."""
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
     return cautions_by_name(family, names_around(named_place(model, transformer)), frozenset(plain))
 
@@ -160,12 +144,10 @@ def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
 
 
 def other_class(name: str) -> OtherModel | None:
-    """The model of a diffusers class that nothing here runs; None for an unknown one."""
     return next((row for row in _others() if row.classes and name.startswith(row.classes)), None)
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:
-    """The error for a file that holds another model."""
     return CheckpointError(
         f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
     )

@@ -34,39 +34,24 @@ SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One model in a file.
-
-    Args:
-        kind: which, such as ``ltx/transformer`` or ``t5``.
-        layout: in whose names.
-        prefix: what all names begin with.
-        entries: its tensors under the names of the model.
-        path: the file.
-        unknown: names in the file that no rule of the layout knows.
-    """
-
-    kind: str
-    layout: str
-    prefix: str
-    entries: Mapping[str, TensorEntry]
-    path: Path
-    unknown: tuple[str, ...] = ()
+    kind: str  # which, such as ``ltx/transformer`` or ``t5``
+    layout: str  # in whose names
+    prefix: str  # what all names begin with
+    entries: Mapping[str, TensorEntry]  # its tensors under the names of the model
+    path: Path  # the file
+    unknown: tuple[str, ...] = ()  # names in the file that no rule of the layout knows
 
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it.
-
-    ``why`` is what tells it from others of the same shapes; empty where the shapes are enough, or the user said it.
-    ``unused`` are tensors of the file that this configuration has no place for.
-    """
+    """The configuration of a model, what it was published as, and the settings of its pipeline that go with it."""
 
     config: Mapping[str, Any]
     name: str
     task: str
     tools: Mapping[str, Mapping[str, Any]]
-    why: str
-    unused: tuple[str, ...] = ()
+    why: str  # what tells it from others of the same shapes; empty where they are enough, or the user said it
+    unused: tuple[str, ...] = ()  # tensors of the file that it has no place for
 
 
 def contents(path: Path) -> list[StoredModel]:
@@ -74,8 +59,7 @@ def contents(path: Path) -> list[StoredModel]:
 
     Raises:
         CheckpointError: the file is missing, damaged, a pickle, or has tensors that its layout does not know.
-        UnsupportedError: weights of a model of ours, or of an unknown one, stored in a way that is not read.
-        MissingPackageError: GGUF without the package gguf.
+        UnsupportedError: weights stored in a way that is not read. MissingPackageError: GGUF without the package gguf.
     """
     try:
         status = path.stat()
@@ -115,10 +99,7 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "") -> Configured:
-    """The configuration of a model in a file.
-
-    Args:
-        task: ``text`` or ``image`` where the user said it; empty where the file's name decides.
+    """The configuration of a model in a file, for the ``task`` that the user said; empty leaves it to the file's name.
 
     Raises:
         CheckpointError: no published configuration has the file's shapes, and none is beside it.
@@ -179,12 +160,10 @@ def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Co
 
 
 def layouts() -> tuple[Layout, ...]:
-    """Every way to name tensors that is known here."""
     return (*(layout for family in FAMILIES.values() for layout in family.files.layouts), *TEXT)
 
 
 def width_of(content: StoredModel) -> int:
-    """The width of what an encoder returns; 0 for another kind of model."""
     name, axis = WIDTHS.get(content.kind, ("", 0))
     return content.entries[name].shape[axis] if name in content.entries else 0
 
@@ -238,7 +217,6 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
 def _under(
     entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
-    """The tensors below ``prefix`` that are not below a longer one of another model."""
     inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
     return {
         name[len(prefix) :]: entry
@@ -273,7 +251,6 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a diffusers model, built without memory, of its configuration as JSON."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), empty_weights():
@@ -306,7 +283,7 @@ POSITIONS = r"position_ids$"
 
 
 def gguf_llama(heads: int, key_heads: int) -> tuple[Row, ...]:
-    """Llama in GGUF's names, where query and key rows of each head are in another order; with 0 heads they are not."""
+    """Llama in GGUF's names, which order the query and key rows of each head otherwise; with 0 heads they do not."""
     return (
         Row("token_embd.weight", "embed_tokens.weight"),
         Row("output_norm.weight", "norm.weight"),
@@ -323,7 +300,6 @@ def _qwen(name: str, prefix: str, ignored: tuple[str, ...]) -> Layout:
 
 
 def _llama(name: str, prefix: str) -> Layout:
-    """The layout of Llama 3 under a prefix."""
     layer = f"{prefix}layers.0.self_attn"
     marks, absent = (f"{layer}.q_proj.weight", f"{prefix}embed_tokens.weight"), ("q_proj.bias", "q_norm.weight")
     rows = (Row(f"{prefix}*", "*"),)

@@ -60,7 +60,6 @@ class Match:
     filtered: int = 0
 
     def message(self, name: str) -> str:
-        """One line: how many matched, and some that did not."""
         text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
         text += f"{self.total} keys match"
         if self.text_encoder:
@@ -80,13 +79,7 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Match the tensors of a LoRA file to layers.
-
-    Args:
-        tensors: names and shapes in the file.
-        layers: names and weight shapes of the transformer's layers.
-        blocks: which blocks take part, such as ``double 0-9, single``; empty for all.
-        biased: the layers that have a bias; None for all.
+    """Match the tensors of a LoRA file, by shape, to layers; ``biased`` are those that have a bias, None for all.
 
     Raises:
         CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.
@@ -204,8 +197,6 @@ class Target(NamedTuple):
 
 
 class _Names:
-    """From a layer's name in a file to its names in the model."""
-
     def __init__(self, layers: Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}

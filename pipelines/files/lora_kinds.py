@@ -50,21 +50,13 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoRAPair:
-    """The tensors of a file for one layer.
+    """The tensors of a file for one layer."""
 
-    Args:
-        names: of the tensors in the file, by role.
-        shape: of the layer's weight.
-        rank: divisor of alpha; 0 for none.
-        rows: first row and count that are this layer's; None for all.
-        swapped: whether the halves of these rows change places.
-    """
-
-    names: Mapping[str, str]
-    shape: tuple[int, ...]
-    rank: int = 0
-    rows: tuple[int, int] | None = None
-    swapped: bool = False
+    names: Mapping[str, str]  # of the tensors in the file, by role
+    shape: tuple[int, ...]  # of the layer's weight
+    rank: int = 0  # divisor of alpha; 0 for none
+    rows: tuple[int, int] | None = None  # first row and count that are this layer's; None for all
+    swapped: bool = False  # whether the halves of these rows change places
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The rows of ``tensor`` that belong to this layer, in its order."""
@@ -83,11 +75,7 @@ class LoRAPair:
         return self.of_norm or MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
 
     def product(self, tensors: Mapping[str, Tensor], weight: Tensor, delta: Delta) -> Tensor:
-        """The difference that it makes to the layer's ``weight``, of its shape and in fp32, without alpha over rank.
-
-        Args:
-            delta: of these tensors, as :meth:`delta` gives it.
-        """
+        """The difference to the layer's ``weight``, of its shape and in fp32, without alpha over rank."""
         own, kind = self._own(tensors)
         if kind.product is not None:
             return kind.product(own, weight.float().flatten(1)).view_as(weight)
@@ -110,17 +98,9 @@ class LoRAPair:
 
 
 class Kind(NamedTuple):
-    """One way to write what is added to a weight.
-
-    Args:
-        size: of the addition, by the shapes of a group's roles; None where the group is not of this kind.
-        delta: down and up of the layer of a pair, by the tensors of its roles.
-        product: the difference that those make to a weight (rows, columns), where it depends on that.
-    """
-
-    size: Callable[[Shapes], Size | None]
-    delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]
-    product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
+    size: Callable[[Shapes], Size | None]  # by the shapes of the roles; None for another kind
+    delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]  # down and up of the pair's layer
+    product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # difference of a weight
 
 
 def _low_rank_size(shapes: Shapes) -> Size | None:
@@ -224,7 +204,6 @@ def _nothing(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]
 
 
 def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:
-    """Down and up of a whole matrix: itself and an identity, the smaller one."""
     rows, columns = difference.shape
     return (difference, torch.eye(rows)) if rows <= columns else (torch.eye(columns), difference)
 

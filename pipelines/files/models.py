@@ -26,8 +26,7 @@ ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 def find_models(roots: Iterable[Path]) -> list[Path]:
     """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
 
-    Looks three levels deep, into hidden folders never, follows no folder twice, and leaves out what cannot be read,
-    such as ``lost+found``.
+    Looks three levels deep, not into hidden folders, and leaves out what cannot be read, such as ``lost+found``.
     """
     folders: dict[Path, None] = {}
     for root in roots:
@@ -49,11 +48,7 @@ def find_models(roots: Iterable[Path]) -> list[Path]:
 
 
 def family_of_folder(folder: Path) -> FamilySpec | None:
-    """The family of a pipeline or transformer folder; None for any other folder.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The family of a pipeline or transformer folder, None for another; raises CheckpointError for a damaged one."""
     with reading(folder):
         if (folder / INDEX).is_file():
             name = str(read_json(folder / INDEX, "a diffusers pipeline").get("_class_name"))
@@ -182,7 +177,6 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
 
 
 def task_beside(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipeline around ``transformer``, or of a lone one by its own configuration."""
     index = index_beside(transformer)
     if not index:
         return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
@@ -190,7 +184,6 @@ def task_beside(family: FamilySpec, transformer: Path) -> str:
 
 
 def _encoder_task(family: FamilySpec, transformer: Path) -> str:
-    """The task of the pipelines whose text encoder goes with ``transformer``."""
     config = transformer / "config.json"
     settings = read_json(config, "a model configuration") if config.is_file() else {}
     return encoder_task(family, settings, task_beside(family, transformer))

@@ -26,43 +26,25 @@ from ..family import FamilySpec
 
 @dataclass(frozen=True, slots=True)
 class PartFiles:
-    """One part of a pipeline on disk; headers were read, weights were not.
+    """One part of a pipeline on disk; headers were read, weights were not."""
 
-    Args:
-        name: part name.
-        library, cls: what builds it.
-        folder: its folder, or its file.
-        config: its ``config.json``.
-        entries: its tensors.
-        dtype: what floating tensors become.
-        dtype_of: from name and shape of a floating tensor to what it becomes instead; one that does not fit stays as
-            ``dtype``.
-        storage: how its blocks' weights are kept in memory, of ``packed.CHOICES``.
-        keeps_packed: whether those that the file has packed stay as they are.
-        by_bits: whether the device's own cast of bf16 is broken.
-        mapped: whether large tensors that need no cast may be views of the file.
-        staged: whether such views go to a device by way of ordinary memory.
-        settings: attributes that the module gets once it is built.
-    """
-
-    name: str
-    library: str
-    cls: str
-    folder: Path
-    config: Mapping[str, Any]
-    entries: Mapping[str, TensorEntry]
-    dtype: torch.dtype
-    dtype_of: Callable[[str, tuple[int, ...]], torch.dtype] | None = None
-    storage: str = "auto"
-    keeps_packed: bool = False
-    by_bits: bool = False
-    mapped: bool = False
-    staged: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # part name
+    library: str  # what builds it
+    cls: str  # what builds it
+    folder: Path  # its folder, or its file
+    config: Mapping[str, Any]  # its ``config.json``
+    entries: Mapping[str, TensorEntry]  # its tensors
+    dtype: torch.dtype  # what floating tensors become
+    dtype_of: Callable[[str, tuple[int, ...]], torch.dtype] | None = None  # of name and shape: of single tensors
+    storage: str = "auto"  # how its blocks' weights are kept in memory, of ``packed.CHOICES``
+    keeps_packed: bool = False  # whether those that the file has packed stay as they are
+    by_bits: bool = False  # whether the device's own cast of bf16 is broken
+    mapped: bool = False  # whether large tensors that need no cast may be views of the file
+    staged: bool = False  # whether such views go to a device by way of ordinary memory
+    settings: Mapping[str, Any] = field(default_factory=dict)  # attributes that the module gets once it is built
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the part once it is in memory."""
         return sum(self.bytes_of(name, entry) for name, entry in self.entries.items())
 
     @property
@@ -77,7 +59,6 @@ class PartFiles:
         return is_view(entry) and (kept or stays(self, name, entry))
 
     def bytes_of(self, name: str, entry: TensorEntry) -> int:
-        """Bytes of the tensor ``name`` once it is in memory."""
         if not entry.is_floating:
             return entry.total_bytes
         if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
@@ -94,16 +75,11 @@ class PartFiles:
         return max((dense_bytes(name, entry, *how) for name, entry in floats), default=0)
 
     def becomes(self, name: str) -> torch.dtype:
-        """The dtype of the floating tensor ``name`` in memory."""
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
 
 
 def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dtype) -> PartFiles:
-    """The part in ``folder``, with every header checked.
-
-    Raises:
-        CheckpointError: configuration or weights are missing or damaged.
-    """
+    """The part in ``folder``, with every header checked; raises CheckpointError for missing or damaged files."""
     config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
     entries = described(weight_files(folder, name))
     if not entries:
@@ -114,7 +90,6 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
 
 
 def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
-    """Tell whether a layer's weight stays in memory as the file has it."""
     if files.keeps_packed and stays_packed(name, entry):
         return True
     return files.dtype_of is None and stays_plain(name, entry, files.storage, files.dtype)
@@ -129,10 +104,7 @@ def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progr
 
 
 def tool_configs(family: FamilySpec) -> dict[str, dict[str, Any]]:
-    """The small configurations that a family's pipelines were published with: scheduler, guider, index.
-
-    None for a family that is read from folders alone.
-    """
+    """The scheduler, guider and index that a family's pipelines were published with; none without single files."""
     if not (family.folder / "tools.json").is_file():
         return {}
     return read_json(family.folder / "tools.json", "the pipelines' settings")
@@ -150,14 +122,7 @@ CHECK_SECONDS = 0.05
 def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size.
 
-    A null is left to the class, which may have a default for it.
-
-    Args:
-        subject: whose it is, for the error, such as ``transformer``.
-        rows: published configurations; names that none of them has are left alone.
-
-    Raises:
-        CheckpointError: names the value.
+    A null is left to the class, which may have a default for it; so are names that no published ``rows`` have.
     """
     for name, value in config.items():
         known = [row[name] for row in rows if row.get(name) is not None]
@@ -170,11 +135,7 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
 
 
 def require_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens.
-
-    Raises:
-        CheckpointError: names the value.
-    """
+    """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens."""
     for name, value in config.items():
         if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
             raise CheckpointError(
@@ -185,8 +146,6 @@ def require_counts(path: Path, config: Mapping[str, Any]) -> None:
 
 
 class _Building(threading.local):
-    """The treatment of the parameters and modules that this thread registers."""
-
     count: Callable[[str], None] | None = None
     empty = False
 
@@ -200,8 +159,7 @@ _hooking = threading.Lock()
 def empty_weights() -> Iterator[None]:
     """Modules that this thread builds in the block have parameters without memory, on ``meta``; buffers are real.
 
-    accelerate's ``init_empty_weights`` changes ``nn.Module`` itself: a module that another thread builds meanwhile has
-    no weights either, and two such blocks that overlap leave that so for good.
+    accelerate's ``init_empty_weights`` changes ``nn.Module`` for all threads, and two that overlap leave it changed.
     """
     _watch_registrations()
     before, _building.empty = _building.empty, True
@@ -215,13 +173,8 @@ def empty_weights() -> Iterator[None]:
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
     """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
 
-    Args:
-        subject: the part, for the error.
-        tensors: how many its file has.
-        check: raises when the user has cancelled; called now and then.
-
     Raises:
-        CheckpointError: the configuration asks for more parameters than the file has, or building it failed.
+        CheckpointError: it asks for more parameters than the ``tensors`` of the file, or building it failed.
     """
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
@@ -294,7 +247,6 @@ def _alike(value: Any, known: Any) -> bool:
 
 
 def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Tell whether each item could stand there; a list of counts may have a 0, such as a level without layers."""
     counts = bool(known) and all(type(one) is int for one in known)
     return not known or all(
         (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values

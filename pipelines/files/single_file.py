@@ -47,10 +47,7 @@ VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools.
-
-    ``decisions`` say which of several models of the same shapes it was taken for.
-    """
+    """A composed pipeline: ``files`` without their dtypes, ``folders`` of borrowed parts, readers of the tools."""
 
     family: FamilySpec
     task: str
@@ -58,15 +55,11 @@ class Composed:
     folders: Mapping[str, Path]
     tools: Mapping[str, Callable[[], Any]]
     folder_tools: Mapping[str, Path]
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Decision, ...] = ()  # which of several models of the same shapes it was taken for
 
 
 def family_in(path: Path) -> FamilySpec:
-    """The family of the transformer in a file.
-
-    Raises:
-        CheckpointError: the file is damaged or holds no transformer of a known family.
-    """
+    """The family of the transformer in a file; raises CheckpointError where it is damaged or holds none."""
     return FAMILIES[_transformer(path).kind.partition("/")[0]]
 
 
@@ -135,7 +128,6 @@ def transformer_file(folder: Path) -> Path | None:
 
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
-    """The task of a transformer without a pipeline around it, by its configuration."""
     task_of = family.code.task_of
     return task_of(config) if task_of is not None else family.files.lone_task
 
@@ -149,10 +141,7 @@ def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> st
 def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> StoredModel | None:
-    """The model for ``part``: of the file that was named, else of the transformer's, else of any that is offered.
-
-    None where a folder provides it, or where there is none.
-    """
+    """The model for ``part`` of its file, the transformer's or any offered; None where a folder has it or nothing."""
     kind = family.files.kinds[part].kind
     width = int(config.get(family.files.kinds[part].width) or 0)
     given = request.parts.get(part)
@@ -191,11 +180,7 @@ def _halves(kind: str) -> list[str]:
 
 
 def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> StoredModel | None:
-    """The model of two files, of which ``path`` is one: the other lies beside it, or is offered; None for another file.
-
-    Raises:
-        CheckpointError: there is no other half.
-    """
+    """The model of two files, ``path`` and one beside it or offered; None where ``path`` is no half."""
     own = next((content for content in contents(path) if content.kind in _halves(kind)), None)
     if own is None:
         return None
@@ -245,7 +230,6 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
-    """The encoder for text and pictures, of a file for each."""
     given = request.parts.get("image_encoder")
     places = (
         [given]

@@ -36,11 +36,7 @@ Cells = tuple[int, int, int]  # latent frames, rows, columns
 
 
 def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
-    """The work of all steps of a sampling.
-
-    Args:
-        settings: completed: steps and guidance are known.
-    """
+    """The work of all steps of a sampling; its ``settings`` are completed."""
     total, sections = Work(), sections_of(pipeline, size)
     for rows, count in Counter(batches_of(pipeline, settings)).items():
         total.update(transformer_work(pipeline, size, rows).times(count * sections))
@@ -48,7 +44,6 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
 
 
 def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
-    """The batch of each call of the transformer, over all steps."""
     code = pipeline.spec.code
     if code.batches is not None:
         yield from code.batches(pipeline, settings)
@@ -60,7 +55,6 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
-    """Number of sections in which a video is sampled."""
     if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
     covered = (size.window - 1) * pipeline.spec.sizes.stride + 1
@@ -68,11 +62,7 @@ def sections_of(pipeline: Pipeline, size: Size) -> int:
 
 
 def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
-    """The work of one call of the transformer.
-
-    Args:
-        rows: of the batch.
-    """
+    """The work of one call of the transformer with a batch of ``rows``."""
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
@@ -159,7 +149,6 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
 
 
 def _vision_work(pipeline: Pipeline) -> Work:
-    """The work of the image encoder, whose pictures have one size."""
     import transformers
 
     made: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
@@ -173,11 +162,7 @@ def _vision_work(pipeline: Pipeline) -> Work:
 
 
 def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
-    """The work of encoding a prompt and its negative: the products with the weights of each encoder, and attention.
-
-    Args:
-        request: the texts; None for those of a usual length.
-    """
+    """The work of encoding the texts of ``request``, by default a prompt and its negative of a usual length."""
     total = Work()
     for part, forwards in text_forwards(pipeline, request).items():
         config = pipeline.configs[part].get("text_config", pipeline.configs[part])
@@ -189,11 +174,7 @@ def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> Forwards:
-    """Tokens of each text in each forward of each text encoder that runs.
-
-    Args:
-        request: the texts; None for a prompt and its negative of a usual length.
-    """
+    """Tokens of each text in each forward of each text encoder that runs; without ``request`` of a usual length."""
     spec, code = pipeline.spec, pipeline.spec.code
     usual: Forwards = dict.fromkeys(spec.files.text_parts, ((spec.memory.reference_tokens,) * 2,))
     found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
@@ -201,11 +182,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
-    """One forward of a text encoder: T5, Llama, Qwen or CLIP, by what their configurations call their sides.
-
-    Args:
-        lengths: tokens of each of its texts.
-    """
+    """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
 
     side = partial(_number, config)
     width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
@@ -234,10 +211,7 @@ def _number(config: Mapping[str, Any], *names: str, default: int = 0) -> int:
 
 
 def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
-    """Latent frames, rows and columns of each decode: a video, or sections, each later one with its neighbour.
-
-    One of the sections also has the frame that the video starts from.
-    """
+    """Latent frames, rows and columns of each decode: a video, or sections with a neighbour or the start frame."""
     frames, rows, columns = latent_shape(pipeline, size)
     if not pipeline.spec.recipes.sections:
         return [(frames, rows, columns)]
@@ -246,7 +220,6 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
 
 
 def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
-    """The arguments of one call of the transformer, without data."""
     spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
     frames, *plane = latent_shape(pipeline, size)
     channels = int(config.get("in_channels", 16))
@@ -271,7 +244,6 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
 
 
 def _vision_tokens(pipeline: Pipeline) -> int:
-    """States of a picture that the image encoder makes."""
     config = pipeline.configs.get(IMAGE_ENCODER) or {}
     config = config.get("vision_config", config)
     if not config.get("image_size") or not config.get("patch_size"):
@@ -280,7 +252,6 @@ def _vision_tokens(pipeline: Pipeline) -> int:
 
 
 def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """The module of ``part`` without data."""
     import diffusers
 
     names = pipeline.spec.files.parts[part][1:]

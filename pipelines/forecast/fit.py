@@ -36,15 +36,8 @@ def offload_options(
 ) -> OffloadOptions:
     """Check the user's offloader settings: each device must answer, and the memory to keep free must be a size.
 
-    Args:
-        devices: part to device or its name; ``auto`` and None for the pipeline's own.
-        keep_free_gb: GB of the device that are left to others.
-        state: folder in which costs are kept.
-        host_weights: how the weights of each part are kept in host memory.
-
     Raises:
-        InputError: a part that cannot be placed, or a negative size.
-        UnsupportedError: a device that does not answer.
+        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
     """
     unknown = [part for part in devices if part not in PARTS]
     if unknown:
@@ -59,10 +52,7 @@ def offload_options(
 
 
 def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
-    """Describe the storage of the host weights.
-
-    Nothing where the host computes, or where its memory manager keeps them, unless some stay in their files.
-    """
+    """Describe how host weights are kept; nothing where the host computes or its memory manager keeps them all."""
     kept = offloader.options.host_weights
     ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
     return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()
@@ -71,16 +61,10 @@ def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
 def require_room(
     weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
 ) -> None:
-    """Refuse a model of which not even one layer fits.
+    """Refuse a model of which not even one layer fits; nothing was read yet.
 
     Args:
-        weights: bytes of each part.
-        device: where they compute.
         free: bytes of the device; all of it inside a host, whose other models leave where ours need the room.
-        options: parts on other devices, and what is kept free.
-
-    Raises:
-        UnsupportedError: with what is missing; nothing was read yet.
     """
     if device.type == HOST.type or free is None:
         return
@@ -101,7 +85,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     Args:
         stage: ``text`` or ``sampling``.
         size: of the run; None where it is not known yet.
-        run: what times are for, where the modes that fit are compared by them; None to take them in their order.
+        run: for whose times modes are compared; None takes the first that fits.
 
     Raises:
         UnsupportedError: not even the least mode fits; said before the stage's weights are read.
@@ -170,7 +154,6 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 
 def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """The modes that a pipeline may take: those in which what is compiled in it runs, where ``auto`` decides."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
     compiled = pipeline.plan.speed.compiled

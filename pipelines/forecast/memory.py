@@ -33,8 +33,6 @@ COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSF
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Memory that each stage of a run needs under one mode."""
-
     mode: str
     stages: tuple[StageNeed, ...]
 
@@ -49,7 +47,6 @@ class Forecast:
         return max((stage.total * SPARE - own for stage, own in rooms if own is not None), default=0.0)
 
     def fits(self, room: int) -> bool:
-        """True if the run is expected to fit into ``room`` bytes, and its other stages on their own devices."""
         return self.lacks(room) <= 0
 
 
@@ -59,8 +56,7 @@ def forecast(
     """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own.
 
     Args:
-        room: bytes of the device that the run may take, by which it chooses how it decodes; None for a decode of the
-            whole video at once.
+        room: bytes of the device, by which the run chooses how it decodes; None for a decode of the whole video.
         rooms: the same for the devices of parts that compute elsewhere.
     """
     mode = mode or pipeline.offloader.mode
@@ -80,12 +76,7 @@ def forecast(
 def _needs(
     pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], rooms: Mapping[str, int | None]
 ) -> list[StageNeed]:
-    """Each stage beside what stays on its device from before.
-
-    Args:
-        places: where each stage computes.
-        rooms: bytes that each may take.
-    """
+    """Each stage beside what stays on its device from before; ``rooms`` are the bytes that each may take."""
 
     def beside(first: str, second: str, count: int) -> int:
         return count if places[first] == places[second] else 0
@@ -129,7 +120,6 @@ def _needs(
 
 
 def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
-    """The forecast of every mode, the fastest first."""
     return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
 
 
@@ -141,10 +131,7 @@ def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:
 
 
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it: whole, beside what is there from before; else alone, in the first form that fits.
-
-    A decode in parts has the device for itself: other parts leave it first.
-    """
+    """The decode as a run begins it: whole, beside what is there; else in the first form that fits alone."""
     if room is None or whole.total * SPARE <= room:
         return whole
     method, needed = planned_decode(pipeline, size, room - whole.weights)

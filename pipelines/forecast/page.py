@@ -27,11 +27,7 @@ LEGEND = {"kept": "still there from before"}
 
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
-    """The size of a run on the family's grid; zeros take its defaults.
-
-    Raises:
-        InputError: a negative size.
-    """
+    """The size of a run on the family's grid; zeros take its defaults; raises InputError for negative ones."""
     if min(width, height, frames) < 0:
         raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
@@ -41,14 +37,7 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
 
 
 def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None = None) -> tuple[str, torch.Tensor]:
-    """Memory of a run of ``size`` in each mode, in words and as bars; nothing is read and nothing runs.
-
-    Args:
-        settings: steps and guidance that are asked for; None for the model's own.
-
-    Returns:
-        The text, and a picture (1, H, 1200, 3) in 0..1, fp32 on the CPU.
-    """
+    """Memory of a run of ``size`` in each mode, as text and as a picture (1, H, 1200, 3) in 0..1; nothing runs."""
     from .savings import savings
 
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
@@ -69,16 +58,7 @@ def shown(
     times: Times,
     less: Sequence[object] = (),
 ) -> tuple[str, torch.Tensor]:
-    """Memory needed in each mode, in words and as bars.
-
-    Args:
-        pipeline: a pipeline of any kind, with its offloader, facts and weights.
-        title: what runs.
-        more: beside it, in the words.
-        needs: the forecast of each mode, the fastest first.
-        times: how long each mode takes, where that is known.
-        less: changes that would save time, a line each.
-    """
+    """Memory needed in each mode, the fastest first, as text and picture; ``less`` are changes that would save time."""
     room = room_now(pipeline)
     text = "\n".join([_text(pipeline, title + more, needs, times, room), *map(str, less)])
     return text, _drawn(pipeline, title, needs, times, room)
@@ -121,7 +101,6 @@ def _stays(stage: StageNeed) -> str:
 
 
 def _where(stage: StageNeed) -> str:
-    """Device of a stage and its free memory, if it is not the pipeline's own device."""
     if not stage.device:
         return ""
     return f"on {stage.device}" + ("" if stage.room is None else f" of {amount_of(stage.room)} free")
@@ -156,7 +135,6 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times,
 
 
 def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: Any) -> None:
-    """One stage: what stays of earlier ones, its weights, its activations, and the line of what is free."""
     name = f"{stage.name} on {stage.device}" if stage.device else stage.name
     pen.text((MARGIN + 16, top + 3), name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)

@@ -35,19 +35,11 @@ LoadOn = Callable[[torch.device, Places], Pipeline]  # a device, and those of pa
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One accelerator.
+    """One accelerator; forecasts of a stage there are made once."""
 
-    Args:
-        facts: of it.
-        room: bytes that a run may take there.
-        pipeline: as it is loaded for a card of this kind, all of it on one.
-
-    What it says of a stage is asked for by every way to share stages out, and forecast once.
-    """
-
-    facts: DeviceFacts
-    room: int
-    pipeline: Pipeline
+    facts: DeviceFacts  # of it
+    room: int  # bytes that a run may take there
+    pipeline: Pipeline  # as it is loaded for a card of this kind, all of it on one
     _needs: dict[str, dict[str, StageNeed]] = field(default_factory=dict, repr=False)
     _seconds: dict[tuple[str, str, bool], float | None] = field(default_factory=dict, repr=False)
 
@@ -57,11 +49,9 @@ class Card:
         return self.facts.name, self.facts.arch, self.facts.total_bytes
 
     def weights(self, stage: str) -> int:
-        """Bytes of the parts that a stage needs."""
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
     def need(self, stage: str, mode: str) -> StageNeed:
-        """Memory of a stage that has the card to itself."""
         mode = "model" if mode == "none" else mode
         if mode not in self._needs:
             size = default_size(of_checkpoint(self.pipeline))
@@ -93,10 +83,8 @@ def share_out(
     """The pipeline with each stage on the card where a run is quickest, and the decision about that.
 
     Args:
-        first: the pipeline loaded on the first card, but for the parts that the user placed.
+        first: the pipeline loaded on the first card, but for the parts that the user ``placed``.
         rooms: bytes that a run may take on each card; None where unknown.
-        placed: names of the parts that the user placed.
-        load_on: loads the pipeline on a device, with devices for its parts.
     """
     home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
     home = {stage: device for stage, device in home.items() if device in rooms}
@@ -120,12 +108,7 @@ def _stage_of(part: str) -> str:
 def _chosen(
     first: Pipeline, home: Places, rooms: Mapping[torch.device, int], fixed: set[str], load_on: LoadOn
 ) -> tuple[Places, str]:
-    """The card of each stage, and why.
-
-    Args:
-        home: the device of each stage as the pipeline was loaded; stages that no card computes are left out.
-        fixed: stages that the user placed.
-    """
+    """The card of each stage, and why; ``fixed`` stages stay at ``home``."""
     own = first.facts.device
     cards = _cards(first, home, rooms, load_on)
     others = ", ".join(f"{device} ({card.facts.name})" for device, card in cards.items() if device != own)
@@ -178,8 +161,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """True if a stage computes in the same way on its card as on the transformer's, by which the precision and
-    the workarounds of all parts are chosen."""
+    """True if a stage is computed as on the transformer's card, which decides all parts' precision and workarounds."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.kind == main.kind:
         return True
@@ -189,7 +171,6 @@ def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bo
 
 
 def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
-    """A way to share the stages out with its time; None where it does not fit."""
     total: float | None = 0.0
     for stage, device in places.items():
         card = cards[device]
@@ -207,7 +188,6 @@ def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
 
 
 def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
-    """True if a stage fits on its card under an offload mode."""
     return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
 
 

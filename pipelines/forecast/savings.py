@@ -29,17 +29,9 @@ Changed = tuple[Pipeline, Run]
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A change and its price.
-
-    Args:
-        change: in words, with the place to make it.
-        seconds: saved of a run that has the changes before it too.
-        note: beside it, such as that it is lossy.
-    """
-
-    change: str
-    seconds: float
-    note: str
+    change: str  # in words, with the place to make it
+    seconds: float  # saved of a run that has the changes before it too
+    note: str  # beside it, such as that it is lossy
 
     def __str__(self) -> str:
         return f"{self.change}: {duration(self.seconds)} less ({self.note})"
@@ -50,12 +42,7 @@ def savings(
 ) -> list[Saving]:
     """At most three changes that this device can make, the largest saving first, each on top of those before it.
 
-    Their sum is what all of them save together. A shorter video, which is another one, comes only where nothing else is
-    left to change.
-
-    Args:
-        mode: of the offload; by default the pipeline's own.
-        room, rooms: as for :func:`time_forecast`.
+    A shorter video, which is another one, comes only where nothing else is left.
 
     Raises:
         UnsupportedError: the rates of a device are unknown.

@@ -47,12 +47,10 @@ class Run:
     form: DecodeRequest | None = None
 
     def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
-        """The names of its stages, with the devices whose room they take."""
         names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
-        """One of its stages: its parts, their work and how often they are called."""
         precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]
@@ -106,10 +104,7 @@ def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
-    """The key of all that changes the work of a stage or its rate, and that the model of its time does not know.
-
-    A run is kept under it and forecast by it, so that only runs of one key correct each other.
-    """
+    """The key of all that changes a stage's work or rate beside its model: only runs of one key correct each other."""
     speed, adapters, own = pipeline.plan.speed, pipeline.offloader.adapters, dict[str, Any]()
     if stage == SAMPLING:
         rows = run.settings.guidance_steps
@@ -153,7 +148,6 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
-    """Facts of a device on which parts of a pipeline compute, and what it answered."""
     if device == pipeline.offloader.device:
         return pipeline.facts, pipeline.device.probes
     facts, state = facts_for(device), pipeline.offloader.options.state
@@ -162,10 +156,7 @@ def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, 
 
 
 def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
-    """The first mode, or the quickest where that is worth leaving the order for; empty for no modes.
-
-    Where the time of a mode is not known, their order decides.
-    """
+    """The first mode, or the quickest where that is worth it and all times are known; empty for no modes."""
     first = next(iter(modes), "")
     if any(mode not in times for mode in modes) or not first:
         return first
@@ -174,8 +165,7 @@ def quickest(modes: Sequence[str], times: Mapping[str, TimeForecast]) -> str:
 
 
 def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: int | None) -> str:
-    """Time of a run with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where
-    nothing is gained."""
+    """Time with more memory, such as ``with offload model 6 min, needs 3.0 GB more``; empty where nothing is gained."""
     if room is None:
         return ""
     now = quickest([each.mode for each in needs if each.fits(room)], times)

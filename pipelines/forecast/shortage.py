@@ -25,18 +25,13 @@ EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Numbers reported by one failed allocation.
+    """Numbers reported by one failed allocation."""
 
-    Args:
-        asked_bytes, free_bytes: 0 and None where the message does not say.
-    """
-
-    asked_bytes: int = 0
-    free_bytes: int | None = None
+    asked_bytes: int = 0  # 0 and None where the message does not say
+    free_bytes: int | None = None  # 0 and None where the message does not say
 
     @property
     def share(self) -> float:
-        """The share of the working memory that would have fitted, with a fifth of it to spare."""
         if not self.asked_bytes or self.free_bytes is None:
             return 0.5
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
@@ -63,11 +58,10 @@ def explain_shortage(
     hint: str = "",
     device: torch.device | None = None,
 ) -> BaseException:
-    """``error`` of a stage that ran out of memory, of its own class, with what to lower and by how much in its text.
+    """``error`` of a stage that ran out of memory, with what to lower and by how much in its text.
 
     Args:
-        stage: such as ``sampling``.
-        size: has the width, height and frames that ran out; None for a stage that they do not matter to.
+        size: that ran out; None for a stage that it does not matter to.
         hint: a way out that only this stage has; it comes first.
         device: where the stage computes; None for the pipeline's own.
     """
@@ -86,11 +80,7 @@ def explain_shortage(
 
 
 def lowered(pipeline: Pipeline, size: Latents | SampleSettings | None, short: Shortage, hint: str = "") -> list[str]:
-    """The ways out, the cheapest first: working memory grows with frames and with the area of a frame.
-
-    Returns:
-        phrases such as ``lower frames from 97 to 41``; the first begins with a capital letter.
-    """
+    """The ways out, the cheapest first, as phrases; working memory grows with frames and with the area of a frame."""
     fixes, mode = [hint] if hint else [], pipeline.offloader.mode
     if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
         fixes.append(
@@ -102,7 +92,6 @@ def lowered(pipeline: Pipeline, size: Latents | SampleSettings | None, short: Sh
 
 
 def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
-    """Sizes to lower, each enough by itself."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     fewer = max(1, 1 + (int(frames * short.share) - 1) // family.sizes.stride * family.sizes.stride)
     if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is

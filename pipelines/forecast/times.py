@@ -52,14 +52,11 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeForecast:
-    """The stages of a run under one mode, in seconds."""
-
     mode: str
     stages: tuple[StageTime, ...]
 
     @property
     def seconds(self) -> float:
-        """All stages."""
         return sum(stage.seconds for stage in self.stages)
 
     def of_clips(self, count: int) -> TimeForecast:
@@ -72,23 +69,18 @@ class TimeForecast:
         return TimeForecast(self.mode, tuple(map(times, self.stages)))
 
     def __str__(self) -> str:
-        """About how long, such as ``about 14 min (11 to 18 min)``."""
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
         return f"about {duration(self.seconds)} ({span(low, high)})"
 
 
 class Times(dict[str, TimeForecast]):
-    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is.
-
-    ``less`` says what would save time, a line each.
-    """
+    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
 
     why = ""
     less: Sequence[object] = ()
 
     @property
     def unknown(self) -> str:
-        """Text shown in place of a missing time; empty where none is missing."""
         return f"time unknown: {self.why}" if self.why else ""
 
 
@@ -115,12 +107,7 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
-    """``modelled`` seconds of a stage as earlier runs of it were longer or shorter.
-
-    Args:
-        source: of the rates.
-        rows: of such runs, the newest last.
-    """
+    """``modelled`` seconds of a stage as earlier runs, the newest last, took; ``source`` is that of the rates."""
     off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
     if not rows:
         return StageTime(name=stage, seconds=modelled, low=modelled / off, high=modelled * off, modelled=modelled)
@@ -143,39 +130,23 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """One stage of a run, as a pipeline of any kind states it.
-
-    Args:
-        facts, probes: of the device on which it computes.
-        dtype: of its products.
-        work: counts its work; called where the rates of the device are known.
-        weights: bytes that it needs on the device.
-        key: of :func:`key_of`, from all that changes its work or its rate and that ``work`` does not count.
-        kernel: of its attention, as ``Attention.label`` names it.
-        width: of the heads of attention.
-        quicker: times as quick as the exact ones operations of a kind are, by lossy choices.
-        share: of the work that a step cache leaves to do.
-        pinned: whether streamed weights come from pinned host memory.
-        calls: forwards, each of which copies streamed weights again.
-        beside: bytes of activations.
-        stays: bytes of the weights that offload ``group`` leaves on the device between forwards.
-    """
+    """One stage of a run, as a pipeline of any kind states it."""
 
     name: str
-    facts: DeviceFacts
-    probes: ProbeStore | None
-    dtype: torch.dtype
-    work: Callable[[], Work]
-    weights: int
-    key: str
-    kernel: str = ""
-    width: int = HEAD_WIDTH
-    quicker: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
-    pinned: bool = False
-    calls: int = 1
-    beside: int = 0
-    stays: int = 0
+    facts: DeviceFacts  # of the device on which it computes
+    probes: ProbeStore | None  # of the device on which it computes
+    dtype: torch.dtype  # of its products
+    work: Callable[[], Work]  # counts its work; called where the rates of the device are known
+    weights: int  # bytes that it needs on the device
+    key: str  # of :func:`key_of`, from all that changes its work or its rate and that ``work`` does not count
+    kernel: str = ""  # of its attention, as ``Attention.label`` names it
+    width: int = HEAD_WIDTH  # of the heads of attention
+    quicker: Mapping[str, float] = field(default_factory=dict)  # kind of operation to its speed-up by lossy choices
+    share: float = 1.0  # of the work that a step cache leaves to do
+    pinned: bool = False  # whether streamed weights come from pinned host memory
+    calls: int = 1  # forwards, each of which copies streamed weights again
+    beside: int = 0  # bytes of activations
+    stays: int = 0  # bytes of the weights that offload ``group`` leaves on the device between forwards
 
 
 class PlannedRun(Protocol):
@@ -236,7 +207,6 @@ def stage_time(
     """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs.
 
     Args:
-        mode: of the offload; by default the pipeline's own.
         room: bytes of the device that the stage may take; None for all that it needs.
         stays: whether its weights are on the device from an earlier run.
 
@@ -277,10 +247,8 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
 def link_of(facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False) -> float:
     """Bytes per second to a device: as it was probed, as earlier runs copied, else what links of its width reach.
 
-    0 for the host itself, and for a device that has its memory and of which no copy is known.
-
-    Args:
-        pinned: whether the host memory is; earlier runs copied from other memory, which is slower.
+    0 for the host itself, and for a device that has its memory and of which no copy is known. Earlier runs copied from
+    memory that was not ``pinned``, which is slower.
     """
     device = indexed(facts.device)
     if device.type == HOST.type:
@@ -317,10 +285,7 @@ def _plain(value: Any) -> Any:
 
 
 def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: str) -> list[StageCost]:
-    """Runs of the same stage of this model on this device with the same key; of this mode where there are any.
-
-    Others, and those of which the work is unknown, say nothing: another kernel or fewer steps take another time.
-    """
+    """Runs of a stage and model on this device with the same key and a known time; of this mode if there are any."""
     wanted = stage.name, f"{pipeline.family} {pipeline.variant}", str(indexed(stage.facts.device)), stage.key
     usable = [
         row

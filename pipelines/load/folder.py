@@ -145,14 +145,7 @@ def load_placed(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
-    """The pipeline of ``request``, its parts on those of ``request.cards`` where a run is quickest.
-
-    Args:
-        progress, make_room, hosted: as :func:`load` takes them.
-
-    Raises:
-        PackError: what :func:`load` refuses.
-    """
+    """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
     first = load(request, progress, make_room, hosted)
     if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
         return first
@@ -164,7 +157,6 @@ def load_placed(
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
-    """The facts of the device, and what it answered; raises for a device that does not answer."""
     facts = facts_for(request.device)
     if fault := device_fault(facts.device):
         raise unusable_device(facts, fault)
@@ -172,7 +164,6 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
 
 
 def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
-    """``request`` with the file of each part, also of those that were left to ``auto``."""
     assert request.files is not None
     files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
     return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
@@ -193,10 +184,7 @@ def _sources(
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
-    """Bytes of host memory that this process may take, after what former pipelines left where ``wanted`` do not fit.
-
-    Rewritten blocks refer to themselves, so a pipeline that is no longer used stays until such cycles are collected.
-    """
+    """Bytes of host memory that this process may take; where ``wanted`` do not fit, unused pipelines are collected."""
     room = free()
     if room >= wanted:
         return room
@@ -225,7 +213,6 @@ def _attention(
 
 
 def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
-    """The pipeline of single files, with what a folder named as base provides."""
     wanted = family_in(files.parts["transformer"])
     providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
     offered = {name: folder for provider in providers for name, folder in provider.items()}
@@ -299,7 +286,6 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
 
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
-    """The tools in ``folders``, and ``plain`` readers of others."""
     libraries = {name: library for name, library in family.files.tools.items() if name in folders}
     readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})

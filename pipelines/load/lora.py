@@ -22,7 +22,7 @@ from ...compat.checkpoints.headers import json_object
 from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_json, tensor_file
 from ...compat.decision import Decision
-from ...compat.errors import CheckpointError, InputError, UnsupportedError, require_choice
+from ...compat.errors import CheckpointError, InputError, UnsupportedError, first_line, require_choice
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
@@ -43,38 +43,23 @@ NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class LoRA:
-    """One LoRA as a user chose it.
+    """One LoRA as a user chose it."""
 
-    Args:
-        path: its file.
-        strength: times what it was trained for.
-        blocks: filter as :func:`lora_keys.chosen` takes it.
-        mode: one of :data:`LORA_MODES`.
-        pairs: the tensors of each layer, by the layer's name.
-        tensors: those tensors on the CPU, by their names in the file, which is not read again.
-        stamp: the file's size and time.
-        scales: alpha over rank by layer name, 1 where the file has no alpha.
-        of_weight: layers whose own weights it depends on (DoRA, OFT, BOFT, GLoRA), and norms: it goes into these in any
-            mode.
-    """
-
-    path: Path
-    strength: float
-    blocks: str
-    mode: str
-    pairs: Mapping[str, LoRAPair]
-    stamp: tuple[int, int]
-    scales: Mapping[str, float]
-    of_weight: frozenset[str]
-    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)
+    path: Path  # its file
+    strength: float  # times what it was trained for
+    blocks: str  # filter as :func:`lora_keys.chosen` takes it
+    mode: str  # one of :data:`LORA_MODES`
+    pairs: Mapping[str, LoRAPair]  # the tensors of each layer, by the layer's name
+    stamp: tuple[int, int]  # the file's size and time
+    scales: Mapping[str, float]  # alpha over rank by layer name, 1 where the file has no alpha
+    of_weight: frozenset[str]  # layers on whose weights it depends (DoRA, OFT, BOFT, GLoRA), and norms: always merged
+    tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)  # of the file, on the CPU
 
     def delta(self, layer: str) -> Delta:
-        """The additions to a layer, without strength and scale."""
         return self.pairs[layer].delta(self.tensors)
 
     @property
     def in_weights(self) -> bool:
-        """Tell whether any of it is merged into the weights."""
         return self.mode == "merged" or bool(self.of_weight)
 
     @property
@@ -142,11 +127,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
 
 
 def named(text: str) -> tuple[Path, float, str]:
-    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all where it names none.
-
-    Raises:
-        InputError: no .safetensors file, or a strength that is not a number.
-    """
+    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all by default."""
     match = NAMED.fullmatch(text)
     try:
         strength = float((match and match[2]) or 1.0)
@@ -171,7 +152,6 @@ def _shapes_of(layers: Mapping[str, Any]) -> Shapes:
 
 
 def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
-    """The transformers' layers by name, empty."""
     layers: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
@@ -185,18 +165,12 @@ def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
-    """The LoRAs of a pipeline, first to last."""
     adapters = pipeline.offloader.adapters
     return adapters.loras if isinstance(adapters, LoRAs) else ()
 
 
 class LoRAs:
-    """The LoRAs of one pipeline, first to last, as an offloader's adapters.
-
-    Args:
-        dtype: what factors have beside weights that are narrower than 16 bits.
-        parts: the transformers that they are on.
-    """
+    """The LoRAs of one pipeline, first to last, as an offloader's adapters."""
 
     def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype, parts: tuple[str, ...]) -> None:
         self.loras, self.dtype, self.parts = loras, dtype, parts
@@ -211,11 +185,9 @@ class LoRAs:
 
     @property
     def in_weights(self) -> bool:
-        """Tell whether one of them is in the weights."""
         return any(lora.in_weights for lora in self.loras)
 
     def step(self) -> Step:
-        """The step that attaches them to a transformer that was just read or reverted, on the CPU."""
         return Step(Order.LORA, "LoRA", self._apply)
 
     def tune(self, module: nn.Module, active: bool) -> None:
@@ -265,16 +237,24 @@ def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
     """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
+    try:
+        rows = (trained.get("alpha_pattern") or {}).items()
+        patterns = [(re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in rows]
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"alpha_pattern {str(trained['alpha_pattern'])[:60]} of a LoRA ({first_line(error)})",
+            expected="patterns of layers with an alpha for each",
+            fix="Export the LoRA again, or correct its adapter_config.json.",
+        ) from error
     scales = {}
     for name, pair in pairs.items():
         scales[name] = 1.0
         if pair.rank and ALPHA in pair.names:
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
         elif UP in pair.names and trained:
-            pattern = trained.get("alpha_pattern") or {}
             known = (name, role_of(pair.names[UP])[1])  # ours, and the one that it was trained under
-            own = (value for key, value in pattern.items() if any(re.fullmatch(rf"(.*\.)?({key})", n) for n in known))
-            alpha = float(next(own, trained.get("lora_alpha", pair.rank)))
+            own = (value for pattern, value in patterns if any(map(pattern.fullmatch, known)))
+            alpha = next(own, float(trained.get("lora_alpha", pair.rank)))
             scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
     return scales
 
@@ -297,11 +277,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
-    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before.
-
-    Raises:
-        UnsupportedError: a weight that is stored in a way that addition would not reach.
-    """
+    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before."""
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
     quantised = [layer for layer in layers.values() if not (_is_plain(layer) or is_exact(layer))]
     if quantised:
@@ -313,43 +289,31 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
             expected="weights in the dtype that computes, 16 bits or more",
             fix="Set mode to separate, or weights on the load node to auto.",
         )
-    before: list[tuple[nn.Parameter, torch.Tensor]] = []
-    closing: list[Callable[[], None]] = []
-    for name, layer in layers.items():
-        if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
-            closing.append(opened(layer))
-        weight, delta = layer.weight, lora.delta(name)
-        own = weight.data.float()
-        product = lora.pairs[name].product(lora.tensors, own, delta)
-        if delta.magnitude is None:
-            changed = own + (lora.strength * lora.scales[name]) * product
-        else:
-            of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
-            longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
-            changed = own + lora.strength * (longer - own)
-        before.append((weight, weight.data))
-        weight.data = changed.to(weight.dtype)
-        if delta.bias is not None:
-            before.append((layer.bias, layer.bias.data))
-            layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
-
-    def undo() -> None:
-        for weight, data in reversed(before):
-            weight.data = data
-        for close in closing:
-            close()
-
-    return undo
+    with ExitStack() as undo:  # closed by a failure, so that another try begins with the same weights
+        for name, layer in layers.items():
+            if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
+                undo.callback(opened(layer))
+            weight, delta = layer.weight, lora.delta(name)
+            own = weight.data.float()
+            product = lora.pairs[name].product(lora.tensors, own, delta)
+            if delta.magnitude is None:
+                changed = own + (lora.strength * lora.scales[name]) * product
+            else:
+                of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
+                longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
+                changed = own + lora.strength * (longer - own)
+            undo.callback(setattr, weight, "data", weight.data)
+            weight.data = changed.to(weight.dtype)
+            if delta.bias is not None:
+                undo.callback(setattr, layer.bias, "data", layer.bias.data)
+                layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
+        return undo.pop_all().close
 
 
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
     """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
 
-    Args:
-        of_sum: whether rows are measured after the addition, as peft does; columns always are.
-
-    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, ``weight_decompose``, which measures
-    rows before it.
+    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before the sum.
     """
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     rows = magnitude.shape[0] == flat.shape[0]

@@ -61,14 +61,7 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
 def _tensors(
     files: PartFiles, advance: Callable[[int], None], views: set[int], leave: Container[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a part, without those in ``leave``, each in the dtype that it becomes.
-
-    Args:
-        views: takes up the addresses of those that are views of their file.
-
-    Raises:
-        CheckpointError: a weight that cannot be right: nothing but zeros, or values that are not finite.
-    """
+    """The tensors of a part in their dtypes, without ``leave``; ``views`` takes addresses of views of their file."""
     tensors: dict[str, torch.Tensor] = {}
     wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
     for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
@@ -126,11 +119,7 @@ def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -
 
 
 def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFiles:
-    """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out and said.
-
-    Raises:
-        CheckpointError: the file has other tensors, or in other shapes; none of them was read.
-    """
+    """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     unused = sorted(files.entries.keys() - wanted.keys())
     _require_same(
@@ -148,7 +137,6 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
 def _keep_packed(
     files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
-    """Give ``layer`` its weight as the file has it."""
     entry = files.entries[name]
     if tuple(entry.shape) != tuple(layer.weight.shape):
         raise _misfit(files, name, tuple(layer.weight.shape))
@@ -250,8 +238,8 @@ def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], 
 def _processor_class(folder: Path) -> str:
     """The transformers class that reads a tokenizer or an image processor.
 
-    A Llama 3 tokenizer is a byte-level ``tokenizer.json`` under the name of a class that transformers 5.0 rebuilds as
-    another kind and drops every space (huggingface/transformers#45488), so such a file is taken as it is.
+    transformers 5.0 rebuilds a Llama 3 ``tokenizer.json`` as another kind and drops every space
+    (huggingface/transformers#45488), so such a file is taken as it is.
     """
     if folder.name.endswith(("processor", "extractor")):
         return "AutoImageProcessor"
@@ -276,12 +264,10 @@ def with_storage(
     """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
 
     Where fp32 computes on a device with memory of its own, ``auto`` keeps the 16 bits that a file has: half as much to
-    hold and to send, widened on the device at each use, which is exact and little beside the product. The VAE is small,
-    and its convolutions run once per tile.
+    hold and to send, widened exactly at each use. The VAE is small, and its convolutions run once per tile.
 
     Args:
-        chosen: has ``weights``, ``text_weights`` and ``devices``, as :class:`~.folder.LoadRequest`.
-        probes: what this device has answered and where it is kept; None relies on the tables.
+        chosen: has ``weights``, ``text_weights`` and ``devices``, as a ``LoadRequest``.
 
     Raises:
         InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
@@ -323,7 +309,6 @@ def has_eight_bits(device: torch.device) -> bool:
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
-    """The step that packs weights as chosen; those that a file has packed were read so."""
     return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
 
 
@@ -386,20 +371,13 @@ def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Call
 
 @dataclass(slots=True)
 class SafeFp16:
-    """The rewrite of one pipeline's transformer, until it is abandoned.
+    """The rewrite of one pipeline's transformer, until it is abandoned."""
 
-    Args:
-        family: a family id.
-        device: where the transformer will run; it is asked once for fp32-output products.
-        active: whether the transformer is rewritten when it is next read.
-    """
-
-    family: str
-    device: Any
-    active: bool = True
+    family: str  # a family id
+    device: Any  # where the transformer will run; it is asked once for fp32-output products
+    active: bool = True  # whether the transformer is rewritten when it is next read
 
     def step(self) -> Step:
-        """The rewrite as a step of the preparation."""
         return Step(Order.PRECISION, "safe fp16", self._apply)
 
     def abandon(self, parts: Parts, files: PartFiles) -> None:
@@ -416,7 +394,6 @@ class SafeFp16:
 
 
 def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
-    """Part name to the bytes of the part, from what was read of its headers."""
     sizes = {}
     for part in files:
         size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
@@ -432,15 +409,8 @@ def fit_host_memory(
     Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
     this kind of device, they go there by way of ordinary memory, a slice at a time.
 
-    Args:
-        files: of each part.
-        facts: of the device that computes.
-        free: bytes of host memory that this process may take.
-        swap: bytes beside them that are slow.
-
     Raises:
-        UnsupportedError: a part that must be cast, unpacked or packed, so that it cannot stay in its file, and does not
-            fit; said before anything is read.
+        UnsupportedError: a part must be cast or packed, so that it cannot stay in its file, and does not fit.
     """
     sizes = {name: part.total_bytes for name, part in files.items()}
     views = {name: part.view_bytes for name, part in files.items()}

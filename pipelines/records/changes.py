@@ -33,22 +33,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The last sampling beside the one before it.
+    """The last sampling beside the one before it."""
 
-    Args:
-        before: when the earlier one was, in local time.
-        same: whether both made the same latents, bit for bit.
-        missing: what made one of them and is in no receipt, such as a noise mask.
-    """
-
-    before: str
-    same: bool
+    before: str  # when the earlier one was, in local time
+    same: bool  # whether both made the same latents, bit for bit
     changes: tuple[Change, ...]
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # what made one of them and is in no receipt, such as a noise mask
 
     @property
     def headline(self) -> str:
-        """The outcome in one sentence."""
         if self.same:
             return "The same latents, bit for bit" + (", although this changed:" if self.changes else ".")
         if self.changes:
@@ -57,11 +50,7 @@ class Comparison:
 
 
 def last_two(folder: Path) -> Comparison | None:
-    """The newest saved latents with a receipt compared with those before them; None where there are fewer than two.
-
-    Args:
-        folder: of kept latents. Reads headers only.
-    """
+    """The newest saved latents with a receipt compared with those before them, by headers; None for fewer than two."""
     records: list[tuple[float, Mapping[str, Any]]] = []
     for path in recovery.by_date(folder):
         with suppress(PackError, OSError):  # of core's samplings, damaged, or removed just now

@@ -75,19 +75,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A model folder, a file, or pictures.
+    """A model folder, a file, or pictures."""
 
-    Args:
-        name: where it may be, below a folder that is searched.
-        content: the hash by which it is found; empty for whatever has that name.
-        whole: of a model or mesh, the hash of every byte; empty where only samples are known.
-        size: of pictures, width and height: files of another are not decoded in a search.
-    """
-
-    name: str
-    content: str = ""
-    whole: str = ""
-    size: tuple[int, ...] = ()
+    name: str  # where it may be, below a folder that is searched
+    content: str = ""  # the hash by which it is found; empty for whatever has that name
+    whole: str = ""  # of a model or mesh, the hash of every byte; empty where only samples are known
+    size: tuple[int, ...] = ()  # of pictures, width and height: files of another are not decoded in a search
 
 
 CONTENT = {item.name for item in fields(Content)}
@@ -125,42 +118,28 @@ class Caching:
 
 @dataclass(frozen=True, slots=True)
 class VideoJob(Job):
-    """One video.
-
-    Args:
-        model: folder of a pipeline or of a transformer, or the transformer's file where ``files`` names it.
-        prompt, settings, framepack, decode: as the stages take them; ``framepack`` for its family alone.
-        family: id of the model's family, a hint for people and schedulers.
-        base, image_encoder: folders that provide parts; None for ``auto``.
-        files: part name to single file, for a pipeline composed of them.
-        task: of such a pipeline.
-        load: inputs of loading that are not at their defaults, by the names of ``LOAD_INPUTS``.
-        pictures: to start from, in the order in which they join.
-        fit: how they are brought to size.
-        video: to start from, in place of noise alone; ``settings.denoise`` says how much of it is redrawn.
-        decode_timestep, decode_noise_scale: below 0 the model's own.
-    """
+    """One video."""
 
     kind: ClassVar[str] = "video"
 
-    model: Content
+    model: Content  # folder of a pipeline or of a transformer, or the transformer's file where ``files`` names it
     prompt: PromptRequest = field(metadata={WITHOUT: ("image",)})
     settings: SampleSettings = field(metadata={WITHOUT: ("latents", "noise_mask", "guidance_steps")})
-    family: str = ""
-    base: Content | None = None
-    image_encoder: Content | None = None
-    files: Mapping[str, Content] = field(default_factory=dict)
-    task: str = AUTO
-    load: Mapping[str, Value] = field(default_factory=dict)
+    family: str = ""  # id of the model's family, a hint for people and schedulers
+    base: Content | None = None  # folders that provide parts; None for ``auto``
+    image_encoder: Content | None = None  # folders that provide parts; None for ``auto``
+    files: Mapping[str, Content] = field(default_factory=dict)  # part name to single file
+    task: str = AUTO  # of such a pipeline
+    load: Mapping[str, Value] = field(default_factory=dict)  # by the names of ``LOAD_INPUTS``; none at its default
     loras: tuple[Adapter, ...] = ()
     step_cache: Caching = field(default_factory=Caching)
-    pictures: tuple[Picture, ...] = ()
-    fit: str = FITS[0]
-    video: Content | None = None
-    framepack: FramePackSettings | None = None
+    pictures: tuple[Picture, ...] = ()  # to start from, in the order in which they join
+    fit: str = FITS[0]  # how they are brought to size
+    video: Content | None = None  # to start from; ``settings.denoise`` says how much of it is redrawn
+    framepack: FramePackSettings | None = None  # for its family alone
     decode: DecodeRequest = field(default_factory=DecodeRequest)
-    decode_timestep: float = -1.0
-    decode_noise_scale: float = -1.0
+    decode_timestep: float = -1.0  # below 0 the model's own
+    decode_noise_scale: float = -1.0  # below 0 the model's own
 
     def __post_init__(self) -> None:
         if self.files and "transformer" not in self.files:

@@ -49,21 +49,17 @@ class JobFolder:
 
     @property
     def inputs(self) -> Path:
-        """The folder of the files that jobs name."""
         return self.root / "inputs"
 
     @property
     def results(self) -> Path:
-        """The folder of finished jobs."""
         return self.root / "results"
 
     @property
     def state(self) -> Path:
-        """The folder of the steps of unfinished jobs."""
         return self.root / "state"
 
     def job_files(self) -> list[Path]:
-        """The files with jobs, oldest first."""
         dated = []
         for path in self.root.glob(f"*{JOBS}"):
             with suppress(OSError):
@@ -71,11 +67,7 @@ class JobFolder:
         return [path for *_, path in sorted(dated)]
 
     def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
-        """The file of ``lines``, each a job.
-
-        Raises:
-            InputError: a name that is none for a file.
-        """
+        """The file of ``lines``, each a job; raises InputError for a name that no file can have."""
         if not NAME.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
             raise InputError(
                 f"the name {name!r} for jobs",
@@ -121,11 +113,9 @@ class JobFolder:
         return path
 
     def is_done(self, key: str) -> bool:
-        """True where the job of ``key`` is finished."""
         return (self.results / f"{key}.json").is_file()
 
     def done_keys(self) -> set[str]:
-        """The keys of all finished jobs."""
         return {path.stem for path in self.results.glob("*.json") if KEY.fullmatch(path.stem)}
 
     def result(self, key: str) -> Path | None:
@@ -135,10 +125,7 @@ class JobFolder:
         return next((path for suffix in SUFFIXES if (path := self.results / f"{key}{suffix}").is_file()), None)
 
     def finish(self, key: str, record: Mapping[str, Any]) -> None:
-        """Say that the job of ``key`` is done, after its file has been written.
-
-        What a worker that died while it wrote left half done is removed.
-        """
+        """Say that the job of ``key`` is done, after its file; what a dead worker left half done is removed."""
         for half in self.results.glob(f".{key}.*"):
             with suppress(OSError):  # of another worker, which has just finished it too
                 half.unlink(missing_ok=True)
@@ -147,11 +134,9 @@ class JobFolder:
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)
 
     def fail(self, key: str, text: str) -> None:
-        """Say why the job of ``key`` will not be done."""
         _write(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
 
     def failure(self, key: str) -> str:
-        """The reason why the job of ``key`` failed; empty where it did not."""
         try:
             return _text(self.root / "failed" / f"{key}.txt")
         except OSError:
@@ -165,13 +150,11 @@ class JobFolder:
                 (self.root / "cancel" / key).unlink(missing_ok=True)
 
     def cancel(self, keys: Iterable[str]) -> None:
-        """Ask for the end of jobs."""
         for key in keys:
             if KEY.fullmatch(key):
                 _write(self.root / "cancel" / key, "")
 
     def cancelled(self) -> set[str]:
-        """The keys of jobs that are to be cancelled."""
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
@@ -185,7 +168,6 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The last state that was written of each worker."""
         states: list[Any] = []
         for path in sorted((self.root / "workers").glob("*.json")):
             with suppress(OSError, ValueError):
@@ -197,8 +179,7 @@ class JobFolder:
 def each_line(path: Path) -> Iterator[str]:
     """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
 
-    Of a line that is too long to be a job there is only the beginning; what is not UTF-8 becomes half characters, which
-    no job may have: either is refused as that one line.
+    A line too long for a job is cut, and what is not UTF-8 becomes half characters: either is refused as that line.
 
     Raises:
         CheckpointError: a file that cannot be read, or of too many lines.
@@ -219,11 +200,7 @@ def each_line(path: Path) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """All lines of :func:`each_line`.
-
-    Raises:
-        CheckpointError: a file that cannot be read, or that is not text.
-    """
+    """All lines of :func:`each_line`; raises CheckpointError for a file that is not text, too."""
     lines = list(each_line(path))
     if any(HALF.search(line) for line in lines):
         raise _unreadable(path, "not UTF-8")
@@ -241,11 +218,7 @@ def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Replace a file as :func:`replacing` does; a folder that takes none is one line with the system's error number.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
+    """Replace a file as :func:`replacing` does; raises CheckpointError with the system's ``errno`` where that fails."""
     try:
         with replacing(path) as temporary:
             yield temporary
@@ -270,11 +243,7 @@ def _unreadable(path: Path, why: str) -> CheckpointError:
 
 
 def _text(path: Path) -> str:
-    """The text of a small file, whatever its encoding.
-
-    Raises:
-        OSError: no file, or one from which reading would wait for ever.
-    """
+    """The text of a small file, whatever its encoding; raises OSError where reading would wait for ever."""
     plain_status(path)
     with path.open("rb") as file:
         return file.read(MOST_NOTE_BYTES).decode("utf-8", "replace")

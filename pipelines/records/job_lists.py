@@ -21,19 +21,12 @@ PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True, slots=True)
 class JobList:
-    """Jobs that were written into a folder, in the order in which they were asked for.
+    """Jobs that were written into a folder, in the order in which they were asked for."""
 
-    Args:
-        folder: where.
-        name: of their file there.
-        lines: the jobs.
-        keys: of each.
-    """
-
-    folder: JobFolder
-    name: str
-    lines: tuple[str, ...]
-    keys: tuple[str, ...]
+    folder: JobFolder  # where
+    name: str  # of their file there
+    lines: tuple[str, ...]  # the jobs
+    keys: tuple[str, ...]  # of each
 
     def __repr__(self) -> str:
         return f"<{len(self.keys)} jobs {self.name!r} in {str(self.folder.root)!r}>"
@@ -41,32 +34,19 @@ class JobList:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs that many jobs share, and those that differ.
+    """The inputs that many jobs share, and those that differ."""
 
-    Args:
-        prompts: one or more.
-        seeds: of each prompt.
-        pictures: files to start from, each a job's; none for text alone.
-        settings: whose seed is replaced.
-        load: inputs of loading, as in :attr:`VideoJob.load`.
-        framepack: for its family alone.
-    """
-
-    prompts: Sequence[str]
-    seeds: Sequence[int]
-    pictures: Sequence[Path] = ()
+    prompts: Sequence[str]  # one or more
+    seeds: Sequence[int]  # of each prompt
+    pictures: Sequence[Path] = ()  # files to start from, each a job's; none for text alone
     negative: str = ""
-    settings: Mapping[str, int | float | str] = field(default_factory=dict)
-    load: Mapping[str, Value] = field(default_factory=dict)
-    framepack: FramePackSettings | None = None
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)  # whose seed is replaced
+    load: Mapping[str, Value] = field(default_factory=dict)  # inputs of loading, as in :attr:`VideoJob.load`
+    framepack: FramePackSettings | None = None  # for its family alone
 
 
 def prompts_in(text: str) -> list[str]:
-    """The prompts of a text, one to a line; lines that are empty or begin with # are passed over.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The prompts of a text, one to a line; lines that are empty or begin with # are passed over."""
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
@@ -75,11 +55,6 @@ def prompts_in(text: str) -> list[str]:
 
 
 def seeds_in(text: str) -> list[int]:
-    """The seeds of a text such as ``0-9, 42``.
-
-    Raises:
-        InputError: it is not such a list.
-    """
     seeds: list[int] = []
     for part in filter(None, re.split(r"[\s,]+", text.strip())):
         if not SEEDS.fullmatch(part):
@@ -110,9 +85,6 @@ def queue_jobs(
         title: its name below the folders that other machines search; empty for the last part.
         state: folder in which hashes are kept.
         check: called meanwhile; may raise to cancel.
-
-    Raises:
-        InputError: too many jobs, or a name that is none.
     """
     count = len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures))
     if count > MOST_JOBS:
@@ -157,11 +129,7 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
 
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
-    """The files of a ``kind`` in a folder, by name.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
     paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in suffixes)
     if not paths:
         raise InputError(

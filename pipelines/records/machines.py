@@ -49,35 +49,22 @@ class ProbeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SharedMachine:
-    """A machine.
-
-    Args:
-        device, backend, arch, driver: as :class:`DeviceFacts` has them.
-        versions: of the pack and its packages.
-        precision: title of a family to what ``auto`` decides for it here.
-    """
-
-    device: str
-    backend: str
-    arch: str
-    driver: str
+    device: str  # as :class:`DeviceFacts` has them
+    backend: str  # as :class:`DeviceFacts` has them
+    arch: str  # as :class:`DeviceFacts` has them
+    driver: str  # as :class:`DeviceFacts` has them
     memory_gb: float
-    versions: dict[str, str]
+    versions: dict[str, str]  # of the pack and its packages
     answers: tuple[ProbeAnswer, ...] = ()
-    precision: dict[str, str] = field(default_factory=dict)
+    precision: dict[str, str] = field(default_factory=dict)  # title of a family to what ``auto`` decides for it here
     runs: tuple[StageRun, ...] = ()
 
     def text(self) -> str:
-        """The file's content."""
         return json.dumps({HEAD: VERSION, **plain(self)}, indent=1) + "\n"
 
 
 def this_machine(device: Any, state: Path | None, models: Mapping[str, ModelPrecision]) -> SharedMachine:
-    """The machine with ``device``, after all its probes have run, and the dtypes that ``auto`` picks for ``models``.
-
-    Raises:
-        UnsupportedError: torch cannot reach the device.
-    """
+    """The machine with ``device``, after all its probes have run, and the dtypes that ``auto`` picks for ``models``."""
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     store.ask_all(False)
@@ -91,13 +78,7 @@ def machine_of(
     names: Iterable[str],
     models: Mapping[str, ModelPrecision],
 ) -> SharedMachine:
-    """The machine of ``facts`` without ``names``, paths, addresses, keys and serial numbers.
-
-    Args:
-        probes: answers by name.
-        state: folder with the last runs; None for none.
-        models: title of each family to its precision rows.
-    """
+    """The machine of ``facts``, with runs in ``state``, without ``names``, paths, addresses, keys, serial numbers."""
     runs = [
         StageRun(
             stage=cost.stage,

@@ -36,21 +36,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Places:
-    """The paths of the contents that jobs name on this machine.
+    """The paths of the contents that jobs name on this machine."""
 
-    Args:
-        models: folders in which models and LoRAs are searched.
-        files: folders with pictures and videos.
-        known: paths that were chosen, by content.
-        differences: what stands in for a content that is not here, by name; None to refuse that.
-        state: folder with the index of pictures; None for none.
-    """
-
-    models: tuple[Path, ...] = ()
-    files: tuple[Path, ...] = ()
-    known: dict[Content, Path] = field(default_factory=dict)
-    differences: list[str] | None = None
-    state: Path | None = None
+    models: tuple[Path, ...] = ()  # folders in which models and LoRAs are searched
+    files: tuple[Path, ...] = ()  # folders with pictures and videos
+    known: dict[Content, Path] = field(default_factory=dict)  # paths that were chosen, by content
+    differences: list[str] | None = None  # what stands in for a content that is not here, by name; None to refuse that
+    state: Path | None = None  # folder with the index of pictures; None for none
 
     def content(self, path: Path, name: str = "", check: Check | None = None) -> Content:
         """The content of a model, LoRA or mesh at ``path``, which is then known; of every byte with a ``check``."""
@@ -59,11 +51,7 @@ class Places:
         return content
 
     def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known.
-
-        Raises:
-            CheckpointError: it cannot be decoded, or has more pixels than are read at once.
-        """
+        """The content of a picture or video, which is then known; raises CheckpointError where it cannot be decoded."""
         index = PictureIndex(self.state)
         found = index.content(path, lambda: None, Allowance())
         index.save()
@@ -72,14 +60,10 @@ class Places:
         return content
 
     def model(self, content: Content, check: Check | None = None) -> Path:
-        """The model folder, or the file, with this content.
+        """The model folder, or the file, with this content; raises CheckpointError where it is not on this machine.
 
         Args:
-            check: called while a hash of all bytes is made, may raise to cancel; None takes one for equal that is
-                found, while its hash is made in the background.
-
-        Raises:
-            CheckpointError: it is not on this machine.
+            check: called while all bytes are hashed, may raise to cancel; None has them hashed in the background.
         """
 
         def same(path: Path) -> bool:
@@ -114,7 +98,6 @@ class Places:
         return read_frames(self.known[content], most, check)
 
     def _sought(self, content: Content, check: Callable[[], None]) -> Path:
-        """The picture with this content, found by its name or among all."""
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
@@ -151,36 +134,20 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine that runs a job, with its folders.
+    """The machine that runs a job, with its folders."""
 
-    Args:
-        places: where its models and pictures are.
-        state: folder for probe results and kept latents.
-        device: None for the default device.
-        trace: file for a profile; None for none.
-        host: further arguments of ``load``: how a host around us frees memory and moves weights.
-        single: what else pipelines of single files may take: other files, tokenizers.
-        unfinished: folder for steps and sections of samplings that were cut short, which other machines may share; None
-            for the one with the kept latents.
-        cards: as :class:`LoadRequest` has them.
-    """
-
-    places: Places
-    state: Path
-    device: Any = None
-    trace: Path | None = None
-    host: Mapping[str, Any] = field(default_factory=dict)
-    single: Files | None = None
-    unfinished: Path | None = None
-    cards: Mapping[torch.device, int | None] = field(default_factory=dict)
+    places: Places  # where its models and pictures are
+    state: Path  # folder for probe results and kept latents
+    device: Any = None  # None for the default device
+    trace: Path | None = None  # file for a profile; None for none
+    host: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ``load``
+    single: Files | None = None  # what else pipelines of single files may take: other files, tokenizers
+    unfinished: Path | None = None  # for samplings cut short, may be shared between machines; None: the kept latents'
+    cards: Mapping[torch.device, int | None] = field(default_factory=dict)  # as :class:`LoadRequest` has them
 
 
 class PictureIndex(FileIndex):
-    """The contents of picture and video files; empty for what is none.
-
-    Args:
-        state: folder of the index; None keeps none.
-    """
+    """The contents of picture and video files, kept in ``state`` unless that is None; empty for what is none."""
 
     def __init__(self, state: Path | None) -> None:
         super().__init__(None if state is None else state / FILE)

@@ -58,11 +58,7 @@ def with_receipt(
     framepack: FramePackSettings | None = None,
     video: Content | None = None,
 ) -> Latents:
-    """``latents`` with the record of what made them; never raises.
-
-    Args:
-        video: what they started from, where that is the whole of a video in ``settings.latents``.
-    """
+    """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
     missing = _missing(prompt, image, settings, video)
     record: dict[str, Any] = {HEAD: VERSION, "latents": latents_hash(latents)}
     try:
@@ -103,7 +99,6 @@ def decoded_receipt(
 
 
 def tags_for(record: Mapping[str, Any] | None) -> dict[str, str]:
-    """The metadata of a video with this receipt; none without one."""
     return {} if record is None else {TAG: json.dumps(record)}
 
 
@@ -136,11 +131,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def job_of(record: Mapping[str, Any]) -> VideoJob:
-    """The job that makes a receipt's video again.
-
-    Raises:
-        InputError: something that made it is in no file: masks, latents of other nodes, core's CONDITIONING.
-    """
+    """The job that makes a receipt's video again; raises InputError where something that made it is in no file."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
@@ -171,7 +162,6 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
 
 
 def latents_hash(latents: Latents) -> str:
-    """A hash of every bit of the latents."""
     values = latents.samples
     digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
     digest.update(bytes_of(values))
@@ -190,7 +180,6 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
-    """The pack's own version; empty where unknown."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]

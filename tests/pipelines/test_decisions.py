@@ -16,7 +16,6 @@ from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
 from anygpu.pipelines.files.catalogue import (
     every_offer,
     first_steps,
-    known_page,
     offer_of,
     offers,
     remedy,
@@ -182,7 +181,8 @@ def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
 
 def test_a_model_that_is_not_there_is_named_with_its_own_page():
     root = Path("/models")
-    assert known_page("FramePackI2V_HY").endswith("lllyasviel/FramePackI2V_HY") and known_page("mine") == ""
+    assert "lllyasviel/FramePackI2V_HY" in remedy("FramePackI2V_HY", root, 0)
+    assert remedy("mine", root, 0).startswith("The smallest that fits this machine is")
     known = remedy("HunyuanVideo", root, 0)
     assert known.startswith("Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo (only model_index")
     assert f"into {root / 'HunyuanVideo'}, or let AnyGPU Download Model do it" in known

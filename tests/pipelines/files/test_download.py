@@ -424,3 +424,16 @@ def test_the_bytes_of_an_offer_are_those_of_its_tensors_and_headers(folder: str)
     for part, (name, dtype) in STORED_AS[folder].items():
         tensors = sum(map(math.prod, shapes_of(part, name).values())) * STORED[dtype].itemsize
         assert tensors < sizes[part] < 1.001 * tensors, part
+
+
+def test_a_drive_that_is_not_there_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the root of such a drive, as Windows has them, is only that root again."""
+    asked = []
+
+    def absent(path: Path) -> bool:
+        asked.append(path)
+        assert len(asked) < 10, "asked for ever"
+        return False
+
+    monkeypatch.setattr(Path, "is_dir", absent)
+    assert catalogue.free_bytes(Path("/z/models/diffusers")) == 0

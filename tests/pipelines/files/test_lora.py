@@ -321,6 +321,22 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: p
     assert_same_sums(made, made.sampled(pipe), made.by_hand((0, 1.0), (1, 1.0)))
 
 
+def test_a_merge_that_fails_half_way_is_not_done_twice(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, calls = lora.LoRA.delta, []
+
+    def third_fails(self: lora.LoRA, layer: str) -> Any:
+        calls.append(layer)
+        if len(calls) == 3:
+            raise MemoryError("injected")
+        return own(self, layer)
+
+    whole = made.sampled(put(made, made.pipeline, mode="merged"))
+    monkeypatch.setattr(lora.LoRA, "delta", third_fails)
+    made.sampled(made.pipeline)
+    assert torch.equal(made.sampled(put(made, made.pipeline, mode="merged")), whole), "the sampling tries once more"
+    assert len(calls) > 3 and torch.equal(made.sampled(made.pipeline), made.plain)
+
+
 # Families and styles ----------------------------------------------------------------------------------------------
 
 Converted = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

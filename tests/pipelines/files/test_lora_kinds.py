@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files import lora_kinds
 from anygpu.pipelines.files.lora_keys import matched
@@ -165,6 +166,16 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
     notes = {"lora_adapter_metadata": json.dumps(noted)} if noted else None
     found = made.outputs(tensors, LAYER, 1.0, "merged", notes)
     torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
+
+
+@pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, {"to_q": "two"}], ids=str)
+def test_alphas_that_cannot_be_understood_are_one_line(made: Any, pattern: Any) -> None:
+    notes = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.alpha_pattern": pattern})}
+    rows, columns = weight_and_bias(made)[0].shape
+    sides = {"A": torch.ones(4, columns), "B": torch.ones(rows, 4)}
+    tensors = {f"transformer.{LAYER}.lora_{side}.weight": factor for side, factor in sides.items()}
+    with pytest.raises(CheckpointError, match="alpha_pattern"):
+        made.outputs(tensors, LAYER, 1.0, "merged", notes)
 
 
 @pytest.mark.parametrize(
