@@ -134,25 +134,15 @@ class Rank:
 
 @dataclass
 class GroupRenderer:
-    """Renders with a group of ranks, which it starts for its first job.
+    """Renders with a group of ranks, which it starts for its first job."""
 
-    Args:
-        renderer: what each rank renders with.
-        size: of the group.
-        needs: of each rank (``num_cpus``, ``num_gpus``).
-        placement: Ray's room for them.
-        halves: whether the branches of guidance go to half of the ranks each.
-        loopback: interface to stay on; empty for any.
-        patience: seconds that ranks wait for one another.
-    """
-
-    renderer: Renderer
-    size: int
-    needs: Mapping[str, float]
-    placement: Any
-    halves: bool = False
-    loopback: str = ""
-    patience: float = PATIENCE_SECONDS
+    renderer: Renderer  # what each rank renders with
+    size: int  # of the group
+    needs: Mapping[str, float]  # of each rank (num_cpus, num_gpus)
+    placement: Any  # Ray's room for them
+    halves: bool = False  # whether the branches of guidance go to half of the ranks each
+    loopback: str = ""  # interface to stay on; empty for any
+    patience: float = PATIENCE_SECONDS  # seconds that ranks wait for one another
     device: str = "cpu"  # of the process that leads; a rank whose device fails is replaced
     _ranks: list[Any] = field(default_factory=list, repr=False)
     _names: list[str] = field(default_factory=list, repr=False)

@@ -31,19 +31,12 @@ from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """A kind of job, and how a worker renders it.
+    """A kind of job, and how a worker renders it."""
 
-    Args:
-        load: gives the pipelines of a job.
-        render: the result of a job, made with them.
-        parts: whatever of a pipeline is read on first use.
-        split: makes a pipeline one of the processes of a group; None for a kind that one device renders.
-    """
-
-    load: Callable[..., Sequence[Any]]
-    render: Callable[..., Result]
-    parts: Callable[[Any], Sequence[Parts]]
-    split: Callable[[Any, Group], Any] | None = None
+    load: Callable[..., Sequence[Any]]  # gives the pipelines of a job
+    render: Callable[..., Result]  # the result of a job, made with them
+    parts: Callable[[Any], Sequence[Parts]]  # whatever of a pipeline is read on first use
+    split: Callable[[Any, Group], Any] | None = None  # a pipeline on a group; None for a kind that one device renders
 
 
 KINDS = {
@@ -65,21 +58,13 @@ def task_of(line: str) -> Task:
 
 @dataclass
 class Renderer:
-    """Renders jobs of one folder in one process, and keeps the last model that it loaded.
+    """Renders jobs of one folder in one process, and keeps the last model that it loaded."""
 
-    Args:
-        folder: whose results it writes, seen by all machines under this path.
-        models: folders that are searched.
-        state: of this machine, for probe results.
-        device: None for the default device.
-        group: processes that render each video together; None for this one alone.
-    """
-
-    folder: Path
-    models: tuple[Path, ...]
-    state: Path
-    device: Any = None
-    group: Group | None = None
+    folder: Path  # whose results it writes, seen by all machines under this path
+    models: tuple[Path, ...]  # folders that are searched
+    state: Path  # of this machine, for probe results
+    device: Any = None  # None for the default device
+    group: Group | None = None  # processes that render each video together; None for this one alone
     _loaded: tuple[str, Sequence[Any]] = field(default=("", ()), repr=False)  # model key, and its pipelines
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:

@@ -16,15 +16,10 @@ FIRST_REST, LONGEST_REST = 30.0, 600.0  # seconds
 
 @dataclass(slots=True)
 class Rest:
-    """The pause of something that failed: twice as long after each failure, until it succeeds.
+    """The pause of something that failed: twice as long after each failure, until it succeeds."""
 
-    Args:
-        count: of its failures in a row.
-        until: when it is tried again, in seconds of the driver's clock.
-    """
-
-    count: int = 0
-    until: float = 0.0
+    count: int = 0  # of its failures in a row
+    until: float = 0.0  # when it is tried again, in seconds of the driver's clock
 
     def begin(self, now: float) -> None:
         """Take in one more failure."""
@@ -34,28 +29,17 @@ class Rest:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One job on its way.
+    """One job on its way."""
 
-    Args:
-        key: of the job's content.
-        model: what has to be loaded for it.
-        size: how much work it is beside others of this model, in any unit.
-        text: the job's line.
-        deaths: how often its worker died without a further step.
-        begun: whether a worker has worked at it.
-        faults: how often it ended with a fault of a machine that was sound right after.
-        refused: why each of the workers that tried it cannot do it, by worker.
-        unable: by worker, how many jobs of its model it had done when it could first not load it for this one, and why.
-    """
-
-    key: str
-    model: str
-    size: float
-    text: str = ""
-    deaths: int = 0
-    begun: bool = False
-    faults: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
+    key: str  # of the job's content
+    model: str  # what has to be loaded for it
+    size: float  # how much work it is beside others of this model, in any unit
+    text: str = ""  # the job's line
+    deaths: int = 0  # how often its worker died without a further step
+    begun: bool = False  # whether a worker has worked at it
+    faults: int = 0  # how often it ended with a fault of a machine that was sound right after
+    refused: dict[str, str] = field(default_factory=dict)  # by worker: why it cannot do this job
+    # by worker: how many jobs of the model it had done when it first could not load it for this job, and why
     unable: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -158,34 +142,20 @@ class TaskSchedule:
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """A worker as the driver sees it.
-
-    Args:
-        actor: Ray's handle.
-        task: what it renders.
-        start: starts another actor in place of one that Ray has given up.
-        up: whether its process has answered.
-        broken: why it gets no jobs until it has rested and proved itself.
-        sound: jobs done, by model.
-        rest: from whatever broke it.
-        proving: whether it does so now.
-        faults: how often it broke and was sound right after: others are given work first.
-        held: the job at which it broke: it goes on once the machine or the job is known to be at fault.
-        suspect: the job for which it could not load a model, while another of that model shows which is at fault.
-    """
+    """A worker as the driver sees it."""
 
     name: str
-    actor: Any
-    start: Callable[[], Any] | None = None
-    task: Task | None = None
-    up: bool = False
-    broken: str = ""
-    sound: dict[str, int] = field(default_factory=dict)
-    rest: Rest = field(default_factory=Rest)
-    proving: bool = False
-    faults: int = 0
-    held: Task | None = None
-    suspect: Task | None = None
+    actor: Any  # Ray's handle
+    start: Callable[[], Any] | None = None  # starts another actor in place of one that Ray has given up
+    task: Task | None = None  # what it renders
+    up: bool = False  # whether its process has answered
+    broken: str = ""  # why it gets no jobs until it has rested and proved itself
+    sound: dict[str, int] = field(default_factory=dict)  # jobs done, by model
+    rest: Rest = field(default_factory=Rest)  # from whatever broke it
+    proving: bool = False  # whether it does so now
+    faults: int = 0  # how often it broke and was sound right after: others are given work first
+    held: Task | None = None  # the job at which it broke, until the machine or the job is known to be at fault
+    suspect: Task | None = None  # the job whose model it could not load, while another job of that model is tried
     host: str = ""
     finished: int = 0
     deaths: int = 0

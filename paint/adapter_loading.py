@@ -37,26 +37,16 @@ TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    """User's choices for loading.
+    """User's choices for loading."""
 
-    Args:
-        model: the checkpoint: a ``.safetensors`` file, or a folder as diffusers saves it.
-        adapter: the published file of MV-Adapter.
-        variant: ``ig2mv`` or ``tg2mv``, where the file's name does not say it.
-        tokenizer: folder of CLIP's tokenizer, for a checkpoint that is one file.
-        vae: folder of another VAE; None for the checkpoint's own.
-        lora: file of a LoRA of the base; None for none.
-        lora_strength: by how much it counts; 1 as it was made.
-        precision, offload, attention, device, state, quiet: as :class:`loading.PaintRequest` has them.
-    """
-
-    model: Path
-    adapter: Path
-    variant: str = AUTO
-    tokenizer: Path | None = None
-    vae: Path | None = None
-    lora: Path | None = None
-    lora_strength: float = 1.0
+    model: Path  # the checkpoint: a .safetensors file, or a folder as diffusers saves it
+    adapter: Path  # the published file of MV-Adapter
+    variant: str = AUTO  # ig2mv or tg2mv, where the file's name does not say it
+    tokenizer: Path | None = None  # folder of CLIP's tokenizer, for a checkpoint that is one file
+    vae: Path | None = None  # folder of another VAE; None for the checkpoint's own
+    lora: Path | None = None  # file of a LoRA of the base; None for none
+    lora_strength: float = 1.0  # by how much it counts; 1 as it was made
+    # as of PaintRequest, from here on
     precision: str = AUTO
     offload: str = AUTO
     attention: str = AUTO

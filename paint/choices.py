@@ -46,16 +46,12 @@ PAGES = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedSampler:
-    """The sampler that the publisher of a variant runs; the guidance of 1 is none.
-
-    Args:
-        background: of the reference picture.
-    """
+    """The sampler that the publisher of a variant runs; the guidance of 1 is none."""
 
     scheduler: str
     steps: int
     guidance: float
-    background: float
+    background: float  # of the reference picture
     spacing: str = "trailing"
 
 

@@ -35,19 +35,12 @@ PAIRS: tuple[ColourPair, ...] = (  # colours above and below
 
 @dataclass(frozen=True, eq=False)
 class PaintedRing:
-    """A ring after a picture.
+    """A ring after a picture."""
 
-    Args:
-        picture: (S, S, 3), which the model was given.
-        views: (V, S, S, 3), which it painted.
-        texture: (T, T, 3), baked from the views and filled.
-        frames: (F, S, S, 3), a turntable.
-    """
-
-    picture: Tensor
-    views: Tensor
-    texture: Tensor
-    frames: Tensor
+    picture: Tensor  # (S, S, 3), which the model was given
+    views: Tensor  # (V, S, S, 3), which it painted
+    texture: Tensor  # (T, T, 3), baked from the views and filled
+    frames: Tensor  # (F, S, S, 3), a turntable
 
 
 def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:

@@ -80,21 +80,13 @@ ATTENDED, KEPT = Copies(0, 16.7), Copies(0, 8.4)  # of the reference's own map w
 
 @dataclass(frozen=True, slots=True)
 class PaintRun:
-    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with.
+    """Settings of a painting or a delighting; zeros stand for the values that the model was trained with."""
 
-    Args:
-        size: of a view or the picture, pixels.
-        views: cameras.
-        steps: of the sampler.
-        rows: of guidance in a step, beside one another.
-        references: pictures of the object; 0 where words alone describe it.
-    """
-
-    steps: int
-    rows: int
-    size: int = TAUGHT_SIZE
-    views: int = TAUGHT_VIEWS
-    references: int = 1
+    steps: int  # of the sampler
+    rows: int  # of guidance in a step, beside one another
+    size: int = TAUGHT_SIZE  # of a view or the picture, pixels
+    views: int = TAUGHT_VIEWS  # cameras
+    references: int = 1  # pictures of the object; 0 where words alone describe it
 
     def places(self, pipeline: PaintPipeline, mode: str) -> dict[str, torch.device]:
         """The names of its stages under an offload mode, with the device."""

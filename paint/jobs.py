@@ -29,29 +29,19 @@ from .texturing import OneStep, raster_size, textured
 
 @dataclass(frozen=True, slots=True)
 class PaintJob(Job):
-    """One mesh to texture.
-
-    Args:
-        model: folder or file of a paint model.
-        mesh: with UVs.
-        picture: of the object, from the front.
-        precision: of the models.
-        max_views, delighting: as of :class:`texturing.OneStep`.
-        delight: model that takes shading out of the picture first; None leaves the picture as it is.
-        image_encoder: folder of DINOv2-giant, which PBR models need.
-    """
+    """One mesh to texture."""
 
     kind: ClassVar[str] = "paint"
 
-    model: Content
-    mesh: Content
-    picture: Content
+    model: Content  # folder or file of a paint model
+    mesh: Content  # with UVs
+    picture: Content  # of the object, from the front
     paint: PaintSettings = field(default_factory=PaintSettings, metadata={WITHOUT: ("latents",)})
     texture: BakeSettings = field(default_factory=BakeSettings)
-    precision: str = AUTO
-    max_views: int = 8
-    delight: Content | None = None
-    image_encoder: Content | None = None
+    precision: str = AUTO  # of the models
+    max_views: int = 8  # as of OneStep
+    delight: Content | None = None  # model that takes shading out of the picture first; None leaves it in
+    image_encoder: Content | None = None  # folder of DINOv2-giant, which PBR models need
     delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text", "negative")})
 
     @property

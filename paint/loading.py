@@ -43,54 +43,30 @@ BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class PaintRequest:
-    """User's choices for loading.
+    """User's choices for loading."""
 
-    Args:
-        model: the published folder, its ``unet`` folder, or the UNet's file.
-        variant: of ``paint``; ``auto`` goes by the word "turbo" in the path, since both have the same tensors.
-        weights: ``auto``, ``bin`` or ``safetensors``, where a folder has both.
-        vae: folder that provides it; None looks beside the UNet.
-        image_encoder: folder of DINOv2-giant, for ``paint_pbr`` alone.
-        device: None for the default device, or its facts.
-        state: folder where probe results are kept; None asks the device nothing and relies on the tables.
-        compiled: settings of the compiler, for the blocks of both UNets and the VAE; None compiles nothing.
-        quiet: goes by what is kept in ``state``, so that the device is not asked.
-        stands_in_for: the published model in whose place this demo model runs; empty otherwise.
-    """
-
-    model: Path
-    variant: str = AUTO
-    weights: str = AUTO
-    vae: Path | None = None
-    image_encoder: Path | None = None
+    model: Path  # the published folder, its unet folder, or the UNet's file
+    variant: str = AUTO  # of paint; auto goes by the word "turbo" in the path, since both have the same tensors
+    weights: str = AUTO  # auto, bin or safetensors, where a folder has both
+    vae: Path | None = None  # folder that provides it; None looks beside the UNet
+    image_encoder: Path | None = None  # folder of DINOv2-giant, for paint_pbr alone
     precision: str = AUTO
     offload: str = AUTO
     attention: str = AUTO
-    device: Any = None
-    state: Path | None = None
-    compiled: CompileSettings | None = None
-    quiet: bool = False
-    stands_in_for: str = ""
+    device: Any = None  # None for the default device, or its facts
+    state: Path | None = None  # folder of probe results; None asks the device nothing and relies on the tables
+    compiled: CompileSettings | None = None  # for the blocks of both UNets and the VAE; None compiles nothing
+    quiet: bool = False  # goes by what is kept in state, so that the device is not asked
+    stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class PaintPipeline(KnownToHost):
-    """A paint pipeline that is ready to run.
+    """A paint pipeline that is ready to run."""
 
-    Args:
-        family: ``paint``, ``paint_pbr``, ``delight`` or ``mv_adapter``.
-        variant: ``v2-0``, ``turbo``, ``v2-1``; ``ig2mv``, ``tg2mv``.
-        parts: ``unet``, ``reference`` (not for delight), ``vae``; ``text_encoder`` or ``image_encoder`` where found.
-        weights: bytes of each part on the device.
-        probes: what the device answered; None where nothing is kept.
-        stands_in_for: as :class:`PaintRequest` has it.
-        attention: what runs, in a word or two.
-        tokenizers: folder of the tokenizer of each text encoder, of ``mv_adapter``.
-    """
-
-    family: str
-    variant: str
-    parts: Parts
+    family: str  # paint, paint_pbr, delight or mv_adapter
+    variant: str  # v2-0, turbo, v2-1; ig2mv, tg2mv
+    parts: Parts  # unet, reference (not for delight), vae; text_encoder or image_encoder where found
     facts: DeviceFacts
     precision: Precision
     offloader: Offloader
@@ -99,11 +75,11 @@ class PaintPipeline(KnownToHost):
     source: Path
     compiled: Mapping[str, Blocks] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
-    weights: Mapping[str, PartBytes] = field(default_factory=dict)
-    probes: ProbeStore | None = None
-    stands_in_for: str = ""
-    attention: str = ""
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)
+    weights: Mapping[str, PartBytes] = field(default_factory=dict)  # bytes of each part on the device
+    probes: ProbeStore | None = None  # what the device answered; None where nothing is kept
+    stands_in_for: str = ""  # as PaintRequest has it
+    attention: str = ""  # what runs, in a word or two
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder; of mv_adapter
 
     @property
     def latent_scale(self) -> float:

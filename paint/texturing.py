@@ -39,36 +39,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Texture:
-    """A finished texture.
+    """A finished texture."""
 
-    Args:
-        colour: (T, T, 3) in 0..1, fp32, on the CPU.
-        metallic, roughness: (T, T), or None where nothing painted them.
-        painted: (T, T) bool, texels that a view painted; the rest is filled.
-    """
-
-    colour: Tensor
-    metallic: Tensor | None
+    colour: Tensor  # (T, T, 3) in 0..1, fp32, on the CPU
+    metallic: Tensor | None  # (T, T), or None where nothing painted them
     roughness: Tensor | None
-    painted: Tensor
+    painted: Tensor  # (T, T) bool, texels that a view painted; the rest is filled
     share: float
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OneStep:
-    """Settings of :func:`textured`.
-
-    Args:
-        max_views: 6..12, PBR only: the six fixed views and those that show most of what is not seen.
-        prompt, negative: as :class:`sampling.PaintInputs` has them.
-    """
+    """Settings of :func:`textured`."""
 
     paint: PaintSettings = field(default_factory=PaintSettings)
     texture: BakeSettings = field(default_factory=BakeSettings)
-    max_views: int = 8
+    max_views: int = 8  # 6..12, PBR only: the six fixed views and those that show most of what is not seen
     delight: DelightSettings = field(default_factory=DelightSettings)
-    prompt: str = ""
+    prompt: str = ""  # as of PaintInputs
     negative: str = NEGATIVE
 
 

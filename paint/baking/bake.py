@@ -38,21 +38,13 @@ TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are compared in whole num
 
 @dataclass(frozen=True, slots=True)
 class BakeSettings:
-    """Settings of a bake.
+    """Settings of a bake."""
 
-    Args:
-        texture_size: texels, 16..8192.
-        view_size: pixels at which the maps were rendered; the pictures may have any size.
-        form: "gather" or "scatter".
-        exact: the reference's arithmetic, faults included.
-        fill: of :data:`fill.METHODS`, for :func:`fill.filled`.
-    """
-
-    texture_size: int = 2048
-    view_size: int = VIEW_SIZE
-    form: str = "gather"
-    exact: bool = False
-    fill: str = "auto"
+    texture_size: int = 2048  # texels, 16..8192
+    view_size: int = VIEW_SIZE  # pixels at which the maps were rendered; the pictures may have any size
+    form: str = "gather"  # "gather" or "scatter"
+    exact: bool = False  # the reference's arithmetic, faults included
+    fill: str = "auto"  # of fill.METHODS, for fill.filled
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,17 +59,11 @@ class Texels:
 
 @dataclass(frozen=True, eq=False)
 class Baked:
-    """A texture and what is known of it.
+    """A texture and what is known of it."""
 
-    Args:
-        texture: (T, T, 3) float32, 0 where not painted.
-        weight: (T, T) float32.
-        painted: (T, T) bool.
-    """
-
-    texture: Tensor
-    weight: Tensor
-    painted: Tensor
+    texture: Tensor  # (T, T, 3) float32, 0 where not painted
+    weight: Tensor  # (T, T) float32
+    painted: Tensor  # (T, T) bool
     texels: Texels
     notes: tuple[str, ...] = ()
 

@@ -38,19 +38,13 @@ PLAIN = 0.9  # of the picture's edge, which has one colour where the background 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A picture of the object.
+    """A picture of the object."""
 
-    Args:
-        picture: (H, W, 3 or 4) in 0..1 on the CPU; with alpha, or before a plain background.
-        name: of its place, for the user.
-        azimuth, elevation: degrees, from which it was taken roughly, or exactly where ``given``.
-    """
-
-    picture: Tensor
-    name: str = "front"
-    azimuth: float = 0.0
+    picture: Tensor  # (H, W, 3 or 4) in 0..1 on the CPU; with alpha, or before a plain background
+    name: str = "front"  # of its place, for the user
+    azimuth: float = 0.0  # degrees
     elevation: float = 0.0
-    given: bool = False
+    given: bool = False  # it was taken exactly from there, not roughly
 
 
 @dataclass(frozen=True, eq=False)

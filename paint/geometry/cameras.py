@@ -49,29 +49,17 @@ class Camera:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A family's way to frame the mesh, draw its maps and weigh the painted views; by default Hunyuan3D's.
+    """A family's way to frame the mesh, draw its maps and weigh the painted views; by default Hunyuan3D's."""
 
-    Args:
-        centred: the box centre is at 0 and the farthest vertex at ``reach``; else the mesh stays where it is, and its
-            largest coordinate is at ``reach``.
-        pixel_centres: (column + 0.5) / W; else the first and the last centre lie on the edges of the picture.
-        gain: of positions in their map.
-        background: of both maps.
-        eight_bits: values of the maps are cut to 8 bits, and a normal has the length that interpolation leaves it.
-        by_angle: a vertex normal is the mean of its faces weighted by their angles.
-        exponent: of the cosine by which a view counts.
-        skips: a view that shows next to nothing new is left out.
-    """
-
-    centred: bool = True
-    reach: float = RADIUS
-    pixel_centres: bool = False
-    gain: float = 1 / (2 * RADIUS)
-    background: float = 1.0
-    eight_bits: bool = True
-    by_angle: bool = False
-    exponent: int = 4
-    skips: bool = True
+    centred: bool = True  # by the middle of its box; else the mesh stays where it is
+    reach: float = RADIUS  # of the farthest vertex; of the largest coordinate where the mesh is not centred
+    pixel_centres: bool = False  # at (column + 0.5) / W; else the first and the last lie on the picture's edges
+    gain: float = 1 / (2 * RADIUS)  # of positions in their map
+    background: float = 1.0  # of both maps
+    eight_bits: bool = True  # map values are cut to 8 bits, and normals keep the length that interpolation leaves
+    by_angle: bool = False  # a vertex normal is the mean of its faces weighted by their angles
+    exponent: int = 4  # of the cosine by which a view counts
+    skips: bool = True  # a view that shows next to nothing new is left out
 
 
 HUNYUAN = Frame()
@@ -105,9 +93,7 @@ class CameraTable:
 
 DEFAULT_VIEWS = CameraTable(tuple(Camera(*view) for view in VIEWS))
 ADAPTER_VIEWS = CameraTable(  # from above the front is the upper edge: MV-Adapter's rows and columns rely on it
-    (*(Camera(azimuth, 0) for azimuth in (0, 90, 180, 270)), Camera(180, 90), Camera(180, -90)),
-    1.1,
-    ADAPTER,
+    (*(Camera(azimuth, 0) for azimuth in (0, 90, 180, 270)), Camera(180, 90), Camera(180, -90)), 1.1, ADAPTER
 )
 RING_VIEWS = tuple(
     Camera(azimuth, elevation, 0.01) for azimuth in range(0, 360, AZIMUTH_STEP) for elevation in (20, -20)

@@ -16,17 +16,11 @@ from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
 
 @dataclass(frozen=True, slots=True)
 class CleanSettings:
-    """Components to remove.
+    """Components to remove."""
 
-    Args:
-        floaters: pieces with less than this share of all faces, 0..1; 0 keeps all. The largest piece always stays.
-        degenerate: faces without area, and faces that are there twice.
-        broken: faces with a NaN or infinite corner.
-    """
-
-    floaters: float = FLOATERS
-    degenerate: bool = True
-    broken: bool = True
+    floaters: float = FLOATERS  # pieces with less than this share of all faces, but for the largest; 0 keeps all
+    degenerate: bool = True  # faces without area, and faces that are there twice
+    broken: bool = True  # faces with a NaN or infinite corner
 
 
 def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh, tuple[str, ...]]:

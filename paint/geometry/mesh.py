@@ -41,43 +41,26 @@ _naming = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A triangle mesh.
+    """A triangle mesh."""
 
-    Args:
-        vertices: (N, 3) floating, any unit, glTF axes.
-        faces: (M, 3) integer, counter-clockwise from outside.
-        uvs: (N, 2) floating or None; see the module.
-        maps: of a file's material, (H, W, 3) in 0..1, by the names of :data:`materials.MAPS`.
-        factors: of the material, such as ``metallicFactor``, by glTF's names.
-    """
-
-    vertices: Tensor
-    faces: Tensor
-    uvs: Tensor | None = None
-    maps: Mapping[str, Tensor] = field(default_factory=dict)
-    factors: Mapping[str, Any] = field(default_factory=dict)
+    vertices: Tensor  # (N, 3) floating, any unit, glTF axes
+    faces: Tensor  # (M, 3) integer, counter-clockwise from outside
+    uvs: Tensor | None = None  # (N, 2) floating or None; see the module
+    maps: Mapping[str, Tensor] = field(default_factory=dict)  # of a file's material, (H, W, 3) in 0..1, named as MAPS
+    factors: Mapping[str, Any] = field(default_factory=dict)  # of the material, such as metallicFactor, by glTF's names
 
 
 @dataclass(frozen=True, eq=False)
 class Surface:
-    """A checked mesh in the frame of the views.
+    """A checked mesh in the frame of the views."""
 
-    Args:
-        vertices: (N, 3) float32, where its frame has them.
-        faces: (M, 3) int64, none without area.
-        uvs: (N, 2) float32 in 0..1, or None.
-        vertex_normals: (N, 3), unit, the mean of the faces round a vertex; 0 where there are none.
-        face_normals: (M, 3), unit.
-        centre, scale: frame = (vertex - centre) * scale, float64 on the CPU.
-    """
-
-    vertices: Tensor
-    faces: Tensor
-    uvs: Tensor | None
-    vertex_normals: Tensor
-    face_normals: Tensor
-    centre: Tensor
-    scale: float
+    vertices: Tensor  # (N, 3) float32, where its frame has them
+    faces: Tensor  # (M, 3) int64, none without area
+    uvs: Tensor | None  # (N, 2) float32 in 0..1, or None
+    vertex_normals: Tensor  # (N, 3), unit, the mean of the faces round a vertex; 0 where there are none
+    face_normals: Tensor  # (M, 3), unit
+    centre: Tensor  # float64 on the CPU
+    scale: float  # frame = (vertex - centre) * scale
     notes: tuple[str, ...] = ()
 
     @classmethod

@@ -40,21 +40,14 @@ DOUBT = 1e-6  # weight of those typical values against the mean squared distance
 
 @dataclass(frozen=True, slots=True)
 class Pose:
-    """A camera and where its picture lies.
+    """A camera and where its picture lies."""
 
-    Args:
-        azimuth, elevation, roll: radians, as of :class:`cameras.Camera`; a roll turns the picture counter-clockwise.
-        perspective: one over the distance to the frame's middle; 0: orthographic.
-        scale: logarithm of the widths of the picture that one unit of the frame takes at the middle.
-        right, up: the frame's middle, from the picture's, in its widths.
-    """
-
-    azimuth: float
+    azimuth: float  # radians, as those below
     elevation: float
-    roll: float = 0.0
-    perspective: float = 0.0
-    scale: float = 0.0
-    right: float = 0.0
+    roll: float = 0.0  # turns the picture counter-clockwise
+    perspective: float = 0.0  # one over the distance to the frame's middle; 0: orthographic
+    scale: float = 0.0  # logarithm of the widths of the picture that one unit of the frame takes at the middle
+    right: float = 0.0  # of the frame's middle from the picture's, in widths of the picture
     up: float = 0.0
 
     def values(self) -> Tensor:
@@ -152,26 +145,19 @@ def found_pose(
 
 @dataclass(frozen=True, eq=False)
 class _PoseSearch:
-    """One picture and the mesh, on the CPU but for ``surface`` and ``texture``.
-
-    Args:
-        colours, alpha: (3, S, S), smooth, and (S, S) of the picture.
-        outline, outward: (Q, 2), places on the picture's outline, right and up, and the directions away from it.
-        edges, sides: (E, 2) vertices and (M, 3) int64, the edge of each side of each face.
-        vertices, normals: of the surface, float64; of its faces.
-    """
+    """One picture and the mesh, on the CPU but for ``surface`` and ``texture``."""
 
     surface: Surface
     texture: Tensor
-    colours: Tensor
-    alpha: Tensor
-    outline: Tensor
-    outward: Tensor
-    edges: Tensor
-    sides: Tensor
-    vertices: Tensor
+    colours: Tensor  # (3, S, S) of the picture, smooth
+    alpha: Tensor  # (S, S)
+    outline: Tensor  # (Q, 2), places on the picture's outline, right and up
+    outward: Tensor  # (Q, 2), the directions away from it
+    edges: Tensor  # (E, 2), vertices
+    sides: Tensor  # (M, 3), the edge of each side of each face
+    vertices: Tensor  # (N, 3) float64
     faces: Tensor
-    normals: Tensor
+    normals: Tensor  # (M, 3) float64
 
     @classmethod
     def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:

@@ -33,17 +33,11 @@ FAR = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """The covered pixels of one raster.
+    """The covered pixels of one raster."""
 
-    Args:
-        pixel: (P,) int64, row * width + column, ascending.
-        face: (P,) int64.
-        weights: (P, 3) float32, barycentric, each in 0..1, sum 1.
-    """
-
-    pixel: Tensor
-    face: Tensor
-    weights: Tensor
+    pixel: Tensor  # (P,) int64, row * width + column, ascending
+    face: Tensor  # (P,) int64
+    weights: Tensor  # (P, 3) float32, barycentric, each in 0..1, sum 1
 
     def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
         """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
@@ -96,23 +90,15 @@ def face_ids(
 
 @dataclass(frozen=True, slots=True)
 class _Triangles:
-    """Set-up of the faces that can show: an inside test that only adds and multiplies whole numbers.
+    """Set-up of the faces that can show: an inside test that only adds and multiplies whole numbers."""
 
-    Args:
-        face: (F,) int64.
-        box: (F, 4) int64, first column, first row, columns, rows.
-        plain: (F,) bool, small and whole.
-        edge, across, down: (F, 3) int64: each edge function at the box's first pixel, and its steps.
-        depth: (F, 5) float32: steps of depth there, across, down; least, most.
-    """
-
-    face: Tensor
-    box: Tensor
-    plain: Tensor
-    edge: Tensor
-    across: Tensor
+    face: Tensor  # (F,) int64
+    box: Tensor  # (F, 4) int64, first column, first row, columns, rows
+    plain: Tensor  # (F,) bool, small and whole
+    edge: Tensor  # (F, 3) int64: each edge function at the box's first pixel
+    across: Tensor  # its steps
     down: Tensor
-    depth: Tensor
+    depth: Tensor  # (F, 5) float32: steps of depth there, across, down; least, most
 
     @classmethod
     def of(cls, screen: Tensor, faces: Tensor, size: tuple[int, int], first: int) -> _Triangles:

@@ -23,21 +23,14 @@ SIZES = (16, 8192)
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """One camera's raster.
-
-    Args:
-        camera, size, ortho_scale, pixel_centres: as asked; the picture is ``size`` pixels high and wide.
-        ids: (H, W) int32, the face in front or -1.
-        shown: where a face is, and the place inside it.
-        depth: (P,) float32, towards the camera, of each covered pixel.
-    """
+    """One camera's raster."""
 
     camera: Camera
-    size: int
+    size: int  # pixels, high and wide
     ortho_scale: float
-    ids: Tensor
-    shown: Fragments
-    depth: Tensor
+    ids: Tensor  # (H, W) int32, the face in front or -1
+    shown: Fragments  # where a face is, and the place inside it
+    depth: Tensor  # (P,) float32, towards the camera, of each covered pixel
     pixel_centres: bool = False
 
     def on_screen(self, points: Tensor) -> Tensor:

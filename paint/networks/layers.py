@@ -24,15 +24,10 @@ FED_TOKENS = 16384  # fill any GPU; all views at once would take more memory tha
 
 @dataclass(slots=True)
 class Dtypes:
-    """In which dtypes one network computes; shared by its modules and set once, before it runs.
+    """In which dtypes one network computes; shared by its modules and set once, before it runs."""
 
-    Args:
-        compute: operands of products, convolutions and attention; None leaves what comes in.
-        residual: the stream between the blocks, norms and their weights; None leaves what comes in.
-    """
-
-    compute: torch.dtype | None = None
-    residual: torch.dtype | None = None
+    compute: torch.dtype | None = None  # operands of products, convolutions and attention; None leaves what comes in
+    residual: torch.dtype | None = None  # stream between the blocks, norms and their weights; None: likewise
 
     def narrow(self, x: Tensor) -> Tensor:
         """``x`` as an operand."""

@@ -22,24 +22,15 @@ LATENT_CHANNELS, MAIN_CHANNELS = 4, 12  # noisy latents, normals, positions
 
 @dataclass(frozen=True, slots=True)
 class StreamInputs:
-    """Inputs shared by the layers of the main stream in one forward.
-
-    Args:
-        materials: 1, or 2 for albedo and metallic-roughness.
-        reference: kept tokens by layer name, (1 or active rows, N, D).
-        scales: weight of the reference in each guidance row; one of 0 is left out.
-        multiview_scale: weight of the attention between views.
-        dino: (B, N, D), PBR only.
-        rotary: cosines and sines by (tokens, head width), PBR only.
-    """
+    """Inputs shared by the layers of the main stream in one forward."""
 
     views: int
-    reference: Mapping[str, Tensor] = field(default_factory=dict)
-    scales: tuple[float, ...] = (1.0,)
-    multiview_scale: float = 1.0
-    materials: int = 1
-    dino: Tensor | None = None
-    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None
+    reference: Mapping[str, Tensor] = field(default_factory=dict)  # kept tokens by layer name, (1 or active rows, N, D)
+    scales: tuple[float, ...] = (1.0,)  # weight of the reference in each guidance row; one of 0 is left out
+    multiview_scale: float = 1.0  # weight of the attention between views
+    materials: int = 1  # 1, or 2 for albedo and metallic-roughness
+    dino: Tensor | None = None  # (B, N, D), PBR only
+    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by (tokens, head width), PBR only
 
     def reference_of(self, name: str, row: int) -> Tensor:
         """The kept tokens for one guidance row."""

@@ -36,20 +36,14 @@ PAGE = "huanngzh/mv-adapter: mvadapter_ig2mv_sdxl.safetensors, or the one for tg
 
 @dataclass(frozen=True, slots=True)
 class AdapterInputs:
-    """Inputs shared by the layers in one forward.
+    """Inputs shared by the layers in one forward."""
 
-    Args:
-        reference: kept tokens by layer name, (1, R * N, D); empty for tg2mv.
-        rows: for each guidance row, whether it sees the reference. One that does not attends to zeros: the bias of the
-            output projection is all that is added.
-        recorded: gets the kept tokens; nothing is added then. None while painting.
-    """
-
-    reference: Mapping[str, Tensor] = field(default_factory=dict)
+    reference: Mapping[str, Tensor] = field(default_factory=dict)  # tokens by layer, (1, R * N, D); none for tg2mv
+    # Whether each guidance row sees the reference. One that does not attends to zeros: only the output's bias is added.
     rows: tuple[bool, ...] = (True,)
     reference_scale: float = 1.0
     multiview_scale: float = 1.0
-    recorded: dict[str, Tensor] | None = None
+    recorded: dict[str, Tensor] | None = None  # gets the kept tokens; nothing is added then. None while painting
 
 
 class TextAttention:

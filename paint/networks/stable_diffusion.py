@@ -43,34 +43,22 @@ Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BasePart:
-    """One part of a checkpoint.
-
-    Args:
-        names: name in the file to name in the module, where the tensor is the same; others are made by ``convert``.
-        convert: from tensors of the file to those of the module.
-        shapes: of the module's tensors.
-    """
+    """One part of a checkpoint."""
 
     stored: Weights
     config: Mapping[str, Any]
-    names: Mapping[str, str]
-    convert: Convert
-    shapes: Shapes
+    names: Mapping[str, str]  # in the file to in the module, of tensors that convert leaves as they are
+    convert: Convert  # from tensors of the file to those of the module
+    shapes: Shapes  # of the module's tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A checkpoint.
+    """A checkpoint."""
 
-    Args:
-        kind: ``sdxl`` or ``sd21``.
-        prediction: of its UNet, ``epsilon`` or ``v_prediction``.
-        parts: ``unet``, ``vae``, ``text_encoder``, of SDXL ``text_encoder_2``.
-    """
-
-    kind: str
-    prediction: str
-    parts: Mapping[str, BasePart]
+    kind: str  # sdxl or sd21
+    prediction: str  # of its UNet, epsilon or v_prediction
+    parts: Mapping[str, BasePart]  # unet, vae, text_encoder, of SDXL text_encoder_2
 
 
 def base_in(path: Path, vae: Path | None = None) -> Base:

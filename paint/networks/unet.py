@@ -42,20 +42,15 @@ STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without t
 
 @dataclass(frozen=True, slots=True)
 class UNetShape:
-    """The sizes of one UNet.
-
-    Args:
-        attending_down, attending_up: whether a level has transformers, in the order of the forward.
-        depth: residual blocks of a level on the way down.
-    """
+    """The sizes of one UNet."""
 
     in_channels: int
     out_channels: int
     widths: tuple[int, ...]
     heads: tuple[int, ...]
-    attending_down: tuple[bool, ...]
+    attending_down: tuple[bool, ...]  # which levels have transformers, in the order of the forward
     attending_up: tuple[bool, ...]
-    depth: int
+    depth: int  # residual blocks of a level on the way down
     text_width: int
     time_width: int
     groups: int

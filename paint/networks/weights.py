@@ -21,19 +21,12 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors that one part's files hold; shapes are known, values are read on demand.
+    """The tensors that one part's files hold; shapes are known, values are read on demand."""
 
-    Args:
-        path: the file, or the first of several.
-        shapes: tensor name to shape.
-        entries: for safetensors; None for a pickle.
-        total_bytes: of all tensors, as stored.
-    """
-
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    entries: Mapping[str, TensorEntry] | None
-    total_bytes: int
+    path: Path  # the file, or the first of several
+    shapes: Mapping[str, tuple[int, ...]]  # tensor name to shape
+    entries: Mapping[str, TensorEntry] | None  # for safetensors; None for a pickle
+    total_bytes: int  # of all tensors, as stored
 
     def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
         """The bytes of each tensor in ``dtype``."""

@@ -37,29 +37,18 @@ LARGEST = 2048  # pixels of a side: the widget's
 
 @dataclass(frozen=True, slots=True)
 class DelightSettings:
-    """Settings of delighting a picture; the defaults are the published ones.
+    """Settings of delighting a picture; the defaults are the published ones."""
 
-    Args:
-        size: pixels, a multiple of 64.
-        image_guidance: 1 leaves it off, as the published pipeline does although it names 1.5.
-        seed: 0 to 2**64 - 1.
-        scheduler, spacing: of :mod:`samplers`.
-        correct: bring mean and contrast back to the picture's own where that is nearer to it.
-        text: encoded empty prompt (1, N, D), in place of the pipeline's own text encoder.
-        text_guidance: how far from ``negative_prompt``; 1 leaves it off, as published.
-        negative_prompt: what to avoid; encoded as ``negative``, which may be given in its place.
-    """
-
-    size: int = 512
+    size: int = 512  # pixels, a multiple of 64
     steps: int = DELIGHT_STEPS
-    image_guidance: float = 1.0
-    seed: int = 42
-    scheduler: str = "euler_ancestral"
+    image_guidance: float = 1.0  # 1 leaves it off, as the published pipeline does although it names 1.5
+    seed: int = 42  # 0 to 2**64 - 1
+    scheduler: str = "euler_ancestral"  # one of choices.SCHEDULERS
     spacing: str = "leading"
-    correct: bool = True
-    text: Tensor | None = None
-    text_guidance: float = 1.0
-    negative_prompt: str = ""
+    correct: bool = True  # bring mean and contrast back to the picture's own where that is nearer to it
+    text: Tensor | None = None  # encoded empty prompt (1, N, D), in place of the pipeline's own text encoder
+    text_guidance: float = 1.0  # how far from negative_prompt; 1 leaves it off, as published
+    negative_prompt: str = ""  # what to avoid; encoded as negative, which may be given in its place
     negative: Tensor | None = None
 
 

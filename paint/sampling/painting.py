@@ -52,104 +52,65 @@ LATENT_KEY = "anygpu"
 
 @dataclass(frozen=True, slots=True)
 class PaintInputs:
-    """Inputs of a painting.
+    """Inputs of a painting."""
 
-    Args:
-        references: pictures of the object, RGB or RGBA, (R, H, W, C) or several of any size, 0..1.
-        normals, positions: maps of the views, (V, H, W, 3), 0..1, background exactly 1.
-        cameras: of the views, in the same order.
-        dino: last hidden states (1, N, 1536) of the first reference, in place of the pipeline's own DINOv2.
-        prompt, negative: of MV-Adapter alone; an empty prompt means its own where it has a picture.
-    """
-
-    references: Tensor | Sequence[Tensor]
-    normals: Tensor
+    references: Tensor | Sequence[Tensor]  # RGB or RGBA, (R, H, W, C) or several of any size, 0..1
+    normals: Tensor  # maps of the views, (V, H, W, 3), 0..1, background exactly 1
     positions: Tensor
-    cameras: CameraTable
-    dino: Tensor | None = None
-    prompt: str = ""
+    cameras: CameraTable  # of the views, in the same order
+    dino: Tensor | None = None  # last hidden states (1, N, 1536) of the first reference; None: the pipeline's DINOv2
+    prompt: str = ""  # of MV-Adapter alone; an empty prompt means its own where it has a picture
     negative: str = NEGATIVE
 
 
 @dataclass(frozen=True, slots=True)
 class PaintSettings:
-    """Settings of a painting. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own.
+    """Settings of a painting. 0 for ``steps`` or ``guidance``, and ``auto``, mean the published sampler's own."""
 
-    Args:
-        size: of a view, pixels, a multiple of 64.
-        scheduler, spacing: of :mod:`samplers`.
-        sigmas: noise levels in place of steps and spacing.
-        seed: 0 to 2**64 - 1.
-        latents: from an earlier pass, (V, 4, h, w), PBR (2 V, 4, h, w), not scaled, as core's LATENT has them.
-        denoise: share of the noise that is put on them, 0..1; 1 starts afresh.
-        reference_scale, multiview_scale: weights of the two attentions.
-    """
-
-    size: int = 512
+    size: int = 512  # of a view, pixels, a multiple of 64
     steps: int = 0
     guidance: float = 0.0
-    seed: int = 0
-    scheduler: str = "auto"
+    seed: int = 0  # 0 to 2**64 - 1
+    scheduler: str = "auto"  # one of choices.SCHEDULERS
     spacing: str = "auto"
-    sigmas: tuple[float, ...] | None = None
-    latents: Tensor | None = None
-    denoise: float = 1.0
-    reference_scale: float = 1.0
+    sigmas: tuple[float, ...] | None = None  # noise levels in place of steps and spacing
+    latents: Tensor | None = None  # of an earlier pass, (V or 2 V for PBR, 4, h, w), not scaled, as core's LATENT
+    denoise: float = 1.0  # share of the noise that is put on them, 0..1; 1 starts afresh
+    reference_scale: float = 1.0  # weight of the attention, as the next
     multiview_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Painted:
-    """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU.
+    """Painted views, (V, H, W, 3), fp32, 0..1, on the CPU."""
 
-    Args:
-        views: colours; albedo for the PBR model.
-        metallic_roughness: red metallic, green roughness; None for others.
-        latents: for a second pass, not scaled, as :class:`PaintSettings` takes them.
-    """
-
-    views: Tensor
-    metallic_roughness: Tensor | None
-    latents: Tensor
+    views: Tensor  # colours; albedo for the PBR model
+    metallic_roughness: Tensor | None  # red metallic, green roughness; None for others
+    latents: Tensor  # for a second pass, not scaled, as PaintSettings takes them
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions that stay the same through all steps, fp32 or narrower, on the device that computes.
+    """Conditions that stay the same through all steps, fp32 or narrower, on the device that computes."""
 
-    Args:
-        maps: (1, V, 8, h, w).
-        cameras: ids (V,).
-        rotary, dino: PBR only.
-    """
-
-    maps: Tensor
+    maps: Tensor  # (1, V, 8, h, w)
     reference: Mapping[str, Tensor]
-    cameras: Tensor
-    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None
-    dino: Tensor | None = None
+    cameras: Tensor  # ids (V,)
+    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # PBR only
+    dino: Tensor | None = None  # PBR only
 
 
 @dataclass(frozen=True, slots=True)
 class Denoising:
-    """A way from noise to clean latents.
-
-    Args:
-        draw: fresh noise, (V, 4, h, w).
-        rows: of guidance in a step.
-        guidance: 1 for one row.
-        need: bytes of the activations of a step.
-        run: what it is a part of.
-        epsilon: True where the network predicts noise, not velocities.
-    """
+    """A way from noise to clean latents."""
 
     solver: Any
-    draw: Callable[[], Tensor]
-    rows: int
-    guidance: float
-    need: int
-    run: PaintRun
-    epsilon: bool = False
+    draw: Callable[[], Tensor]  # fresh noise, (V, 4, h, w)
+    rows: int  # of guidance in a step
+    guidance: float  # 1 for one row
+    need: int  # bytes of the activations of a step
+    run: PaintRun  # what it is a part of
+    epsilon: bool = False  # True where the network predicts noise, not velocities
 
 
 @contextmanager

@@ -31,17 +31,12 @@ Noise = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """Timesteps for the network, noise levels before each step and after the last, and the whole table.
-
-    Args:
-        table: sigma of each training step, (1000,), float64.
-        start: by how much fresh noise is multiplied.
-    """
+    """Timesteps for the network, noise levels before each step and after the last, and the whole table."""
 
     timesteps: tuple[float, ...]
     sigmas: tuple[float, ...]
-    table: Tensor
-    start: float
+    table: Tensor  # sigma of each training step, (1000,), float64
+    start: float  # by how much fresh noise is multiplied
 
     def __len__(self) -> int:
         return len(self.timesteps)
