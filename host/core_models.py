@@ -1,8 +1,7 @@
 """Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
 
-It is a class of ComfyUI's own for the family, without its network: noise schedule, latent format and the reading
-of CONDITIONING are core's. The network is replaced by a :class:`DiffusionModel` over the diffusers transformer. The
-MODEL's patcher is the pipeline's own, so the weights are on the device once, whichever sampler runs.
+The MODEL is ComfyUI's own class for the family with a :class:`DiffusionModel` in the place of its network. Its patcher
+is the pipeline's own, so the weights are on the device once, whichever sampler runs.
 """
 
 from __future__ import annotations
@@ -41,13 +40,10 @@ Reload = Callable[[Mapping[str, Any]], Pipeline]  # the same pipeline once more,
 
 
 def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | None:
-    """The MODEL of a pipeline, whose weights are read when first needed.
+    """The MODEL of a pipeline, whose weights are read when first needed; ``reload`` is for copies on another device.
 
     None where ComfyUI does not manage them, for a family without a row, and for several transformers: core drives one.
-    Made before the transformer is first held: the patcher is the one that our own stages use from then on.
-
-    Args:
-        reload: for core's nodes that put a copy of the MODEL on another device.
+    Made before the transformer is first held: our own stages use its patcher from then on.
     """
     offloader = comfy_offloader(pipeline)
     row = FAMILIES.get(pipeline.family)
@@ -71,10 +67,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample the corner of core's latents that a demo model draws, of its own size, at its own cfg.
-
-    Where core cuts the clip into windows of its own length, the clip keeps its length.
-    """
+    """Sample the corner of core's latents that a demo model draws, at its own cfg; context windows keep the length."""
     own, guider = of_checkpoint(pipeline).sizes.defaults, executor.class_obj
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
@@ -139,10 +132,7 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
 
 
 def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
-    """The MODEL of a pipeline with its LoRAs, as patches that core adds to the weights of the pipeline's own MODEL.
-
-    None where ComfyUI does not manage them.
-    """
+    """The MODEL of a pipeline with its LoRAs as core's patches; None where ComfyUI does not manage them."""
     offloader = comfy_offloader(pipeline)
     if offloader is None:
         return None
@@ -164,7 +154,6 @@ def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
 
 
 def adapted(pipeline: Pipeline) -> Any:
-    """MODEL of a pipeline with its LoRAs; stops the nodes it is connected to as above."""
     return adapted_model_of(pipeline) or _stopped(pipeline)
 
 
@@ -176,11 +165,7 @@ def _stopped(pipeline: Pipeline) -> Any:
 
 
 def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:
-    """A CONDITIONING with our encoded picture in it, which our MODEL reads.
-
-    Raises:
-        InputError: no CONDITIONING.
-    """
+    """A CONDITIONING with our encoded picture in it, which our MODEL reads; InputError if it is empty."""
     if not conditioning:
         raise InputError(
             "an empty CONDITIONING",

@@ -35,12 +35,7 @@ def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
 
 
 def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, transformer: Any) -> Iterator[str]:
-    """One line for each thing that nodes put on a MODEL for this call and that has no effect on it.
-
-    Args:
-        conds: what else the call is given.
-        title: of the family.
-    """
+    """One line for each thing that nodes put on a MODEL for this call and that has no effect on ``title``, a family."""
     wrapped = {key for kind in options.get("wrappers", {}).values() for key in kind}
     for name in sorted(str(key) for key in options.keys() - READ - wrapped):
         yield f"no effect on {title}: the option {name}, which its transformer does not read"

@@ -30,11 +30,9 @@ class ChannelStatistics:
         self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in pair)
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
-        """Of mean 0 and deviation 1."""
         return (latents - self.mean.to(latents)) / self.std.to(latents)
 
     def un_normalize(self, latents: torch.Tensor) -> torch.Tensor:
-        """Undo the normalisation, back to the VAE's own latents."""
         return latents * self.std.to(latents) + self.mean.to(latents)
 
 
@@ -107,7 +105,6 @@ class CoreVAE(comfy.sd.VAE):
         return math.prod(shape[2:]) * 64 * dtype.itemsize
 
     def model_size(self) -> int:
-        """Bytes of the weights."""
         return self.patcher.model_size()
 
     def decode(self, samples_in: torch.Tensor, vae_options: Any = None) -> torch.Tensor:
@@ -130,7 +127,6 @@ class CoreVAE(comfy.sd.VAE):
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Encode like :meth:`encode`, which takes tiles itself where the whole does not fit."""
         return self.encode(pixel_samples)
 
     def _decoded(self, samples: torch.Tensor, method: str) -> torch.Tensor:

@@ -27,11 +27,7 @@ TRANSFORMER = "transformer"
 
 
 class DiffusionModel(nn.Module):
-    """Network as core sees it: calls the transformer of ``pipeline`` as core calls its own.
-
-    Args:
-        time_scale: what makes core's timestep a noise level times 1000.
-    """
+    """Network as core sees it; ``time_scale`` makes core's timestep a noise level times 1000."""
 
     def __init__(self, pipeline: Pipeline, time_scale: float) -> None:
         super().__init__()
@@ -49,10 +45,7 @@ class DiffusionModel(nn.Module):
         transformer_options: dict[str, Any] | None = None,
         **conds: Any,
     ) -> torch.Tensor:
-        """The velocity for ``x`` (B, C, T, H, W); ``timestep`` is what core's schedule makes of a level.
-
-        Wrappers of the network, such as EasyCache's, are around it.
-        """
+        """The velocity for ``x`` (B, C, T, H, W) at core's ``timestep``, inside the network's wrappers."""
         options = transformer_options or {}
         for text in unread(options, conds, self.pipeline.spec.title, self.__dict__["held"]):
             self.notify(text)

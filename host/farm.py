@@ -56,11 +56,7 @@ def folder_choices() -> list[str]:
 
 
 def job_folder(name: str) -> JobFolder:
-    """The folder of a listed name; nothing else can be named.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """The folder of a listed name; CheckpointError for any other."""
     fix = f"Name it as {ROOTS} in extra_model_paths.yaml and start ComfyUI again."
     listed = _listed(name, "folder of jobs", folder_choices(), fix)
     return JobFolder(Path(folder_paths.get_output_directory()) / "farm" if listed == OWN else Path(listed))
@@ -88,16 +84,11 @@ def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
 
 
 def mesh_folders() -> list[str]:
-    """``none``, then the folders with meshes below ComfyUI's input folder."""
     return picture_folders(MESH_FILES)
 
 
 def input_folder(name: str) -> Path:
-    """The folder of a listed name, of pictures or meshes.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """The folder of a listed name, of pictures or meshes; CheckpointError for any other."""
     if name == NONE or name not in (*picture_folders(), *mesh_folders()):
         raise CheckpointError(
             f"no folder of pictures or meshes {name!r}",
@@ -177,11 +168,7 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
 
 
 def require_some(jobs: JobList, collected: Collected) -> None:
-    """Raise where jobs have failed and none is done.
-
-    Raises:
-        InputError: with the reason of the first.
-    """
+    """Raise InputError, with the reason of the first, where jobs have failed and none is done."""
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         raise InputError(
@@ -226,11 +213,7 @@ def line_of(worker: Mapping[str, Any]) -> str:
 
 
 def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
-    """``name``, one of ``choices``: a workflow names what the machine's owner has listed, and nothing else.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """``name``, one of ``choices``; CheckpointError for what the machine's owner has not listed."""
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name

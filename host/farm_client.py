@@ -28,9 +28,7 @@ FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
 
 def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
-    """Have the farm at ``address`` render the jobs, and bring their files into their folder here.
-
-    A cancel here ends them there.
+    """Have the farm at ``address`` render the jobs, and bring their files into their folder; a cancel ends them there.
 
     Raises:
         CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
@@ -56,21 +54,14 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
 
 @dataclass(slots=True)
 class _Farm:
-    """A connection to a farm.
-
-    Args:
-        gateway: the farm's actor.
-        worker: whose picture is shown.
-        call: for its next picture, on its way.
-        frames: (1, H, W, 3) in 0..1, the picture that came last; none before the first.
-    """
+    """A connection to a farm."""
 
     ray: Any
-    gateway: Any
+    gateway: Any  # the farm's actor
     progress: NodeProgress
-    worker: str = ""
-    call: Any = None
-    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))
+    worker: str = ""  # whose picture is shown
+    call: Any = None  # for its next picture, on its way
+    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))  # (1, H, W, 3) in 0..1
 
     def answer(self, call: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """The answer to a call; a cancel ends the wait. Raises as :func:`..compat.ray_clusters.answer`."""
@@ -119,11 +110,7 @@ class _Farm:
 
 @contextmanager
 def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
-    """The farm at ``address``; Ray's socket in this process is closed behind it.
-
-    Raises:
-        InputError: no farm works there, or it fails later. UnsupportedError: it lets anybody in.
-    """
+    """The farm at ``address``; Ray's socket in this process is closed behind it."""
     ray = _ray_module()
     ours = not ray.is_initialized()  # else another pack's, which is not ours to end
     try:
@@ -159,11 +146,7 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
 
 
 def _ray_module() -> Any:
-    """The package ``ray``, in token mode.
-
-    Raises:
-        MissingPackageError: it is not installed. UnsupportedError: ComfyUI was started without a token.
-    """
+    """The package ``ray``, in token mode."""
     try:
         import ray
         import ray._private.authentication.authentication_utils

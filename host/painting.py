@@ -42,11 +42,7 @@ class PaintProgress(NodeProgress):
         return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
-        """Save what was sampled, (B, 4, h, w), for AnyGPU Recover Latents, before it is decoded.
-
-        Args:
-            latent_format: name of core's class for them.
-        """
+        """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""
         height, width = (side * 8 for side in latents.shape[-2:])
         kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format=latent_format)
         recovery.save_plain_recovery(saved_folder(), kept, self.notify)

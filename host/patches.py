@@ -1,7 +1,6 @@
 """Core's patches of weights, such as its LoRAs, on layers that are packed or have one of our adapters around them.
 
-A patch is known by the name of a weight. A packed layer has none: it makes one at each use, and there its patch acts.
-An adapter takes the place of its layer, which is found below it.
+A packed layer makes its weight at each use, and there its patch acts; an adapter's layer is found below it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ WEIGHT = ".weight"
 
 
 def named(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
-    """``tensors`` of ``module`` under the names that patches have for them; weights of packed layers without values.
-
-    An adapter's own tensors, such as lora_A and lora_B, are not targets of patches.
-    """
+    """``tensors`` of ``module`` under the names that patches have, without adapters' own; packed weights on meta."""
     around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
     packed = {
         f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")

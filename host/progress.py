@@ -47,8 +47,8 @@ def _window() -> str | None:
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     """Show ``text`` under a node, and its record of the run in the side bar, of the window that queued the prompt.
 
-    A message without a client goes to every window, whose graph may have another node of that id: where the prompt
-    names no client, nobody is told. The event comes first: web/runs.js knows by it which workflow the text is for.
+    Without a client nobody is told: another window's graph may have a node of that id. The event comes first: by it
+    web/runs.js knows which workflow the text is for.
     """
     client = _window()
     if client is None:
@@ -61,10 +61,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
 
 
 def with_an_end(node: Any) -> Any:
-    """``node``, a class, whose text and record end also when a run of it is cancelled or fails.
-
-    Numbers are checked that ComfyUI lets pass: NaN is below no limit and above none.
-    """
+    """``node``, a class, whose text and record end also when a run is cancelled or fails; NaN is refused."""
     run = node.execute.__func__
 
     @functools.wraps(run)
@@ -87,12 +84,7 @@ def with_an_end(node: Any) -> Any:
 
 
 class NodeProgress:
-    """One node's progress for one run.
-
-    Args:
-        node_id: the node that runs.
-        family: whose latent format previews use; None where there are no latents.
-    """
+    """One node's progress for one run; previews use the latent format of ``family``."""
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
@@ -138,7 +130,6 @@ class NodeProgress:
             log.info("AnyGPU: %s", text)
 
     def cost(self, text: str) -> None:
-        """Report the cost of a stage in memory and time: a line like others, the last of its stage."""
         self.notify(text)
 
     def show(self) -> None:

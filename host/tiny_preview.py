@@ -1,7 +1,4 @@
-"""Previews while sampling by a family's tiny decoder, where ComfyUI's preview method is ``taesd``.
-
-Core knows one name per latent format, none of Mochi's, and scales HunyuanVideo's estimates a second time.
-"""
+"""Previews by a family's tiny decoder for ComfyUI's ``taesd``, which lacks Mochi's and scales HunyuanVideo's twice."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from .inputs import Pipeline, schema
 
 
 class Decode(io.ComfyNode):
-    """Decode latents to frames and video."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -81,7 +79,6 @@ class Decode(io.ComfyNode):
         cls, pipeline: Any, latent: Any, fps: float = 0.0, method: str = "auto", tile_size: int = 0,
         tile_overlap: int = -1, frames_per_chunk: int = 0, decode_timestep: float = -1.0, decode_noise_scale: float = -1.0,
     ) -> io.NodeOutput:
-        """Frames and the video, for each video of the latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         form = DecodeRequest(method, tile_size, tile_overlap, frames_per_chunk)
 

@@ -47,18 +47,14 @@ class Listed(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
-        """Changes when the file changes."""
         return saved.stamp(cls.kind, file)
 
 
 class SaveLatent(io.ComfyNode):
-    """Save video latents."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -82,7 +78,6 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
-        """The latents, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         paths = [
             latent_store.save_latent(saved.new_path(filename_prefix), video, progress.notify, not_finite, origin)
@@ -93,8 +88,6 @@ class SaveLatent(io.ComfyNode):
 
 
 class LoadLatent(Listed):
-    """Load video latents."""
-
     kind = "latent"
 
     @classmethod
@@ -120,7 +113,6 @@ class LoadLatent(Listed):
 
     @classmethod
     def execute(cls, file: str, dtype: str = "float32", not_finite: str = "refuse") -> io.NodeOutput:
-        """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
         latent = latent_store.load_latent(saved.file_named("latent", file), progress.notify, not_finite, dtype)
         progress.finish(latent_store.described(latent))
@@ -128,8 +120,6 @@ class LoadLatent(Listed):
 
 
 class RecoverLatents(io.ComfyNode):
-    """Bring kept latents back."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -156,17 +146,14 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, kept: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
-        """Changes when another sampling is the newest."""
         return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str, pipeline: Any = None) -> io.NodeOutput:
-        """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
         latent = recovery.load(kept, progress.notify, "" if pipeline is None else pipeline.family)
         progress.finish(latent_store.described(latent))
@@ -174,8 +161,6 @@ class RecoverLatents(io.ComfyNode):
 
 
 class SavePrompt(io.ComfyNode):
-    """Save an encoded prompt."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -197,7 +182,6 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
-        """The prompt, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         path = prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)
         progress.finish(saved.shown(path))
@@ -205,8 +189,6 @@ class SavePrompt(io.ComfyNode):
 
 
 class LoadPrompt(Listed):
-    """Load an encoded prompt."""
-
     kind = "prompt"
 
     @classmethod
@@ -227,7 +209,6 @@ class LoadPrompt(Listed):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
-        """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.notify)
         progress.finish(f"{prompt!r}"[1:-1])
@@ -235,8 +216,6 @@ class LoadPrompt(Listed):
 
 
 class SaveMusubiCache(io.ComfyNode):
-    """Save a cache of Musubi Tuner."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -286,7 +265,6 @@ class SaveMusubiCache(io.ComfyNode):
         cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded", image: Any = None,
         window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
-        """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
         cut = None if image is None else musubi.Cut(image, window, order)
@@ -296,8 +274,6 @@ class SaveMusubiCache(io.ComfyNode):
 
 
 class UpscaleLatents(io.ComfyNode):
-    """Upscale latents for a second pass."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -322,12 +298,10 @@ class UpscaleLatents(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, upscaler: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
-        """The latents at twice the size."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         file, videos = folders.upscaler_file(upscaler), batch.videos_of(latent)
         upscaled = [

@@ -15,8 +15,6 @@ from .latents import FILES, Listed
 
 
 class Replay(Listed):
-    """Make the video of a file again."""
-
     kind = saved.SIGNED
 
     @classmethod
@@ -45,7 +43,6 @@ class Replay(Listed):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
-        """The latents, the video, and whether they are the same."""
         progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
         made = replay(path, machine_of(path.parent), progress)
         latents, frames = made.rendered.latents, made.rendered.frames

@@ -26,8 +26,6 @@ from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inpu
 
 
 class Sample(io.ComfyNode):
-    """Sample a video."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -80,7 +78,6 @@ class Sample(io.ComfyNode):
         cls, pipeline: Any, prompt: Any, image: Any = None, latent: Any = None, negative: Any = None, sigmas: Any = None,
         batch_size: int = 1, **settings: Any,
     ) -> io.NodeOutput:
-        """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         videos = [None] if latent is None else batch.videos_of(latent)
@@ -101,8 +98,6 @@ class Sample(io.ComfyNode):
 
 
 class SampleFramePack(io.ComfyNode):
-    """Sample a FramePack video."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -153,7 +148,6 @@ class SampleFramePack(io.ComfyNode):
         end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
         **settings: Any,
     ) -> io.NodeOutput:
-        """The sampled latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.notify)
@@ -184,8 +178,6 @@ def finished(progress: NodeProgress, pipeline: Any, videos: Sequence[Latents]) -
 
 
 class StepCache(io.ComfyNode):
-    """Skip work in steps that change little."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -237,7 +229,6 @@ class StepCache(io.ComfyNode):
         cls, pipeline: Any, preset: str, start_percent: float = 0.0, end_percent: float = 1.0,
         cache_device: str = step_cache.DEVICES[0], **settings: Any,
     ) -> io.NodeOutput:
-        """The pipeline with the cache."""
         progress = NodeProgress(cls.hidden.unique_id)
         chosen = StepCacheSettings(**settings, start=start_percent, end=end_percent, device=cache_device)
         caching = with_step_cache(pipeline, preset, chosen)

@@ -21,7 +21,7 @@ HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's calle
 class ConvForward:
     """In the place of a layer's ``_conv_forward``: the same sums by the implementation that was chosen.
 
-    A plain object without the layer's weights: a copy of a patcher for another device can share it.
+    It has no weights, so copies of a patcher for other devices can share it.
     """
 
     layer: nn.Module
@@ -30,7 +30,7 @@ class ConvForward:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Replace ``torch.nn.Conv3d``; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
+        """Convolve; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
         if autopad == "causal_zero":
             weight = weight[:, :, -x.shape[2] :]
         edges, mode = own_edges(self.layer)
@@ -39,11 +39,7 @@ class ConvForward:
 
 
 def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> Iterator[tuple[str, ConvForward]]:
-    """(name of the layer, what replaces its ``_conv_forward``) of each 3-D convolution that is not best left alone.
-
-    Args:
-        dtype: in which the layers are computed.
-    """
+    """(name, what replaces its ``_conv_forward``) of each 3-D convolution that is not best left alone in ``dtype``."""
     for name, layer in network.named_modules():
         if not isinstance(layer, nn.Conv3d) or HOOK in layer.__dict__ or not is_own_convolution(layer):
             continue

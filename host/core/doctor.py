@@ -42,10 +42,7 @@ def teller(node_id: str | None) -> Callable[[str], None]:
 
 
 def _shown(node_id: str | None) -> str | None:
-    """``node_id``, or None where that node of the running prompt is no doctor.
-
-    What this one watches may come from ComfyUI's cache, for another prompt, in which the node has another id.
-    """
+    """``node_id``, or None where that node of the running prompt is no doctor: ComfyUI's cache outlives prompts."""
     prompt = get_progress_state().dynprompt
     is_doctor = prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE
     return node_id if is_doctor else None
@@ -59,8 +56,8 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
 def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
-    The wrapper runs what is kept for the model, and reads one row of statistics. The first call of a sampling looks at
-    each product, attention call and weight on the device, later ones at a fiftieth of the weights.
+    The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
+    fiftieth of the weights.
     """
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
@@ -132,9 +129,8 @@ def where_of(options: dict[str, Any]) -> str:
 def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
     """True if weights had changed on the device; they are loaded again where they can be, and it is said.
 
-    Args:
-        every, streamed: as for :meth:`LoadedWeights.wrong`.
-        since: whether steps have been computed since the weights were last looked at.
+    ``since``: steps have been computed since the weights were last looked at; ``every``, ``streamed``: as for
+    :meth:`LoadedWeights.wrong`.
     """
     if isinstance(patcher.model, CoreModel):
         return False
@@ -163,11 +159,9 @@ class WatchedVAE:
     """Methods of a watched VAE that replace those of its class."""
 
     def decode(self, samples_in: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decode as usual, checked."""
         return self._checked(samples_in, functools.partial(super().decode, samples_in, *args, **kwargs))  # type: ignore[misc]
 
     def decode_tiled(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
-        """Decode in tiles as usual, checked."""
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Core's Linear, Conv1d and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
 
-Only layers are touched, and only while the network runs: what patched blocks or signatures broke at every release of
-ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
+Only layers are touched, and only while the network runs. Weights come through core's own cast, with LoRAs and packing.
 """
 
 from __future__ import annotations
@@ -146,15 +145,10 @@ def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
 
 @dataclass
 class SafeLayers:
-    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call.
+    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call."""
 
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32.
-        convolutions: whether convolutions in fp16 are right here; they stay in fp32 where not.
-    """
-
-    fp32_output: bool
-    convolutions: bool
+    fp32_output: bool  # whether a GEMM of fp16 operands can come out in fp32
+    convolutions: bool  # whether those in fp16 are right here; they stay in fp32 where not
     version: Any = None  # of the weights by which reaches were measured
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
@@ -186,11 +180,7 @@ class SafeLayers:
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The layers in safe fp16 inside the block; one whose forward another node has replaced is left.
-
-        Args:
-            counts: counts the calls of the layers, where that is wanted.
-        """
+        """The layers in safe fp16 inside the block, but for those whose forward another node has replaced."""
         patched = self.free
         counted = {} if counts is None else {COUNTS: counts}
         try:

@@ -19,9 +19,8 @@ from .ownership import is_foreign
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
     """(module, attribute, what it becomes) of each attention whose causal mask core lost.
 
-    Both kinds are recognised by their projections, in a network of 3-D convolutions: 1x1x1 convolutions of attention
-    over a whole video, where a picture's VAE has 2-D ones; or one Linear for queries, keys and values, with normalised
-    heads, of attention over the frames of each place.
+    They are recognised by their projections in a network of 3-D convolutions: 1x1x1 convolutions, or one Linear for
+    queries, keys and values with normalised heads.
 
     Source:
         Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.

@@ -1,7 +1,6 @@
 """Statistics of one call of core's network, kept on the device and read once: maxima of blocks, and spot checks.
 
-A spot check computes a few values of a product or of an attention call again, in fp32 by other kernels. It sees what is
-finite and wrong; it runs in the first call of a sampling, and wherever something is suspicious.
+A spot check computes a few values of a product or an attention call again, in fp32 by other kernels.
 """
 
 from __future__ import annotations
@@ -62,11 +61,7 @@ class StepWatch:
 
     @contextmanager
     def on(self, closely: bool) -> Iterator[Callable[..., Any]]:
-        """Watch one call; the attention that is to be core's override in it.
-
-        Args:
-            closely: with spot checks.
-        """
+        """Watch one call, ``closely`` with spot checks; gives the attention that is to be core's override in it."""
         self.spots, self.stack = [], []
         with Undo() as undo:
             for name in self.blocks:

@@ -1,7 +1,6 @@
 """AnyGPU Fit VAE: core's VAE whose result is checked, and computed another way where it is wrong or does not fit.
 
-The fitted VAE is a copy with a patcher of its own over the same weights. Convolutions and attention are patched for the
-length of a decode or encode, so the VAE that came in, and every clone, stays as it was.
+The fitted VAE is a copy with a patcher of its own over the same weights, patched for the length of a decode or encode.
 """
 
 from __future__ import annotations
@@ -70,19 +69,15 @@ class FittedVAE:
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's decode of ``samples_in``, checked."""
         return self._first_right("decode", samples_in, args, kwargs)
 
     def decode_tiled(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's decode in tiles of ``samples``, checked."""
         return self._first_right("decode_tiled", samples, args, kwargs)
 
     def encode(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's encode of ``pixel_samples``, checked."""
         return self._first_right("encode", pixel_samples, args, kwargs)
 
     def encode_tiled(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's encode in tiles of ``pixel_samples``, checked."""
         return self._first_right("encode_tiled", pixel_samples, args, kwargs)
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -125,10 +120,7 @@ class FittedVAE:
     def _remedies(
         self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None
     ) -> Iterator[tuple[str, DecodeMethod]]:
-        """The ways to go after wrong values, from a person's first thought to the last resort, each with a remark.
-
-        The CPU begins with a window of the ``latents``: where it fails too, the file is wrong, not the device.
-        """
+        """The ways to go after wrong values, each with a remark; the CPU last, if it can decode a window."""
         yield " once more", method
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
@@ -169,7 +161,6 @@ class FittedVAE:
     def _run(
         self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any
     ) -> Tensor:
-        """The result of one method."""
         doubts: list[str] = []
         vae = self._variant(method, given, doubts)
         if name == "decode" and not method.tile:
@@ -195,11 +186,10 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32: once per file, device and driver, where in doubt, and
-        again after so long a time of decodes that it adds :data:`SHARE` to it.
+        """Hold a window of the frames against the CPU's in fp32; InvalidOutputError where they differ.
 
-        Raises:
-            InvalidOutputError: they are not the same.
+        Once per file, device and driver, where in doubt, and again after so many decodes that it adds :data:`SHARE` to
+        them.
         """
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
@@ -253,7 +243,6 @@ class FittedVAE:
         return vae
 
     def _patches(self, method: DecodeMethod) -> Iterator[tuple[nn.Module, str, Any]]:
-        """The patches of the VAE's layers for one method."""
         network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
@@ -278,11 +267,6 @@ def fit_vae(
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided.
-
-    Args:
-        vae: a VAE.
-        precision, causal_masks, keep_latents: as on the node.
-        machine: what is known of the device; None asks the one that the VAE loads on.
 
     Raises:
         InputError: no VAE with weights.
@@ -336,7 +320,6 @@ def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[b
 
 
 def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
-    """Other decisions to show to the user."""
     yield from left_decisions(fitted.first_stage_model) if forms else ()
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})
@@ -359,11 +342,7 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black.
-
-    Args:
-        doubts: gets what may be right, if rarely.
-    """
+    """Core's last step of a decode, which clamps, after a look at the pixels; ``doubts`` gets what may be right."""
     finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
     flat, done = given.ndim < 4 or is_flat(given), [0]  # one colour may have been asked for
 

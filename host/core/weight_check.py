@@ -1,8 +1,7 @@
 """The weights that a device computes with, held against those that were loaded: by checksum, then by the file.
 
-Core streams and pages weights, and brings what it has on the device home when a model leaves it. A page that was freed
-too early, a copy that was not awaited or a LoRA that was not taken off gives finite pictures that are wrong. Every
-tensor has a checksum of its bits from when it was first seen, before any run; one with patches on it is computed again.
+A page that was freed too early, a copy that was not awaited or a LoRA that was not taken off gives finite pictures that
+are wrong. Every tensor has a checksum of its bits from before any run; one with patches on it is computed again.
 """
 
 from __future__ import annotations
@@ -47,22 +46,17 @@ def checksum(tensor: Tensor) -> Tensor:
 class LoadedWeights:
     """The checksums of one network's tensors, by name.
 
-    Args:
-        first: as loaded, without patches.
-        owners: by id, the modules that they were in: another node's schedule may stand in for the model's.
-        patched: with the patches of a version, once they were seen to be right.
-        bytes: of all tensors.
-        place, budget: after which tensor the next step goes on, and bytes that are due.
-        healed: how often tensors had to be brought back.
+    ``owners`` are the ids of their modules: another node's schedule may stand in for the model's. ``patched`` has those
+    of each version of patches, once they were seen to be right.
     """
 
-    first: dict[str, int] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)  # as loaded, without patches
     owners: dict[str, int] = field(default_factory=dict)
     patched: dict[tuple[str, Any], int] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    place: int = 0
-    budget: float = 0.0
-    healed: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)  # of each tensor
+    place: int = 0  # after which tensor the next step goes on
+    budget: float = 0.0  # bytes that are due
+    healed: int = 0  # how often tensors had to be brought back
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
@@ -76,7 +70,7 @@ class LoadedWeights:
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
-        """Names of tensors that are not as loaded, or not as patched, on the device of ``patcher``.
+        """Names of tensors that are not as loaded, or as patched, on the patcher's device.
 
         Args:
             every: look at all that lie on the device; else at the next fiftieth of all bytes.

@@ -1,8 +1,7 @@
 """Core's weights for a device that changes bf16 or has no float8: made on the host, before they leave it.
 
-Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host;
-Apple's GPUs refuse float8. Core casts on the device and brings weights back, so a fitted model has its own copy of the
-network, as core's clones for a second GPU have. All other weights share their memory with the network that came in.
+Some Radeons turn bf16 into zeros when they cast it to fp32, one stack damaged it on its way back, and Apple's GPUs
+refuse float8. A fitted model has its own copy of the network then, which shares all other weights.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = 
 
     Args:
         target: the dtype of each bf16 weight; those of layers of other packs stay.
-        label: what stands for ``target`` among the copies of a network.
+        label: the name of ``target`` among the copies of a network.
         float8: whether float8 stays; else it becomes fp16, exactly, and in packed weights bytes.
     """
     if patcher.is_dynamic():

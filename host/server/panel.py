@@ -61,7 +61,7 @@ def memory_now() -> dict[str, Any]:
 
 
 def machine(again: bool = False) -> dict[str, Any]:
-    """The device, its memory, a light per probe, and the report on it; nothing is asked unless ``again``.
+    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand.
 
     Raises:
         UnsupportedError: the device has gone.
@@ -101,7 +101,7 @@ def last_changes() -> dict[str, Any] | None:
 
 
 def shared_machine() -> dict[str, str]:
-    """This machine as the file that `anygpu report --share` writes, the name of that file and where it may go.
+    """This machine as the file that `anygpu report --share` writes, its name and where it may go.
 
     Raises:
         UnsupportedError: the device has gone.
@@ -113,7 +113,6 @@ def shared_machine() -> dict[str, str]:
 
 
 def error_message(error: PackError) -> dict[str, str]:
-    """An error as its three parts."""
     return {"found": error.found, "expected": error.expected, "fix": error.fix}
 
 

@@ -25,7 +25,6 @@ class NodeRun:
             _enter(node_id, "" if context is None else context.prompt_id, self.entry)
 
     def step(self, stage: str) -> None:
-        """``stage`` has just made a step."""
         self._stage = stage
         self._count(stage)
 
@@ -34,7 +33,6 @@ class NodeRun:
         self.entry.update(status=where, left=left)
 
     def finish(self, status: str) -> None:
-        """The node has ended: what stays under it."""
         self._count(self._stage or "working")
         self.entry.update(status=status, done=True)
 
