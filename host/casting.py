@@ -1,4 +1,4 @@
-"""Modules made native to ComfyUI's memory manager: layers that fetch their weights, roots that know where they run.
+"""Modules made native to ComfyUI's memory manager: layers that fetch their weights and take core's patches.
 
 A layer with nothing but ``weight`` and ``bias`` becomes a subclass of its own class with ComfyUI's
 ``CastWeightBiasOp``, which brings what is elsewhere or patched for one forward, in the dtype it is stored in. A packed
@@ -8,12 +8,14 @@ layer brings its small tensors and is made dense where it computes. All else is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import comfy.ops
 import torch
+from comfy.model_patcher import LowVramPatch, ModelPatcher
 from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
@@ -34,6 +36,8 @@ LEFT_BEHIND = (  # what a patcher writes on a layer
     "rows",
     "runs_on",
 )
+BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
+WEIGHT = ".weight"
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
@@ -289,3 +293,54 @@ def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, b
     yield module, whole
     for child in module.children():
         yield from _walk(child, whole)
+
+
+def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
+    """``tensors`` of ``module`` under the names that patches have, without adapters' own; packed weights on meta."""
+    around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
+    packed = {
+        f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
+        for name, owner in module.named_modules()
+        if isinstance(owner, StoredLinear)
+    }
+    return {
+        key.replace(BASE_LAYER, ""): tensor
+        for key, tensor in {**tensors, **packed}.items()
+        if key.rsplit(".", 3)[0] not in around
+    }
+
+
+@contextmanager
+def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
+    """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
+    modules, own = dict(patcher.model.named_modules()), patcher.patches
+    by_layer = {_key_of_layer(key, modules): patch for key, patch in own.items()}
+    packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
+    patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
+    try:
+        yield by_layer
+    finally:
+        patcher.patches = own
+
+
+def attach_patches(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
+    """Give packed layers their patches, wherever their rows are."""
+    for name, layer in patcher.model.named_modules():
+        if isinstance(layer, PackedLayer):
+            key = f"{name}{WEIGHT}"
+            patch = [LowVramPatch(key, patches)] if key in patches else []
+            layer.weight_function = patch + patcher.weight_wrapper_patches.get(key, [])
+
+
+def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
+    """A clone with patches by the names of weights, which are assumed to exist: checking would load them."""
+    clone = patcher.clone()
+    clone.patches_uuid = uuid.uuid4()
+    for name, patch in patches.items():
+        clone.patches.setdefault(name, []).append((strength, patch, 1.0, None, None))
+    return clone
+
+
+def _key_of_layer(key: str, modules: Mapping[str, nn.Module]) -> str:
+    layer, _, tensor = key.rpartition(".")
+    return f"{layer}{BASE_LAYER}.{tensor}" if f"{layer}{BASE_LAYER}" in modules else key

@@ -28,8 +28,18 @@ from ..compat.errors import InputError
 from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, ProgressStage, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
-from . import patches
-from .casting import CastLayer, bytes_of, fixed_tensors, install_cast_layers, restore_layers, send, send_home
+from .casting import (
+    CastLayer,
+    attach_patches,
+    bytes_of,
+    fixed_tensors,
+    install_cast_layers,
+    named_for_patches,
+    patches_by_layer,
+    restore_layers,
+    send,
+    send_home,
+)
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -130,7 +140,7 @@ class PartHolder:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Read the part and return its state dict, for callers that ask for names, such as a LoRA loader."""
         self.fill()
-        return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
+        return named_for_patches(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
 
 class Holder(PartHolder, nn.Module):
@@ -201,9 +211,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
-        with patches.patches_by_layer(self) as by_layer:
+        with patches_by_layer(self) as by_layer:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
-        patches.attach(self, by_layer)
+        attach_patches(self, by_layer)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -243,7 +253,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), patches.patches_by_layer(self):
+        with torch.inference_mode(False), torch.no_grad(), patches_by_layer(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:

@@ -11,7 +11,7 @@ from ..compat.repairs import RepairStore
 from ..host import folders
 from ..host.api import io
 from ..host.core import doctor as core
-from ..host.core.weight_check import name_of
+from ..host.core.weights import name_of
 from ..host.progress import NodeProgress
 from .inputs import Pipeline, schema
 

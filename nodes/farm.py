@@ -7,8 +7,7 @@ from typing import Any
 
 from ..host import farm, folders
 from ..host.api import io
-from ..host.painting import PaintProgress
-from ..host.progress import NodeProgress
+from ..host.progress import NodeProgress, PaintProgress
 from ..pipelines.base import FramePackSettings
 from ..pipelines.records.job import load_inputs
 from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
@@ -206,7 +205,5 @@ class Farm(Uncached):
 
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
-        from ..host.farm_client import render_at
-
         progress = PaintProgress(cls.hidden.unique_id)  # whose previews are pictures
-        return results(jobs, render_at(address.strip(), jobs, progress), progress)
+        return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)

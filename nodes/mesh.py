@@ -7,7 +7,7 @@ from typing import Any
 from ..compat.device.execution import Checked
 from ..host import memory_manager, meshes, preview
 from ..host.api import io
-from ..host.painting import PaintProgress
+from ..host.progress import PaintProgress
 from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
 from .inputs import Cameras, Paint, schema
 

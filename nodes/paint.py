@@ -7,9 +7,9 @@ from typing import Any
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.transforms.compile import MOST_CACHED
-from ..host import folders, memory_manager, meshes, painting, preview
+from ..host import folders, memory_manager, meshes, preview
 from ..host.api import GraphBuilder, io
-from ..host.painting import PaintProgress
+from ..host.progress import PaintProgress, saved_views
 from ..host.requests import adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
@@ -419,7 +419,7 @@ class TextureMesh(io.ComfyNode):
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
         given = (meshes.from_core(mesh), pictures_for(pipeline, image, mask), pipeline, delight)
-        texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.saved_views)
+        texture, painted, _ = texturing.textured(*given, settings, progress, dino, saved_views)
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
 

@@ -28,9 +28,18 @@ from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, Preference, with_override
 from .calibration import Calibration, kept_at
-from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .layers import ByNetwork, SafeLayers, left_alone, left_of, reached_by_safe, takes_fp16, unfit_for_safe
+from .layers import (
+    HOOK,
+    ByNetwork,
+    SafeLayers,
+    conv_forwards,
+    left_alone,
+    left_of,
+    reached_by_safe,
+    takes_fp16,
+    unfit_for_safe,
+)
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit

@@ -18,6 +18,7 @@ import comfy.model_patcher
 import torch
 from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.failures import DEVICE_ERRORS, MEMORY, VALUES, failure_kind
@@ -33,17 +34,17 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
+from ...compat.transforms.attention import Attention
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
-from ..core_vae import CoreVAE
+from ..core_models import CoreVAE
 from ..progress import NodeProgress
-from .convolutions import HOOK, conv_forwards
+from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
-from .ownership import left_decisions
+from .ownership import is_foreign, left_decisions
 from .packed import PackedFit, packed_fit
 from .vae_window import CONTEXT, NEAR, ProofWindow, agree, apart, latents_of
-from .weight_check import LoadedWeights, name_of
-from .weights import clone_cast_on_host, damage_to_bf16, on_host, weights_decision
+from .weights import LoadedWeights, clone_cast_on_host, damage_to_bf16, name_of, on_host, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
@@ -248,8 +249,6 @@ class FittedVAE:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward
         if self.masks:
-            from .masks import lost_masks
-
             yield from lost_masks(network, self.machine.kernels(method.dtype).attention)
 
 
@@ -286,8 +285,6 @@ def fit_vae(
     sound = clone_cast_on_host(loaded, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
     fitted.patcher, fitted.loaded = sound or loaded.clone(), loaded if sound else None
     fitted.first_stage_model = fitted.patcher.model
-    from .masks import lost_masks
-
     LoadedWeights.of(fitted.patcher)
     masks = list(lost_masks(fitted.first_stage_model, machine.kernels(FP32).attention)) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
@@ -395,3 +392,73 @@ def _hopeless(what: str, fault: str) -> UnsupportedError:
         expected="an intact VAE file",
         fix="Download the VAE again, or choose the one that belongs to this model.",
     )
+
+
+def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
+    """(module, attribute, what it becomes) of each attention whose causal mask core lost.
+
+    They are recognised by their projections in a network of 3-D convolutions: 1x1x1 convolutions, or one Linear for
+    queries, keys and values with normalised heads.
+
+    Source:
+        Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
+        genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True.
+    """
+    if not _is_3d(network):
+        return
+    for module in network.modules():
+        if is_foreign(type(module).forward):
+            continue  # another pack's attention, which may have masks of its own
+        if _is_over_frames(module):
+            yield module, "forward", functools.partial(_causal_in_time, module, attention)
+        elif hasattr(module, "optimized_attention") and _is_3d(getattr(module, "q", None)):
+            yield module, "optimized_attention", functools.partial(_causal_frames, attention)
+
+
+def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention over the voxels of a video (B, C, T, H, W), each of which sees its own frame and those before it.
+
+    A frame of queries at a time, so that no mask and no matrix over all voxels is built.
+    """
+    shape, frames = query.shape, query.shape[2]
+    plane = shape[3] * shape[4]
+    query, key, value = (each.flatten(2).transpose(1, 2)[:, None] for each in (query, key, value))
+    parts = [
+        attention(
+            query[:, :, frame * plane : (frame + 1) * plane].contiguous(),
+            key[:, :, : (frame + 1) * plane].contiguous(),
+            value[:, :, : (frame + 1) * plane].contiguous(),
+        )
+        for frame in range(frames)
+    ]
+    return torch.cat(parts, dim=2)[:, 0].transpose(1, 2).reshape(shape)
+
+
+def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
+    """Core's own forward over the frames of each place of a video (B, C, T, H, W), none of which sees a later one."""
+    batch, _, frames, height, width = x.shape
+    if frames == 1:
+        return type(own).forward(own, x)
+    places = x.permute(0, 3, 4, 2, 1).flatten(0, 2)
+    both = own.qkv(places).unflatten(-1, (3, own.num_heads, own.head_dim))
+    query, key, value = (each.transpose(1, 2) for each in both.unbind(2))
+    if own.qk_norm:
+        query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
+    seen = attention(query.contiguous(), key.contiguous(), value.contiguous(), causal=True)
+    out = own.out(seen.transpose(1, 2).flatten(2))
+    return out.unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
+
+
+def _is_over_frames(module: Any) -> bool:
+    """True if ``module`` has the attributes :func:`_causal_in_time` computes with, and no others."""
+    parts = dict(module.named_children())
+    return (
+        parts.keys() == {"qkv", "out"}
+        and all(isinstance(part, nn.Linear) for part in parts.values())
+        and {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
+        and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim
+    )
+
+
+def _is_3d(projection: Any) -> bool:
+    return any(isinstance(module, nn.Conv3d) for module in projection.modules()) if projection is not None else False

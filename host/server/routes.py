@@ -18,7 +18,7 @@ from server import PromptServer
 
 from ...compat.errors import InputError, PackError, first_line, json_within, parts_of
 from .. import recovery
-from . import panel, paused, runs
+from . import panel, paused
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -58,10 +58,10 @@ async def memory(request: web.Request) -> Any:
 async def run(request: web.Request) -> Any:
     """The last run, its costs and changes; nothing where ``client_id`` is not the window that queued it."""
     client = request.query.get("client_id")
-    if client is not None and not runs.was_queued_by(client):
+    if client is not None and not panel.was_queued_by(client):
         return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
-    costs = await asyncio.to_thread(panel.last_costs, runs.began())
-    return {**runs.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
+    costs = await asyncio.to_thread(panel.last_costs, panel.began())
+    return {**panel.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 
 
 async def graph(request: web.Request) -> Any:
