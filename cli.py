@@ -64,7 +64,6 @@ class Printed:
             self.close()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None
@@ -73,13 +72,11 @@ class Printed:
         """Nothing: Ctrl+C raises by itself."""
 
     def notify(self, text: str) -> None:
-        """A line of its own."""
         from tqdm import tqdm
 
         tqdm.write(text, file=sys.stderr)
 
     def cost(self, text: str) -> None:
-        """Show the memory and time that a stage took."""
         self.notify(text)
 
 
@@ -188,7 +185,6 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _save_job(arguments: argparse.Namespace) -> int:
-    """Write the job that the flags describe, in place of rendering it."""
     from .compat.durable import require_writable
     from .pipelines.records.job import write_job
 
@@ -225,7 +221,6 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
-    """The doctor of ``--repair``; None without it."""
     from .compat.doctor import Doctor
     from .compat.repairs import RepairStore
 
@@ -281,7 +276,6 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace) -> Any:
-    """The machine that runs the job of ``arguments``."""
     from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
@@ -299,11 +293,7 @@ def _machine(arguments: argparse.Namespace) -> Any:
 
 
 def _job(arguments: argparse.Namespace, places: Any) -> Any:
-    """The job in the file of ``--job``, or the one that the other flags describe.
-
-    Raises:
-        InputError: neither a file nor a model and a prompt, or a file and flags that it replaces.
-    """
+    """The job in the file of ``--job``, or of the other flags; InputError for neither, or for both."""
     from .compat.decision import AUTO
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder

@@ -1,21 +1,21 @@
-"""Modules made native to ComfyUI's memory manager: layers that fetch their weights, roots that know where they run.
+"""Modules made native to ComfyUI's memory manager: layers that fetch their weights and take core's patches.
 
-A layer with nothing but ``weight`` and ``bias`` changes its class in place for a generated subclass of its own class
-with ComfyUI's ``CastWeightBiasOp``: where its weight is elsewhere, or carries patches, ComfyUI's own cast brings it for
-the length of one forward, in the dtype it is stored in, so that results do not depend on what is resident. A packed
-layer brings its small tensors the same way and is made dense where it computes. Everything else (tables and buffers of
-containers, and modules whose weights their parents read) is ``fixed``: it comes as a whole.
+A layer with nothing but ``weight`` and ``bias`` becomes a subclass of its own class with ComfyUI's
+``CastWeightBiasOp``, which brings what is elsewhere or patched for one forward, in the dtype it is stored in. A packed
+layer brings its small tensors and is made dense where it computes. All else is ``fixed``: it comes as a whole.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import comfy.ops
 import torch
+from comfy.model_patcher import LowVramPatch, ModelPatcher
 from torch import nn
 
 from ..compat.checkpoints.packed import StoredLinear
@@ -36,13 +36,14 @@ LEFT_BEHIND = (  # what a patcher writes on a layer
     "rows",
     "runs_on",
 )
+BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
+WEIGHT = ".weight"
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
-    """The mark of a layer that fetches its weights, and what it does instead of its own class."""
+    """A layer that fetches its weights for each forward of its own class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the original's forward; a cancel is obeyed before each layer."""
         comfy.ops.run_every_op()
         like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         return self._run(like, *args, **kwargs)
@@ -103,10 +104,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
 
 
 class PackedLayer(CastLayer):
-    """The mark of a layer with a packed weight: its rows and scales come where they are elsewhere, and are made dense.
-
-    Patches change what was made dense, so they act alike on resident rows and on those that come for one forward.
-    """
+    """A layer with a packed weight, made dense after its rows have come; patches change the dense weight."""
 
     rows: _Rows
 
@@ -121,7 +119,6 @@ class PackedLayer(CastLayer):
         return torch.empty(shape, dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dense weight of the original, with the patches."""
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
         if self.weight_function and weight is self.stored:
             weight = weight.clone()
@@ -131,7 +128,6 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight and bias on the device and in the dtype of ``like``."""
         with self._brought(like.device):
             yield self.dense(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
 
@@ -183,7 +179,7 @@ class _Rows:
 
 
 class Placed:
-    """The mark of a root, and what it says of itself while its weights come and go."""
+    """A root module, which reports where it runs wherever its weights are."""
 
     @property
     def device(self) -> torch.device:
@@ -198,11 +194,7 @@ class Placed:
 
 
 def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Prepare ``module`` to run on ``device`` with its weights anywhere; True if that took a change.
-
-    Args:
-        memory_stats: counts the bytes that layers fetch; their time is hidden behind the device's own work or in it.
-    """
+    """Prepare ``module`` to run on ``device`` with its weights anywhere; True if that took a change."""
     changed = False
     for owner, whole in _walk(module):
         packed = isinstance(owner, StoredLinear)
@@ -250,17 +242,15 @@ def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors, a storage that several share counted once per tensor object."""
+    """Bytes of the tensors, each object counted once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
 def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
     """Bring ``tensor`` to ``device`` in place; what came from host memory goes back to the very bytes it came from.
 
-    The bytes at home stay as they are, so an eviction copies nothing, and weights survive devices that damage copies.
-
-    Args:
-        keep: whether they do; False where host and device share one memory, which would hold both.
+    An eviction then copies nothing, and weights survive devices that damage copies. Where host and device share one
+    memory, ``keep`` is False: it would hold both.
     """
     data = tensor.data
     if data.device == device:
@@ -298,8 +288,59 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """Each module below and with ``module``, and whether its weights are read by a parent."""
+    """Each module of ``module``, and True where a parent reads its weights."""
     whole = whole or isinstance(module, WHOLE)
     yield module, whole
     for child in module.children():
         yield from _walk(child, whole)
+
+
+def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
+    """``tensors`` of ``module`` under the names that patches have, without adapters' own; packed weights on meta."""
+    around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
+    packed = {
+        f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
+        for name, owner in module.named_modules()
+        if isinstance(owner, StoredLinear)
+    }
+    return {
+        key.replace(BASE_LAYER, ""): tensor
+        for key, tensor in {**tensors, **packed}.items()
+        if key.rsplit(".", 3)[0] not in around
+    }
+
+
+@contextmanager
+def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
+    """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
+    modules, own = dict(patcher.model.named_modules()), patcher.patches
+    by_layer = {_key_of_layer(key, modules): patch for key, patch in own.items()}
+    packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
+    patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
+    try:
+        yield by_layer
+    finally:
+        patcher.patches = own
+
+
+def attach_patches(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
+    """Give packed layers their patches, wherever their rows are."""
+    for name, layer in patcher.model.named_modules():
+        if isinstance(layer, PackedLayer):
+            key = f"{name}{WEIGHT}"
+            patch = [LowVramPatch(key, patches)] if key in patches else []
+            layer.weight_function = patch + patcher.weight_wrapper_patches.get(key, [])
+
+
+def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
+    """A clone with patches by the names of weights, which are assumed to exist: checking would load them."""
+    clone = patcher.clone()
+    clone.patches_uuid = uuid.uuid4()
+    for name, patch in patches.items():
+        clone.patches.setdefault(name, []).append((strength, patch, 1.0, None, None))
+    return clone
+
+
+def _key_of_layer(key: str, modules: Mapping[str, nn.Module]) -> str:
+    layer, _, tensor = key.rpartition(".")
+    return f"{layer}{BASE_LAYER}.{tensor}" if f"{layer}{BASE_LAYER}" in modules else key

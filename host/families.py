@@ -1,7 +1,4 @@
-"""ComfyUI core's view of each family: latent format, preview, and the classes behind its MODEL. One row each.
-
-A family without a row loads, samples and decodes; it has no preview and no MODEL, which is said.
-"""
+"""ComfyUI core's view of each family, a row each; one without a row samples and decodes without preview and MODEL."""
 
 from __future__ import annotations
 
@@ -23,17 +20,11 @@ from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 
 @dataclass(frozen=True, slots=True)
 class CoreFamily:
-    """One row.
+    """One row."""
 
-    Args:
-        latent_format: core's, for previews.
-        model: our subclass of core's model class; None has no MODEL.
-        table: core's ``supported_models`` class.
-    """
-
-    latent_format: type[Any]
-    model: type[Any] | None = None
-    table: type[Any] | None = None
+    latent_format: type[Any]  # core's, for previews
+    model: type[Any] | None = None  # our subclass of core's model class; None has no MODEL
+    table: type[Any] | None = None  # core's ``supported_models`` class
 
 
 class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
@@ -56,8 +47,6 @@ class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
 
 
 class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
-    """HunyuanVideo 1.5."""
-
     scaled = True
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
@@ -89,14 +78,10 @@ class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
 
 
 class LTX(CoreModel, comfy.model_base.LTXV):
-    """LTX-Video."""
-
     time_scale = TIME
 
 
 class Mochi(CoreModel, comfy.model_base.GenmoMochi):
-    """Mochi 1."""
-
     time_scale = TIME
 
 

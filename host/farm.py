@@ -1,20 +1,24 @@
-"""Jobs that other machines render: the folders that hand them over, and the files that came back."""
+"""Jobs that other machines render, by way of folders or of a farm at a Ray address, and the files that come back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import folder_paths
+import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.device.facts import value_or
-from ..compat.errors import CheckpointError, InputError
+from ..compat.durable import replacing
+from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError, first_line
 from ..compat.memory.parts import ProgressStage
+from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
 from ..compat.records import shown
 from ..paint.choices import MESH_FILES
 from ..pipelines.movie import Check, read_frames
@@ -28,7 +32,10 @@ from .progress import NodeProgress
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
 ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of ComfyUI's user folder
 POLL_SECONDS = 1.0
-LOOK_SECONDS = 0.1  # between looks for a cancel
+ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
+FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
+CANCEL_SECONDS = 0.5
+FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +63,7 @@ def folder_choices() -> list[str]:
 
 
 def job_folder(name: str) -> JobFolder:
-    """The folder of a listed name; nothing else can be named.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """The folder of a listed name; CheckpointError for any other."""
     fix = f"Name it as {ROOTS} in extra_model_paths.yaml and start ComfyUI again."
     listed = _listed(name, "folder of jobs", folder_choices(), fix)
     return JobFolder(Path(folder_paths.get_output_directory()) / "farm" if listed == OWN else Path(listed))
@@ -88,16 +91,11 @@ def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
 
 
 def mesh_folders() -> list[str]:
-    """``none``, then the folders with meshes below ComfyUI's input folder."""
     return picture_folders(MESH_FILES)
 
 
 def input_folder(name: str) -> Path:
-    """The folder of a listed name, of pictures or meshes.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """The folder of a listed name, of pictures or meshes; CheckpointError for any other."""
     if name == NONE or name not in (*picture_folders(), *mesh_folders()):
         raise CheckpointError(
             f"no folder of pictures or meshes {name!r}",
@@ -170,18 +168,19 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
             files = (jobs.folder.result(key) for key in done)
             return Collected(tuple(file for file in files if file is not None), failed, waiting)
         progress.step(len(done) + len(failed), len(jobs.keys), ProgressStage("waiting for jobs"))
-        until = time.monotonic() + POLL_SECONDS
-        while time.monotonic() < until:
-            progress.check()
-            time.sleep(LOOK_SECONDS)
+        _pause(progress)
+
+
+def _pause(progress: NodeProgress) -> None:
+    """Wait before the next look at the jobs; a cancel ends it."""
+    until = time.monotonic() + POLL_SECONDS
+    while time.monotonic() < until:
+        progress.check()
+        time.sleep(LOOK_SECONDS)
 
 
 def require_some(jobs: JobList, collected: Collected) -> None:
-    """Raise where jobs have failed and none is done.
-
-    Raises:
-        InputError: with the reason of the first.
-    """
+    """Raise InputError, with the reason of the first, where jobs have failed and none is done."""
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         raise InputError(
@@ -226,11 +225,141 @@ def line_of(worker: Mapping[str, Any]) -> str:
 
 
 def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
-    """``name``, one of ``choices``: a workflow names what the machine's owner has listed, and nothing else.
-
-    Raises:
-        CheckpointError: it is not listed.
-    """
+    """``name``, one of ``choices``; CheckpointError for what the machine's owner has not listed."""
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name
+
+
+def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
+    """Have the farm at ``address`` render the jobs, and bring their files into their folder; a cancel ends them there.
+
+    Raises:
+        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
+            or read then. InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
+    """
+    from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
+
+    with _farm(farm_address(address), progress) as farm:
+        missing = {key: line for key, line in zip(jobs.keys, jobs.lines, strict=True) if not jobs.folder.is_done(key)}
+        if missing:
+            names = dict.fromkeys(item.name for line in missing.values() for item in job_of(line).inputs)
+            for file in [jobs.folder.input_file(name) for name in names]:
+                farm.answer(farm.gateway.put_input.remote(file.read_bytes(), file.suffix.lower()), FILE_SECONDS)
+            farm.answer(farm.gateway.submit.remote(jobs.name, list(missing.values())))
+        try:
+            farm.fetch(jobs, list(missing))
+        except BaseException:
+            with suppress(Exception):  # waited for: else it may be lost with the connection
+                farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)
+            raise
+    return collect(jobs, False, progress)
+
+
+@dataclass(slots=True)
+class _Farm:
+    """A connection to a farm."""
+
+    ray: Any
+    gateway: Any  # the farm's actor
+    progress: NodeProgress
+    worker: str = ""  # whose picture is shown
+    call: Any = None  # for its next picture, on its way
+    frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))  # (1, H, W, 3) in 0..1
+
+    def answer(self, call: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """The answer to a call; a cancel ends the wait. Raises as :func:`..compat.ray_clusters.answer`."""
+        return answer(self.ray, call, self.progress.check, seconds)
+
+    def look(self) -> torch.Tensor:
+        """The last picture; asks for the next once it has arrived, and waits for nothing."""
+        if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
+            pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
+            if pixels is not None:
+                self.frames = torch.from_numpy(pixels.copy())[None].float() / 255
+        if self.call is None and self.worker:
+            self.call = self.gateway.preview.remote(self.worker)
+        return self.frames
+
+    def fetch(self, jobs: JobList, keys: list[str]) -> None:
+        """Fetch each result as soon as it is there, until all jobs are done or have failed."""
+        left, progress = keys, self.progress
+        while left:
+            progress.check()
+            standing = self.answer(self.gateway.standing.remote(left))
+            for key in standing["done"]:
+                self._fetch(jobs, key)
+            for key, text in standing["failed"].items():
+                jobs.folder.fail(key, str(text))
+            workers: list[Mapping[str, Any]] = list(standing["workers"])
+            jobs.folder.write_workers("farm", [dict(worker) for worker in workers])
+            left = [key for key in left if key not in standing["done"] and key not in standing["failed"]]
+            progress.lines[:] = map(line_of, workers)
+            self.worker = next((str(worker["worker"]) for worker in workers if worker.get("total")), "")
+            progress.step(len(keys) - len(left), len(keys), ProgressStage("waiting for the farm"), self.look)
+            if left:
+                _pause(progress)
+
+    def _fetch(self, jobs: JobList, key: str) -> None:
+        suffix, content = self.answer(self.gateway.result.remote(key), FILE_SECONDS) or ("", b"")
+        if suffix not in SUFFIXES:
+            jobs.folder.fail(key, "its file is gone from the farm")
+            return
+        with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
+            temporary.write_bytes(content)
+        jobs.folder.finish(key, {"from": "a farm"})
+
+
+@contextmanager
+def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
+    """The farm at ``address``; Ray's socket in this process is closed behind it."""
+    ray = _ray_module()
+    ours = not ray.is_initialized()  # else another pack's, which is not ours to end
+    try:
+        if ours and (reason := join(ray, address, progress.check, "error")):
+            raise InputError(
+                f"no farm at {address!r} ({reason})",
+                expected="the address of a Ray cluster to which this machine belongs, with its Ray, Python and token",
+                fix=f"Join it with `ray start --address=HEAD:6379 --num-cpus=0 --num-gpus=0`. {FIX}",
+            )
+        try:
+            farm = _Farm(ray, ray.get_actor(GATEWAY, namespace=NAMESPACE), progress)
+        except ValueError as error:
+            raise InputError(
+                f"no farm in the cluster at {address!r}",
+                expected="`anygpu-farm watch` on one of its machines",
+                fix="Run there: anygpu-farm watch FOLDER --address auto.",
+            ) from error
+        if not farm.answer(farm.gateway.ready.remote()):
+            raise UnsupportedError(
+                f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=FIX
+            )
+        yield farm
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+        raise InputError(
+            f"the farm at {address!r} failed ({first_line(cause)})",
+            expected="a farm that runs until its jobs are done",
+            fix="Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done.",
+        ) from error
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _ray_module() -> Any:
+    """The package ``ray``, in token mode."""
+    try:
+        import ray
+        import ray._private.authentication.authentication_utils
+    except ImportError as error:
+        raise MissingPackageError(
+            f"no ray for AnyGPU Farm ({first_line(error)})",
+            expected="the Ray and Python version of the farm",
+            fix="Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder.",
+        ) from error
+    if not value_or(token_mode, False):
+        raise UnsupportedError(
+            "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=FIX
+        )
+    return ray

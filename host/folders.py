@@ -68,12 +68,10 @@ def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
 
 
 def model_roots() -> list[Path]:
-    """The folders in which models are searched."""
     return roots(MODEL_KEYS)
 
 
 def encoder_roots() -> list[Path]:
-    """The folders in which image encoders are searched."""
     return roots(ENCODER_KEYS)
 
 
@@ -94,8 +92,8 @@ def model_choices() -> list[str]:
 def stand_in_for(name: str) -> str:
     """The demo model that runs in the place of a published one while none of its family is there; empty for none.
 
-    Where some models of a family want a picture and others none, it stands in for the first one of the family alone.
-    A folder of the published name counts as there, even if nothing is in it yet: its download is to be finished.
+    Where some models of a family need a picture it stands in for the first one alone. A folder of the published name
+    counts as there, even if it is empty: its download is to be finished.
     """
     family = published_family(name)
     if family is None or any(_family_of(folder) is family for folder in models().values()):

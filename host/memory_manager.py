@@ -1,8 +1,7 @@
 """The parts of a pipeline inside ComfyUI's memory manager, and the devices it reports.
 
-Each part has one patcher, which ComfyUI loads, streams, evicts and counts as it does its own models: partly where room
-is short, back home under pressure, by the Free buttons, or after running out of memory. Our sampler and core's both use
-that patcher, so the weights are on the device only once.
+Each part has one patcher, which ComfyUI loads, streams, evicts and counts as its own models. Our sampler and core's
+both use that patcher, so the weights are on the device only once.
 """
 
 from __future__ import annotations
@@ -29,8 +28,18 @@ from ..compat.errors import InputError
 from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, ProgressStage, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
-from . import patches
-from .casting import CastLayer, bytes_of, fixed_tensors, install_cast_layers, restore_layers, send, send_home
+from .casting import (
+    CastLayer,
+    attach_patches,
+    bytes_of,
+    fixed_tensors,
+    install_cast_layers,
+    named_for_patches,
+    patches_by_layer,
+    restore_layers,
+    send,
+    send_home,
+)
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -109,9 +118,8 @@ class PartHolder:
     def put(self, module: nn.Module | None) -> None:
         """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
 
-        When the holder is no longer used the device is free at once, although a part whose layers refer to one
-        another waits for the garbage collector. A part that another pipeline has too is taken from it: two patchers
-        over one part would each take it for theirs.
+        The device is free as soon as the holder is no longer used. A part of another holder is taken from it, since two
+        patchers would each take it for theirs.
         """
         if module is not None:
             _leave(module.__dict__.get(HELD_BY, lambda: None)(), self)
@@ -132,7 +140,7 @@ class PartHolder:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Read the part and return its state dict, for callers that ask for names, such as a LoRA loader."""
         self.fill()
-        return patches.named(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
+        return named_for_patches(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
 
 class Holder(PartHolder, nn.Module):
@@ -150,10 +158,9 @@ def _holder(part: str) -> type[Holder]:
 
 
 class PartPatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's patcher over a :class:`PartHolder`.
+    """ComfyUI's patcher over a :class:`PartHolder`: its base class also beside dynamic VRAM, where others can evict it.
 
-    The base class on purpose, also where ComfyUI pages weights dynamically: other models can evict it there, and its
-    weights go home without a copy. The fixed tensors of a part come first and stay as long as anything of it does.
+    The fixed tensors of a part come first and stay as long as anything of it does.
     """
 
     watcher: Callable[[int], None] | None = None
@@ -165,7 +172,6 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     keeps = True  # whether host weights stay beside their copies: not where host and device share one memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
-        """Clone as usual; nothing is read for it."""
         self.in_cloning = True
         try:
             copy: PartPatcher = super().clone(*args, **kwargs)
@@ -205,9 +211,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
-        with patches.patches_by_layer(self) as by_layer:
+        with patches_by_layer(self) as by_layer:
             super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
-        patches.attach(self, by_layer)
+        attach_patches(self, by_layer)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -237,9 +243,8 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def _budget(self, device: torch.device, offered: float) -> float:
         """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
 
-        Except on NVIDIA's cards it offers two fifths of the free memory whatever is to be kept free. An offer of
-        everything stays until memory runs out: it comes where memory is shared, or where the user wants all on the
-        device.
+        Off NVIDIA it offers two fifths of the free memory whatever is to be kept free. An offer of everything, for
+        shared memory or by the user's wish, stays until memory runs out.
         """
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
@@ -248,8 +253,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        """Unload as usual, without making inference tensors of the weights."""
-        with torch.inference_mode(False), torch.no_grad(), patches.patches_by_layer(self):
+        with torch.inference_mode(False), torch.no_grad(), patches_by_layer(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -261,7 +265,6 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().unpatch_model(device_to, unpatch_weights)
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """Detach as usual; after a whole detach the part is as it was read, with its own classes."""
         result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
             restore_layers(self.model.content)
@@ -269,11 +272,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
 
 class ComfyOffloader:
-    """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves.
-
-    Args:
-        device: where they compute; None asks ComfyUI at each use.
-    """
+    """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves."""
 
     mode = HOSTED
     automatic = False
@@ -298,11 +297,10 @@ class ComfyOffloader:
 
     @property
     def device(self) -> torch.device:
-        """Device that executes the parts."""
+        """Device that executes the parts; ComfyUI is asked at each use unless one was chosen."""
         return self._chosen or compute_device()
 
     def device_of(self, part: str) -> torch.device:
-        """Device that computes ``part``."""
         return self.options.devices.get(role_of(part), self.device)
 
     @property
@@ -311,15 +309,10 @@ class ComfyOffloader:
         return self.patcher_of("transformer")
 
     def get_models(self) -> list[PartPatcher]:
-        """The patchers of every part that was used."""
         return list(self.patchers.values())
 
     def patcher_of(self, part: str, holder: Any = None) -> PartPatcher:
-        """The one patcher of a part, made when it is first asked for.
-
-        Args:
-            holder: what it is to be made over, for a part that core's nodes drive too.
-        """
+        """The one patcher of a part, made when first asked for; over ``holder`` where core's nodes drive it too."""
         known, device = self.patchers.get(part), self.device_of(part)
         if known is not None and known.load_device == device and holder in (None, known.model):
             return known
@@ -387,8 +380,7 @@ class ComfyOffloader:
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Reserve half of the room for memory that the estimate missed, or all of it if that is little; returns what is
-        streamed."""
+        """Reserve half of the room, or all of a little, for what the estimate missed; returns how much is streamed."""
         size, room = patcher.model_size(), self._room(part, patcher, needed)
         free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
@@ -409,11 +401,7 @@ class ComfyOffloader:
             self.parts.drop(part)
 
     def switch(self, mode: str) -> None:
-        """Nothing to switch: ComfyUI decides at each use.
-
-        Raises:
-            InputError: always.
-        """
+        """Raise InputError: ComfyUI decides at each use."""
         raise InputError(
             f"offload {mode!r} for a pipeline loaded with offload {self.mode}",
             expected=f"offload {self.mode} until it is loaded again",
@@ -423,12 +411,8 @@ class ComfyOffloader:
     def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: unload all other models, then half of its own weights.
 
-        Args:
-            part: what ran out of memory.
-            beside: other parts of the same stage; whichever has most on the device is meant.
-
-        Returns:
-            What was done, in words; empty where nothing is left to do.
+        ``beside`` are other parts of the stage; whichever has most on the device is meant. Returns in words what was
+        done, empty where nothing is left to do.
         """
         used = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
         part = max(used, key=lambda name: used[name], default=part)
@@ -449,7 +433,6 @@ class ComfyOffloader:
 
 
 def offloader_on(parts: Parts, device: torch.device, options: OffloadOptions | None = None) -> ComfyOffloader:
-    """The offloader for a pipeline whose facts are of ``device``."""
     return ComfyOffloader(parts, None if device == compute_device() else device, options)
 
 

@@ -32,10 +32,7 @@ SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
 
 def mesh_files() -> list[str]:
-    """Mesh files among ComfyUI's inputs, then those that were saved, marked as outputs, then the demo's mesh.
-
-    Of both folders the files in the folder itself and those anywhere in its folder 3d.
-    """
+    """Mesh files of ComfyUI's inputs and, marked, outputs, also anywhere in their folder 3d; then the demo's mesh."""
     return [*_meshes_in("input", ""), *_meshes_in("output", SAVED), DEMO]
 
 
@@ -53,11 +50,7 @@ def _place(name: str) -> tuple[Path, Path]:
 
 
 def mesh_path(name: str) -> Path:
-    """The path of a listed mesh file.
-
-    Raises:
-        CheckpointError: there is none of that name inside the input or output folder.
-    """
+    """The path of a mesh file inside the input or output folder; CheckpointError where there is none of that name."""
     path, root = _place(name)
     if not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
@@ -94,11 +87,7 @@ def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh,
 
 
 def from_core(mesh: Any) -> Mesh:
-    """The one mesh of a core MESH, padding cut off.
-
-    Raises:
-        InputError: none or several, or something else.
-    """
+    """The one mesh of a core MESH, padding cut off; InputError for none or several."""
     from ..paint.geometry.mesh import Mesh
 
     vertices, faces = getattr(mesh, "vertices", None), getattr(mesh, "faces", None)
@@ -141,10 +130,7 @@ def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH with ``texture``, and every map and factor of its material that was not painted.
-
-    What would tint the colour is left out: colours per vertex and the factor of the base colour.
-    """
+    """A copy of a core MESH with ``texture`` and its unpainted maps and factors, but for what would tint the colour."""
     textured = copy.copy(mesh)
     textured.texture, textured.vertex_colors = texture.colour[None], None
     dropped = ["base_color_factor"]
@@ -175,11 +161,7 @@ def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
 
 
 def colour_of(mesh: Any) -> torch.Tensor:
-    """The base colour of a core MESH, (T, T, 3).
-
-    Raises:
-        InputError: it has none.
-    """
+    """The base colour of a core MESH, (T, T, 3); InputError where it has none."""
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
     return mesh.texture[0, ..., :3]

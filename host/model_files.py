@@ -39,11 +39,7 @@ def file_choices(part: str) -> list[str]:
 
 
 def chosen_files(task: str, **names: str) -> Files:
-    """The files behind the names of a node's inputs, and everything else that is in the folders.
-
-    Raises:
-        CheckpointError: a name that is in none of the folders; a path is not a name.
-    """
+    """The files behind the names of a node's inputs, and all others in the folders; CheckpointError for other names."""
     parts = {part: _path_of(part, name) for part, name in names.items() if name != AUTO}
     return Files(parts, offered(), task, tokenizers())
 

@@ -6,12 +6,17 @@ import functools
 import logging
 import math
 import time
+import uuid
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
+import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
+import latent_preview
+import torch
 from server import PromptServer
 
 from ..compat.decision import CHOSEN, Decision
@@ -19,9 +24,16 @@ from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.memory.statistics import time_left
 from ..pipelines.base import Preview, ProgressStage
+from ..pipelines.latents import recovery
+from ..pipelines.latents.recovery import Sampled
+from .folders import saved_folder
+from .preview import previewer_for
 from .server import paused
-from .server.panel import memory_now
-from .server.runs import NodeRun, stop
+from .server.panel import NodeRun, memory_now, stop
+
+if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
+    from ..paint.sampling.painting import Painted
+
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +45,7 @@ BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the 
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 RECENT = 10  # the share of the steps, from the last one back, whose pace the rest is taken to keep
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
+PREVIEW_SIZE = 768
 
 
 class Paused(comfy.model_management.InterruptProcessingException):
@@ -47,8 +60,8 @@ def _window() -> str | None:
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     """Show ``text`` under a node, and its record of the run in the side bar, of the window that queued the prompt.
 
-    A message without a client goes to every window, whose graph may have another node of that id: where the prompt
-    names no client, nobody is told. The event comes first: web/runs.js knows by it which workflow the text is for.
+    Without a client nobody is told: another window's graph may have a node of that id. The event comes first: by it
+    web/runs.js knows which workflow the text is for.
     """
     client = _window()
     if client is None:
@@ -61,10 +74,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
 
 
 def with_an_end(node: Any) -> Any:
-    """``node``, a class, whose text and record end also when a run of it is cancelled or fails.
-
-    Numbers are checked that ComfyUI lets pass: NaN is below no limit and above none.
-    """
+    """``node``, a class, whose text and record end also when a run is cancelled or fails; NaN is refused."""
     run = node.execute.__func__
 
     @functools.wraps(run)
@@ -87,12 +97,7 @@ def with_an_end(node: Any) -> Any:
 
 
 class NodeProgress:
-    """One node's progress for one run.
-
-    Args:
-        node_id: the node that runs.
-        family: whose latent format previews use; None where there are no latents.
-    """
+    """One node's progress for one run; previews use the latent format of ``family``."""
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
@@ -138,7 +143,6 @@ class NodeProgress:
             log.info("AnyGPU: %s", text)
 
     def cost(self, text: str) -> None:
-        """Report the cost of a stage in memory and time: a line like others, the last of its stage."""
         self.notify(text)
 
     def show(self) -> None:
@@ -174,8 +178,6 @@ class NodeProgress:
         if _window() is None:
             return None
         if not self._previewer_known:
-            from .tiny_preview import previewer_for
-
             self._previewer_known = True
             self._previewer = previewer_for(self.family)
         if self._previewer is None:
@@ -185,3 +187,35 @@ class NodeProgress:
         if width is not None and estimate.shape[1] != width:
             return None
         return self._previewer.decode_latent_to_preview_image("JPEG", to_host(estimate))
+
+
+class PaintProgress(NodeProgress):
+    """A node's progress whose previews are the views beside one another."""
+
+    def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
+        """The views as one row, or None when previews are off or there is nothing to see yet."""
+        from PIL import Image
+
+        device = comfy.model_management.get_torch_device()
+        if latent_preview.get_previewer(device, comfy.latent_formats.SD15()) is None:
+            return None
+        views = list(preview())
+        if not views:
+            return None
+        row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()
+        picture = Image.fromarray(row)
+        return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
+
+    def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
+        """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""
+        height, width = (side * 8 for side in latents.shape[-2:])
+        kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format=latent_format)
+        recovery.save_plain_recovery(saved_folder(), kept, self.notify)
+
+
+def saved_views(painted: Painted) -> AbstractContextManager[None]:
+    """:func:`texturing.saved_views` in a folder beside the saved latents."""
+    from ..paint import texturing
+
+    folder = saved_folder() / f"views-{uuid.uuid4().hex[:8]}"
+    return texturing.saved_views(painted, folder, folder.relative_to(saved_folder().parent.parent).as_posix())

@@ -1,7 +1,4 @@
-"""The latents of every sampling, core's samplers included, in ComfyUI's user directory: their list, and a picture.
-
-Not in the temporary folder: ComfyUI empties it when it starts and ends, so a crash would destroy them.
-"""
+"""The latents of every sampling, core's samplers included, in ComfyUI's user directory: their list, and a picture."""
 
 from __future__ import annotations
 
@@ -36,16 +33,11 @@ _saved_lately: deque[tuple[Any, ...]] = deque(maxlen=32)  # marks of latents tha
 
 
 def listing() -> list[SavedLatents]:
-    """The saved latents, newest first."""
     return recovery.listing(saved_folder())
 
 
 def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") -> dict[str, Any]:
-    """The kept LATENT of an id, or of the newest one of ``family`` for ``newest``; empty for every family.
-
-    Raises:
-        CheckpointError: none of that id is kept.
-    """
+    """The kept LATENT of an id, or for ``newest`` the newest of ``family`` or of all; CheckpointError for none."""
     latent = recovery.load(saved_folder(), name, notify, family)
     more = latent.pop(NESTED, None)
     if more:
@@ -54,13 +46,9 @@ def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") 
 
 
 def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
-    """Have every sampling of core's samplers with ``patcher``, or a clone of it, saved for AnyGPU Recover Latents.
+    """Have every sampling with ``patcher`` or a clone of it saved, after a cancel or a failure its last estimate.
 
-    Around the whole sampling of any guider. After a cancel or a failure the last step's estimate is saved.
-
-    Args:
-        family: what the list calls it; the class of its model where it is empty.
-        fps: of its videos; 0 where unknown.
+    ``family`` is its name in the list, by default its model's class; ``fps`` is 0 where unknown.
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,11 +141,7 @@ def stamp(name: str) -> tuple[str, int]:
 
 
 def thumbnail(name: str) -> bytes | None:
-    """A small JPEG of the middle frame, by the family's rough colours; None where there are none for it.
-
-    Raises:
-        CheckpointError: none of that id is kept.
-    """
+    """A small JPEG of the middle frame by the family's rough colours, None without; CheckpointError for no such id."""
     from PIL import Image
 
     item = next((item for item in listing() if item.id == name), None)

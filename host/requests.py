@@ -43,7 +43,7 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
 
     Args:
         inputs: values by the names of :data:`FOLDER_INPUTS`; a missing one has its default.
-        trace: file for a profile; None for no profile.
+        trace: file for a profile.
         machine: arguments of the request in place of ComfyUI's device and our state folder.
     """
     given = {**FOLDER_INPUTS, **inputs}
@@ -117,11 +117,7 @@ def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
 
 
 def machine_of(folder: Path) -> Machine:
-    """This ComfyUI as the place where a job runs.
-
-    Args:
-        folder: of the file that says what to render, beside which its pictures may lie.
-    """
+    """This ComfyUI as the place where a job runs; its pictures may lie in ``folder``, beside the job's file."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 

@@ -87,11 +87,7 @@ def origin(prompt: Any, extra: Any) -> Origin:
 
 
 def signed(latents: Latents, **made: Any) -> Latents:
-    """``latents`` with the receipt of what made them, unless ComfyUI was told to save no metadata.
-
-    Args:
-        made: the other arguments of :func:`receipts.with_receipt`.
-    """
+    """``latents`` with the receipt of what ``made`` them, unless ComfyUI was told to save no metadata."""
     return latents if args.disable_metadata else with_receipt(latents, **made)
 
 
@@ -101,11 +97,7 @@ class SignedVideo(InputImpl.VideoFromComponents):
     receipt: Mapping[str, Any] | None = None
 
     def save_to(self, path: Any, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
-        """Save as core does, with the receipt beside core's own metadata.
-
-        Raises:
-            CheckpointError: the file cannot be written; nothing of it is left.
-        """
+        """Save as core does, with the receipt; CheckpointError, and nothing left, where it cannot be written."""
         if self.receipt is not None and not args.disable_metadata:
             metadata = {**(metadata or {}), TAG: dict(self.receipt)}
         file = Path(path) if isinstance(path, str | Path) else None  # or a stream
@@ -131,11 +123,7 @@ def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> Sig
 
 
 def choices(kind: str) -> list[str]:
-    """Names of the files of a kind, newest first; one entry that says so where none is.
-
-    Args:
-        kind: ``latent``, ``prompt``, or :data:`SIGNED`: videos and latents that may carry a receipt.
-    """
+    """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; one entry that says so without any."""
     named = _named(kind)
     return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
@@ -146,11 +134,7 @@ def none_of(kind: str) -> str:
 
 
 def file_named(kind: str, name: str) -> Path:
-    """The file of a listed name; nothing else can be named.
-
-    Raises:
-        CheckpointError: none of that name.
-    """
+    """The file of a listed name; CheckpointError for any other."""
     named = _named(kind)
     if name in named:
         return named[name]

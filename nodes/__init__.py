@@ -9,13 +9,13 @@ from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
 from .core_models import FitAll, FitCLIP, FitModel, FitVAE
-from .decode import Decode
 from .doctor import WatchDoctor
 from .farm import Collect, Farm, QueueJobs
 from .latents import (
     LoadLatent,
     LoadPrompt,
     RecoverLatents,
+    Replay,
     SaveLatent,
     SaveMusubiCache,
     SavePrompt,
@@ -25,8 +25,7 @@ from .loaders import ApplyLoRA, ComposePipeline, LoadPipeline
 from .mesh import BakeTexture, CleanMesh, LoadMesh, PaintCameras, ProjectPicture, RenderTurntable, RenderViews
 from .paint import DelightImage, LoadMVAdapter, LoadPaintPipeline, PaintViews, TextureMesh
 from .prompt import EncodeImage, EncodePrompt, EncodeVideo, ImageConditioning
-from .replay import Replay
-from .sampling import Sample, SampleFramePack, StepCache
+from .sampling import Decode, Sample, SampleFramePack, StepCache
 from .tools import DownloadModel, HardwareReport, MemoryPlan
 
 log = logging.getLogger(__name__)

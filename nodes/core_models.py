@@ -63,8 +63,6 @@ def attention_input() -> Any:
 
 
 class FitAll(io.ComfyNode):
-    """Fit a MODEL, a VAE and text encoders to the device."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -93,7 +91,6 @@ class FitAll(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any = None, vae: Any = None, clip: Any = None, precision: str = AUTO) -> io.NodeOutput:
-        """The connected parts, fitted."""
         if model is None and precision != AUTO:
             raise InputError(
                 f"precision {precision} without a MODEL", expected="a MODEL, which alone it is for",
@@ -128,8 +125,6 @@ class FitAll(io.ComfyNode):
 
 
 class FitModel(io.ComfyNode):
-    """Fit a MODEL to the device."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -165,7 +160,6 @@ class FitModel(io.ComfyNode):
     def execute(
         cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO, packed_layers: str = AUTO
     ) -> io.NodeOutput:
-        """The model, fitted."""
         messages, tell = telling(cls)
         fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, packed_layers, tell=tell)
         messages += map(str, decisions)
@@ -173,8 +167,6 @@ class FitModel(io.ComfyNode):
 
 
 class FitVAE(io.ComfyNode):
-    """Fit a VAE to the device."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -209,13 +201,10 @@ class FitVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: Any, precision: str, causal_masks: bool = True, keep_latents: str = AUTO) -> io.NodeOutput:
-        """The VAE, fitted."""
         return output_of(cls, vae, *core_vae.fit_vae(vae, precision, causal_masks, keep_latents))
 
 
 class FitCLIP(io.ComfyNode):
-    """Fit text encoders to the device."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -242,7 +231,6 @@ class FitCLIP(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: Any, precision: str, attention: str) -> io.NodeOutput:
-        """The CLIP, fitted."""
         messages, tell = telling(cls)
         fitted, decisions = core_clip.fit_clip(clip, precision, attention, tell=tell)
         messages += map(str, decisions)

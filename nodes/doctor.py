@@ -11,14 +11,12 @@ from ..compat.repairs import RepairStore
 from ..host import folders
 from ..host.api import io
 from ..host.core import doctor as core
-from ..host.core.weight_check import name_of
+from ..host.core.weights import name_of
 from ..host.progress import NodeProgress
 from .inputs import Pipeline, schema
 
 
 class WatchDoctor(io.ComfyNode):
-    """Watch a model for values that cannot be right."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -50,7 +48,6 @@ class WatchDoctor(io.ComfyNode):
     def execute(
         cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
     ) -> io.NodeOutput:
-        """Return the connected inputs, watched."""
         if pipeline is None and model is None and vae is None:
             raise InputError(
                 "nothing connected to AnyGPU Doctor",

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..host import farm, folders
 from ..host.api import io
-from ..host.painting import PaintProgress
-from ..host.progress import NodeProgress
+from ..host.progress import NodeProgress, PaintProgress
 from ..pipelines.base import FramePackSettings
 from ..pipelines.records.job import load_inputs
 from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
@@ -29,7 +28,6 @@ def folder_input() -> Any:
 
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
-    """The outputs that Collect and Farm share."""
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
     progress.lines.clear()
@@ -46,8 +44,6 @@ def result_outputs() -> list[Any]:
 
 
 class QueueJobs(io.ComfyNode):
-    """Write a file of jobs."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -120,7 +116,6 @@ class QueueJobs(io.ComfyNode):
         cls, folder: str, model: str, pictures: str = farm.NONE, meshes: str = farm.NONE, paint_model: str = "",
         delight: str = farm.NONE, image_encoder: str = "auto",
     ) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
@@ -130,7 +125,6 @@ class QueueJobs(io.ComfyNode):
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
         delight: str = farm.NONE, image_encoder: str = "auto",
     ) -> io.NodeOutput:
-        """The jobs, and how many they are."""
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder)
@@ -151,14 +145,11 @@ class QueueJobs(io.ComfyNode):
 
     @classmethod
     def queued(cls, jobs: Any, progress: NodeProgress) -> io.NodeOutput:
-        """The outputs, after saying how many jobs there are."""
         progress.finish(f"{len(jobs.keys)} jobs in {jobs.name}.jsonl, {farm.collect(jobs, False, progress).waiting} not done yet")
         return io.NodeOutput(jobs, len(jobs.keys))
 
 
 class Collect(Uncached):
-    """Bring back what jobs made."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -180,20 +171,16 @@ class Collect(Uncached):
 
     @classmethod
     def validate_inputs(cls, folder: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def execute(cls, folder: str, name: str, wait: bool, jobs: Any = None) -> io.NodeOutput:
-        """Videos, their first frames, and the report."""
         progress = NodeProgress(cls.hidden.unique_id)
         jobs = jobs or farm.jobs_named(farm.job_folder(folder), name.strip(), progress.check)
         return results(jobs, farm.collect(jobs, wait, progress), progress)
 
 
 class Farm(Uncached):
-    """Have a Ray cluster render jobs."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -218,8 +205,5 @@ class Farm(Uncached):
 
     @classmethod
     def execute(cls, jobs: Any, address: str) -> io.NodeOutput:
-        """Videos, their first frames, and the report."""
-        from ..host.farm_client import render_at
-
         progress = PaintProgress(cls.hidden.unique_id)  # whose previews are pictures
-        return results(jobs, render_at(address.strip(), jobs, progress), progress)
+        return results(jobs, farm.render_at(address.strip(), jobs, progress), progress)

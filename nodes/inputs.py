@@ -38,7 +38,6 @@ def schema(**given: Any) -> io.Schema:
 
 
 def seed_input() -> Any:
-    """The seed of a sampling's noise."""
     return io.Int.Input(
         "seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True,
         tooltip="The same seed gives the same noise on every device.",
@@ -88,7 +87,6 @@ def sampling_inputs() -> list[Any]:
 
 
 def batch_input() -> Any:
-    """Input for the number of videos that one run samples."""
     return io.Int.Input(
         "batch_size", default=1, min=1, max=MOST_VIDEOS, optional=True, advanced=True,
         tooltip="How many videos to sample, one after the other, with seed, seed + 1 and so on. Takes the memory of one.",
@@ -183,7 +181,6 @@ def weight_inputs() -> list[Any]:
 
 
 def precision_input() -> Any:
-    """Dtypes of the networks."""
     return io.Combo.Input(
         "precision", options=list(precision.CHOICES), default="auto",
         tooltip="auto: what this device runs best; fp16, as published, on GPUs that have it. fp32: "
@@ -193,7 +190,6 @@ def precision_input() -> Any:
 
 
 def offload_input() -> Any:
-    """The time at which weights leave the device."""
     return io.Combo.Input(
         "offload", options=list(offloader.CHOICES), default="auto",
         tooltip="auto: the fastest that fits. "
@@ -203,7 +199,6 @@ def offload_input() -> Any:
 
 
 def attention_input() -> Any:
-    """The kernel of the attentions."""
     return io.Combo.Input(
         "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
         tooltip="Which kernel computes attention, for this pipeline only. "

@@ -1,15 +1,18 @@
-"""The nodes that save and load latents and prompts."""
+"""The nodes that save, load and upscale latents and prompts, and the one that makes the video of a file again."""
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from ..compat.checkpoints.latents import NOT_FINITE
-from ..host import folders, recovery, saved
+from ..host import folders, preview, recovery, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
+from ..host.requests import machine_of
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
+from ..pipelines.jobs import replay
 from ..pipelines.latents import batch, musubi, prompt_files
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
@@ -47,18 +50,14 @@ class Listed(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
-        """Changes when the file changes."""
         return saved.stamp(cls.kind, file)
 
 
 class SaveLatent(io.ComfyNode):
-    """Save video latents."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -82,7 +81,6 @@ class SaveLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
-        """The latents, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         paths = [
             latent_store.save_latent(saved.new_path(filename_prefix), video, progress.notify, not_finite, origin)
@@ -93,8 +91,6 @@ class SaveLatent(io.ComfyNode):
 
 
 class LoadLatent(Listed):
-    """Load video latents."""
-
     kind = "latent"
 
     @classmethod
@@ -120,7 +116,6 @@ class LoadLatent(Listed):
 
     @classmethod
     def execute(cls, file: str, dtype: str = "float32", not_finite: str = "refuse") -> io.NodeOutput:
-        """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
         latent = latent_store.load_latent(saved.file_named("latent", file), progress.notify, not_finite, dtype)
         progress.finish(latent_store.described(latent))
@@ -128,8 +123,6 @@ class LoadLatent(Listed):
 
 
 class RecoverLatents(io.ComfyNode):
-    """Bring kept latents back."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -156,17 +149,14 @@ class RecoverLatents(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, kept: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
-        """Changes when another sampling is the newest."""
         return recovery.stamp(kept)
 
     @classmethod
     def execute(cls, kept: str, pipeline: Any = None) -> io.NodeOutput:
-        """The latents."""
         progress = NodeProgress(cls.hidden.unique_id)
         latent = recovery.load(kept, progress.notify, "" if pipeline is None else pipeline.family)
         progress.finish(latent_store.described(latent))
@@ -174,8 +164,6 @@ class RecoverLatents(io.ComfyNode):
 
 
 class SavePrompt(io.ComfyNode):
-    """Save an encoded prompt."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -197,7 +185,6 @@ class SavePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
-        """The prompt, unchanged."""
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         path = prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)
         progress.finish(saved.shown(path))
@@ -205,8 +192,6 @@ class SavePrompt(io.ComfyNode):
 
 
 class LoadPrompt(Listed):
-    """Load an encoded prompt."""
-
     kind = "prompt"
 
     @classmethod
@@ -227,7 +212,6 @@ class LoadPrompt(Listed):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
-        """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.notify)
         progress.finish(f"{prompt!r}"[1:-1])
@@ -235,8 +219,6 @@ class LoadPrompt(Listed):
 
 
 class SaveMusubiCache(io.ComfyNode):
-    """Save a cache of Musubi Tuner."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -286,7 +268,6 @@ class SaveMusubiCache(io.ComfyNode):
         cls, name: str, latent: Any = None, prompt: Any = None, caption: str = "", dtype: str = "as loaded", image: Any = None,
         window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
-        """Nothing."""
         progress = NodeProgress(cls.hidden.unique_id)
         folder, item = saved.target_folder(name)
         cut = None if image is None else musubi.Cut(image, window, order)
@@ -296,8 +277,6 @@ class SaveMusubiCache(io.ComfyNode):
 
 
 class UpscaleLatents(io.ComfyNode):
-    """Upscale latents for a second pass."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -322,12 +301,10 @@ class UpscaleLatents(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, upscaler: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
-        """The latents at twice the size."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         file, videos = folders.upscaler_file(upscaler), batch.videos_of(latent)
         upscaled = [
@@ -337,3 +314,42 @@ class UpscaleLatents(io.ComfyNode):
         one = upscaled[0]
         progress.finish(f"{one.width}x{one.height}, {one.frames} frames", batch.seeds_of(upscaled))
         return io.NodeOutput(batch.joined(upscaled))
+
+
+class Replay(Listed):
+    kind = saved.SIGNED
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AnyGPUReplay",
+            display_name="AnyGPU Replay",
+            is_dev_only=True,
+            category=FILES,
+            description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents: "
+                        "same model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
+                        "not, what differs between the machines.",
+            search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
+            inputs=[
+                io.Combo.Input(
+                    "file", options=saved.choices(saved.SIGNED),
+                    tooltip="A video or latents that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output(display_name="latent"),
+                io.Video.Output(display_name="video"),
+                io.String.Output(display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, file: str) -> io.NodeOutput:
+        progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
+        made = replay(path, machine_of(path.parent), progress)
+        latents, frames = made.rendered.latents, made.rendered.frames
+        rate = Fraction(latents.fps).limit_denominator(1001)
+        progress.finish(made.text())
+        video = saved.video(frames, rate, made.rendered.receipt)
+        shown = preview.clips([frames], float(rate), cls)
+        return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ui=shown)

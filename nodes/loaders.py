@@ -24,8 +24,6 @@ from .inputs import Pipeline, schema, speed_inputs, weight_inputs
 
 
 class LoadPipeline(io.ComfyNode):
-    """Load a model folder."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         providers = folders.provider_choices()
@@ -96,24 +94,19 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model: str) -> bool:
-        """Always true: a model that is not there is explained when the node runs, with where to get it."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, model: str, base: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
-        """Changes when a file changes that the pipeline is made of, also one of another folder."""
         return folders.stamp(*requests.used_folders(model, base, image_encoder))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
         return load_outputs(requests.folder_request(inputs, trace_file(inputs)), progress)
 
 
 class ComposePipeline(io.ComfyNode):
-    """Build a pipeline from single files."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -191,18 +184,15 @@ class ComposePipeline(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, transformer: str) -> bool:
-        """Always true: a file that is not there is explained when the node runs, with the folders searched."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
-        """Changes when a chosen file changes."""
         files = model_files.stamp_of(**{part: inputs[part] for part in requests.FILES})
         return files + folders.stamp(folders.providers().get(inputs.get("base")))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        """The pipeline."""
         progress = NodeProgress(cls.hidden.unique_id)
         return load_outputs(requests.files_request(inputs, trace_file(inputs)), progress)
 
@@ -229,8 +219,6 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
 
 
 class ApplyLoRA(io.ComfyNode):
-    """Apply a LoRA to a pipeline."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -274,17 +262,14 @@ class ApplyLoRA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, lora: str) -> bool:
-        """Always: a name that is gone gets the error that says what to do."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, lora: str, **_: Any) -> Any:
-        """Changes when the file changes."""
         return folders.stamp(folders.loras().get(lora))
 
     @classmethod
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:
-        """The pipeline with one more LoRA."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         if lora == folders.NONE:
             progress.finish("no LoRA chosen")

@@ -7,7 +7,7 @@ from typing import Any
 from ..compat.device.execution import Checked
 from ..host import memory_manager, meshes, preview
 from ..host.api import io
-from ..host.painting import PaintProgress
+from ..host.progress import PaintProgress
 from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
 from .inputs import Cameras, Paint, schema
 
@@ -17,8 +17,6 @@ PREVIEW_FPS = 12.0  # of the turntable under its node
 
 
 class LoadMesh(io.ComfyNode):
-    """Read a mesh file."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -43,17 +41,14 @@ class LoadMesh(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, mesh_file: str) -> bool:
-        """Always true: a file that is not there is explained when the node runs."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, mesh_file: str, **_: Any) -> Any:
-        """Changes when the file changes."""
         return meshes.file_stamp(mesh_file)
 
     @classmethod
     def execute(cls, mesh_file: str, model_3d: Any = None) -> io.NodeOutput:
-        """The mesh."""
         progress = PaintProgress(cls.hidden.unique_id)
         mesh, notes = meshes.mesh_of_file(mesh_file, model_3d, progress.check)
         progress.finish("\n".join(notes))
@@ -61,8 +56,6 @@ class LoadMesh(io.ComfyNode):
 
 
 class CleanMesh(io.ComfyNode):
-    """Clean a mesh for painting."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -89,7 +82,6 @@ class CleanMesh(io.ComfyNode):
 
     @classmethod
     def execute(cls, mesh: Any, floaters: float, degenerate: bool, broken: bool) -> io.NodeOutput:
-        """The cleaned mesh in its textures; colours and normals of the old one's vertices do not fit it any more."""
         from ..paint.geometry.cleaning import CleanSettings, cleaned
 
         progress = PaintProgress(cls.hidden.unique_id)
@@ -100,8 +92,6 @@ class CleanMesh(io.ComfyNode):
 
 
 class PaintCameras(io.ComfyNode):
-    """Choose the views."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -148,7 +138,6 @@ class PaintCameras(io.ComfyNode):
         cls, choose: str, azimuths: str, elevations: str, weights: str, ortho_scale: float = ORTHO_SCALE, mesh: Any = None,
         max_views: int = 8,
     ) -> io.NodeOutput:
-        """The cameras."""
         from ..paint import texturing
         from ..paint.geometry.cameras import camera_table
 
@@ -161,8 +150,6 @@ class PaintCameras(io.ComfyNode):
 
 
 class RenderViews(io.ComfyNode):
-    """Render the maps that guide painting."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -197,7 +184,6 @@ class RenderViews(io.ComfyNode):
     def execute(
         cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto",
     ) -> io.NodeOutput:
-        """The maps, and the cameras they are of."""
         from ..paint import texturing
 
         progress = PaintProgress(cls.hidden.unique_id)
@@ -210,8 +196,6 @@ class RenderViews(io.ComfyNode):
 
 
 class BakeTexture(io.ComfyNode):
-    """Bake painted views into a texture."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -267,7 +251,6 @@ class BakeTexture(io.ComfyNode):
         cls, mesh: Any, images: Any, cameras: Any, texture_size: int, metallic_roughness: Any = None, form: str = "gather",
         fill: str = "auto", view_size: int = 2048, exact: bool = False,
     ) -> io.NodeOutput:
-        """The mesh in its texture, and the maps."""
         from ..paint import texturing
 
         progress = PaintProgress(cls.hidden.unique_id)
@@ -281,8 +264,6 @@ class BakeTexture(io.ComfyNode):
 
 
 class ProjectPicture(io.ComfyNode):
-    """Put the detail of reference pictures onto a texture."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         sides = {"front": "+Z", "back": "-Z", "left": "-X", "right": "+X"}
@@ -322,7 +303,6 @@ class ProjectPicture(io.ComfyNode):
 
     @classmethod
     def execute(cls, mesh: Any, cameras: Any = None, **given: Any) -> io.NodeOutput:
-        """The mesh with the detail, its base colour, and how much of each texel is a picture's."""
         from ..paint import texturing
         from ..paint.pictures import cut_out
 
@@ -338,8 +318,6 @@ class ProjectPicture(io.ComfyNode):
 
 
 class RenderTurntable(io.ComfyNode):
-    """Render a mesh through one full turn."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -369,7 +347,6 @@ class RenderTurntable(io.ComfyNode):
     def execute(
         cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None,
     ) -> io.NodeOutput:
-        """The pictures, with those of the mesh before beside them."""
         import torch
 
         from ..paint import texturing

@@ -7,9 +7,9 @@ from typing import Any
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.transforms.compile import MOST_CACHED
-from ..host import folders, memory_manager, meshes, painting, preview
+from ..host import folders, memory_manager, meshes, preview
 from ..host.api import GraphBuilder, io
-from ..host.painting import PaintProgress
+from ..host.progress import PaintProgress, saved_views
 from ..host.requests import adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
@@ -33,12 +33,10 @@ LICENCE = (
 
 
 def steps_input() -> Any:
-    """Denoising steps of the views."""
     return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15, MV-Adapter 50. " + DEFAULT)
 
 
 def word_inputs() -> list[Any]:
-    """The prompts of MV-Adapter."""
     return [
         io.String.Input(
             "prompt", default="", multiline=True, optional=True,
@@ -60,8 +58,6 @@ def vision_input() -> Any:
 
 
 class LoadPaintPipeline(io.ComfyNode):
-    """Load a Hunyuan3D paint or delight model."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         providers = folders.paint_provider_choices()
@@ -116,17 +112,14 @@ class LoadPaintPipeline(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model: str) -> bool:
-        """Always true: a model that is not there is explained when the node runs, with where to get it."""
         return True
 
     @classmethod
     def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
-        """Changes when the files of the model, or of a folder that provides a part, change."""
         return folders.stamp(folders.paint_models().get(model), *map(folders.paint_providers().get, (vae, image_encoder)))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        """The pipeline."""
         from ..paint.loading import load_paint
 
         progress = PaintProgress(cls.hidden.unique_id)
@@ -136,8 +129,6 @@ class LoadPaintPipeline(io.ComfyNode):
 
 
 class LoadMVAdapter(io.ComfyNode):
-    """Load MV-Adapter on a checkpoint of Stable Diffusion."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -184,20 +175,17 @@ class LoadMVAdapter(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model: str, adapter: str) -> bool:
-        """Always true: a file that is not there is explained when the node runs, with where to get it."""
         return True
 
     @classmethod
     def fingerprint_inputs(
         cls, model: str, adapter: str, lora: str = folders.NONE, vae: str = folders.AUTO, **_: Any,
     ) -> Any:
-        """Changes when a file of the model, of the adapter or of the LoRA changes."""
         found = (folders.base_models().get(model), folders.adapters().get(adapter), folders.loras().get(lora))
         return folders.stamp(*found, folders.paint_providers().get(vae))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        """The pipeline."""
         from ..paint.adapter_loading import load_adapter
 
         progress = PaintProgress(cls.hidden.unique_id)
@@ -207,8 +195,6 @@ class LoadMVAdapter(io.ComfyNode):
 
 
 class DelightImage(io.ComfyNode):
-    """Remove light and shadow from a picture."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -263,7 +249,6 @@ class DelightImage(io.ComfyNode):
     def execute(
         cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any,
     ) -> io.NodeOutput:
-        """The pictures in even light."""
         from ..paint.pictures import cut_out
         from ..paint.sampling.delight import DelightSettings, delight_images
 
@@ -276,8 +261,6 @@ class DelightImage(io.ComfyNode):
 
 
 class PaintViews(io.ComfyNode):
-    """Paint the views."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -354,7 +337,6 @@ class PaintViews(io.ComfyNode):
         image: Any = None, mask: Any = None, latent: Any = None, clip_vision_output: Any = None, sigmas: Any = None,
         prompt: str = "", negative_prompt: str = NEGATIVE, **settings: Any,
     ) -> io.NodeOutput:
-        """The painted views, and their latents."""
         from ..paint import texturing
         from ..paint.sampling.delight import DelightSettings
         from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, to_latent
@@ -374,8 +356,6 @@ class PaintViews(io.ComfyNode):
 
 
 class TextureMesh(io.ComfyNode):
-    """From a mesh and a picture to a textured mesh."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -428,7 +408,6 @@ class TextureMesh(io.ComfyNode):
         image: Any = None, mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
         prompt: str = "", negative_prompt: str = NEGATIVE,
     ) -> io.NodeOutput:
-        """The textured mesh and its maps; where UVs are missing, the same node behind core's Unwrap Mesh."""
         from ..paint import texturing
         from ..paint.sampling.painting import PaintSettings
 
@@ -440,17 +419,13 @@ class TextureMesh(io.ComfyNode):
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
         given = (meshes.from_core(mesh), pictures_for(pipeline, image, mask), pipeline, delight)
-        texture, painted, _ = texturing.textured(*given, settings, progress, dino, painting.saved_views)
+        texture, painted, _ = texturing.textured(*given, settings, progress, dino, saved_views)
         progress.finish("\n".join(texture.notes))
         return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
 
 
 def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
-    """The pictures of an input; none where words alone are painted after.
-
-    Raises:
-        InputError: none for a pipeline that needs one.
-    """
+    """The pictures of an input, none for MV-Adapter tg2mv; InputError where another pipeline has none."""
     from ..paint.pictures import cut_out
 
     if image is None and pipeline.variant != TG2MV:
@@ -463,11 +438,7 @@ def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
 
 
 def unwrapped_first(given: dict[str, Any]) -> io.NodeOutput:
-    """Core's Unwrap Mesh and behind it a second Texture Mesh, run in place of the first.
-
-    Args:
-        given: inputs of the first as the prompt has them: links stay links, so that ComfyUI's cache knows them.
-    """
+    """Core's Unwrap Mesh and behind it a second Texture Mesh; ``given`` are the first's inputs in the prompt."""
     graph = GraphBuilder()
     values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
     unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)

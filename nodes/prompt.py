@@ -16,8 +16,6 @@ from .inputs import DEFAULT, SEED_LIMIT, Image, Pipeline, Prompt, schema, size_i
 
 
 class EncodePrompt(io.ComfyNode):
-    """Encode prompt and negative prompt."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -66,7 +64,6 @@ class EncodePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Any, section_prompts: str = "", **texts: Any) -> io.NodeOutput:
-        """The prompt."""
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
         texts = own_inputs(pipeline, {**texts, "sections": sections}, progress.notify)
@@ -76,8 +73,6 @@ class EncodePrompt(io.ComfyNode):
 
 
 class ImageConditioning(io.ComfyNode):
-    """Put an encoded image into core's conditioning."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -101,13 +96,10 @@ class ImageConditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, positive: Any, negative: Any, image: Any) -> io.NodeOutput:
-        """Both conditionings with the picture in them."""
         return io.NodeOutput(core_models.pictured(positive, image), core_models.pictured(negative, image))
 
 
 class EncodeImage(io.ComfyNode):
-    """Encode a start, end or in-between image."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -159,7 +151,6 @@ class EncodeImage(io.ComfyNode):
     def execute(
         cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, **settings: Any,
     ) -> io.NodeOutput:
-        """The condition and the size it was fitted to."""
         progress = NodeProgress(cls.hidden.unique_id)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
@@ -170,8 +161,6 @@ class EncodeImage(io.ComfyNode):
 
 
 class EncodeVideo(io.ComfyNode):
-    """Encode a video to start a sampling from."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -196,7 +185,6 @@ class EncodeVideo(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Any, images: Any, width: int, height: int, fit: str, seed: int) -> io.NodeOutput:
-        """The latents."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         chosen = {"images": images, "width": width, "height": height, "fit": fit}
         chosen = own_inputs(pipeline, chosen, progress.notify)

@@ -30,8 +30,6 @@ class Uncached(io.ComfyNode):
 
 
 class HardwareReport(Uncached):
-    """Report what this machine can do, and the decisions on it."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -59,7 +57,6 @@ class HardwareReport(Uncached):
 
     @classmethod
     def execute(cls, check: bool, ask_again: bool = False) -> io.NodeOutput:
-        """The report as text and as a table."""
         progress = NodeProgress(cls.hidden.unique_id)
         device, state = memory_manager.compute_device(), folders.state_folder()
         report = reports.hardware_report(device, state, ask_again)
@@ -82,8 +79,6 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
 
 
 class MemoryPlan(Uncached):
-    """Forecast the memory of a run."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -116,7 +111,6 @@ class MemoryPlan(Uncached):
 
     @classmethod
     def execute(cls, pipeline: Any, width: int, height: int, frames: int, guided: bool = False) -> io.NodeOutput:
-        """The forecast as text and as bars."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         if pipeline.family in KINDS:
             text, bars = paint_plan(pipeline, width, frames, guided)
@@ -129,8 +123,6 @@ class MemoryPlan(Uncached):
 
 
 class DownloadModel(Uncached):
-    """Fetch a published model."""
-
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -162,7 +154,6 @@ class DownloadModel(Uncached):
 
     @classmethod
     def execute(cls, model: str, download: str) -> io.NodeOutput:
-        """The folder of the model."""
         progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
         card = memory_manager.compute_device()
         total = 0 if card.type == "cpu" else facts_for(card).total_bytes

@@ -93,7 +93,7 @@ def test_an_input_that_is_left_out_has_the_default_of_its_widget(core: ComfyUI) 
 
 def test_the_chain_of_nodes_gives_what_the_stages_give(core: ComfyUI, loaded, latent, tiny_folder: Path) -> None:
     shown = core.run("Decode", pipeline=loaded[0], latent=latent)
-    run = core.module("host.server.runs").last_run()["nodes"][small_comfyui.ComfyNode.hidden.unique_id]
+    run = core.module("host.server.panel").last_run()["nodes"][small_comfyui.ComfyNode.hidden.unique_id]
     assert run["done"] and 0 < sum(run["stages"].values()) <= run["seconds"] + 1e-6 and min(run["stages"].values()) >= 0
     assert "64x64, 9 frames" in core.said and all(window == "window" for _, window in core.messages.texts)
     ours = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))

@@ -42,7 +42,7 @@ from paint import mv_stored, stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
 STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
-SERVER = ("routes", "forecast", "panel", "runs")
+SERVER = ("routes", "forecast", "panel")
 TRAVERSALS = [
     "../../etc/passwd", "..\\..\\secret", "/etc/passwd", "%2e%2e%2fsecret", "a/../../b", "C:\\x", "\0", "", ".",
 ]  # fmt: skip
@@ -122,7 +122,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     vars(host).update(memory_manager=memory, recovery=kept, model_files=files)
     yield Pack(
         routes=importlib.import_module("anygpu.host.server.routes"),
-        runs=importlib.import_module("anygpu.host.server.runs"),
+        panel=importlib.import_module("anygpu.host.server.panel"),
         queue=queue,
         server=server,
         home=tmp_path,
@@ -648,8 +648,8 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
         return [cost["stage"] for cost in found["costs"]]
 
     spent("text", "sampling")
-    monkeypatch.setattr(pack.runs, "get_executing_context", lambda: SimpleNamespace(prompt_id="the next"))
-    pack.runs.NodeRun("5")
+    monkeypatch.setattr(pack.panel, "get_executing_context", lambda: SimpleNamespace(prompt_id="the next"))
+    pack.panel.NodeRun("5")
     assert told() == []
     spent("decoding")
     assert told() == ["decoding"]
@@ -658,11 +658,11 @@ def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, 
 
 
 def test_the_last_run_is_told_stage_by_stage(pack):
-    first = pack.runs.NodeRun("5")
+    first = pack.panel.NodeRun("5")
     first.step("sampling")
     first.entry["said"].append("rounded")
     first.finish("done")
-    pack.runs.NodeRun("6").step("decoding")
+    pack.panel.NodeRun("6").step("decoding")
     status, found, _ = pack.ask("GET", "/anygpu/run")
     assert status == 200 and found["nodes"].keys() == {"5", "6"}
     assert found["nodes"]["5"]["status"] == "done" and found["nodes"]["5"]["said"] == ["rounded"]
@@ -672,9 +672,9 @@ def test_the_last_run_is_told_stage_by_stage(pack):
 
 def test_the_last_run_of_another_window_is_not_told(pack, monkeypatch):
     """Its nodes have the numbers of other nodes here; who names no window is told all the same."""
-    monkeypatch.setattr(pack.runs, "get_executing_context", lambda: SimpleNamespace(prompt_id="prompt"))
+    monkeypatch.setattr(pack.panel, "get_executing_context", lambda: SimpleNamespace(prompt_id="prompt"))
     pack.server.client_id = "window"
-    pack.runs.NodeRun("5").finish("done")
+    pack.panel.NodeRun("5").finish("done")
     for query, nodes in (("", {"5"}), ("?client_id=window", {"5"}), ("?client_id=another", set())):
         _, found, _ = pack.ask("GET", f"/anygpu/run{query}")
         assert found["nodes"].keys() == nodes, query
@@ -717,11 +717,11 @@ def test_routes_are_added_once(pack):
 
 
 def test_a_run_that_is_cut_short_is_not_running_for_ever(pack):
-    sampling = pack.runs.NodeRun("5")
+    sampling = pack.panel.NodeRun("5")
     sampling.at("sampling 61/200")
-    entry = pack.runs.stop("5", "cancelled")
+    entry = pack.panel.stop("5", "cancelled")
     assert entry["status"] == "cancelled at sampling 61/200" and entry["done"]
     _, told, _ = pack.ask("GET", "/anygpu/run")
     assert told["nodes"]["5"]["done"] and told["nodes"]["5"]["status"] == entry["status"]
-    assert pack.runs.stop("5", "cancelled") is None, "it has ended already"
-    assert pack.runs.stop("6", "cancelled") is None, "it has not run"
+    assert pack.panel.stop("5", "cancelled") is None, "it has ended already"
+    assert pack.panel.stop("6", "cancelled") is None, "it has not run"

@@ -1,7 +1,7 @@
 """Core's attention calls: with fp16 operands where those are near enough, in exact chunks where torch has no kernel.
 
-Each call is decided by the kernel that computes it. Core's own functions build scores in the dtype of their operands:
-none is given fp16 operands that we have made. Torch's fused kernel is, where torch says that it has one.
+Core's own functions build scores in the dtype of their operands, so none is given fp16 operands that we have made;
+torch's fused kernel is, where torch says that it has one.
 """
 
 from __future__ import annotations
@@ -64,23 +64,14 @@ class Preference:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOverride:
-    """The attention that core calls in the place of its own function.
+    """The attention that core calls in the place of its own function."""
 
-    Args:
-        attention: computes where torch has no fused kernel.
-        safe: whether fp32 operands go to a kernel as fp16, where that is near to fp32.
-        before: the override that another node has set, which then is the kernel.
-        counts: counts the calls, where that is wanted.
-        preference: the kernel that the running layer prefers.
-        refused: called for operands that have no fp16 form.
-    """
-
-    attention: Attention
-    safe: bool
-    before: Callable[..., Tensor] | None = None
+    attention: Attention  # computes where torch has no fused kernel
+    safe: bool  # whether fp32 operands go to a kernel as fp16, where that is near to fp32
+    before: Callable[..., Tensor] | None = None  # the override that another node has set, which then is the kernel
     counts: Counts | None = None
-    preference: Preference = field(default_factory=Preference)
-    refused: Callable[[], None] | None = None
+    preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
+    refused: Callable[[], None] | None = None  # called for operands that have no fp16 form
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -95,11 +86,7 @@ class AttentionOverride:
 
     @property
     def container_function(self) -> Callable[..., Tensor]:
-        """The function for operands in containers, which only comfy-kitchen's kernel empties one by one.
-
-        Raises:
-            AttributeError: another kernel computes; core then unpacks them for us.
-        """
+        """The function for operands in containers; AttributeError, at which core unpacks them, for other kernels."""
         asked = self.before or self.preference.function or core_attention.optimized_attention
         if not _is_int8(asked):
             raise AttributeError("container_function")
@@ -199,16 +186,11 @@ def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands
 
 @dataclass(frozen=True, slots=True)
 class AttentionOnRequest:
-    """Exact attention in fp32 for layers under a repair that asks for it, whichever kernel core has; else core's own.
-
-    Args:
-        before: as in :class:`AttentionOverride`.
-    """
+    """Exact attention in fp32 for layers under a repair that asks for it, whichever kernel core has; else core's."""
 
     before: Callable[..., Tensor] | None = None
 
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The result of ``func`` for core's arguments."""
         if not other_attention_asked():
             kernel = func if self.before is None else functools.partial(self.before, func)
             return kernel(*args, **kwargs)
@@ -219,11 +201,7 @@ class AttentionOnRequest:
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of core's call of a network with another attention in a copy of its options.
-
-    Args:
-        make: the attention, from the one that another node has set or None.
-    """
+    """The arguments of core's call of a network, with the attention that ``make`` returns for the one in force."""
     given, named = list(args), dict(kwargs)
     # Core's options are the only dictionary with the wrappers in it.
     place = next((index for index, value in enumerate(given) if isinstance(value, dict) and "wrappers" in value), None)
@@ -238,20 +216,14 @@ def with_override(
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The operands of one call as (B, H, N, D), and how its result is laid out.
-
-    Args:
-        mask: broadcast to (B, H, N, M), or None.
-        gain: what queries are multiplied by for another scale than usual.
-        split: whether the caller wants (B, H, N, D) back instead of (B, N, H * D).
-    """
+    """The operands of one call as (B, H, N, D)."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    gain: float
-    split: bool
+    mask: Tensor | None  # broadcast to (B, H, N, M)
+    gain: float  # what queries are multiplied by for another scale than usual
+    split: bool  # whether the caller wants (B, H, N, D) back instead of (B, N, H * D)
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]) -> Heads:
@@ -288,7 +260,6 @@ class Heads:
         return self.merged(attention(query if self.gain == 1.0 else query * self.gain, key, value, mask))
 
     def merged(self, result: Tensor) -> Tensor:
-        """The result in the caller's layout."""
         return result if self.split else result.transpose(1, 2).flatten(2)
 
 

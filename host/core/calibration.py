@@ -1,8 +1,7 @@
 """Plain fp16 for the blocks of a network that leave it eight times of room, as one step in safe fp16 has measured.
 
-Core computes the network in fp16 then. A block without that room is given fp32, in which its layers are safe but for
-those that leave it, and its output is narrowed where that does. What comes out of each block is looked at once a step:
-beyond the room, the step is computed again in safe fp16, and what is kept is corrected.
+A block without that room is given fp32, in which its layers are safe but for those that leave it. The output of each
+block is looked at once a step: beyond the room, the step is computed again in safe fp16, and the sizes are corrected.
 """
 
 from __future__ import annotations
@@ -41,20 +40,13 @@ NETWORK = "the network"  # the name under which a network's own inputs are kept
 
 @dataclass
 class ValueSizes:
-    """Sizes of the values of one block, or of one layer in it.
+    """Sizes of the values of one block, or of one layer in it."""
 
-    Args:
-        share: the part of fp16's range that the largest value inside needs with the room; at most 1 fits.
-        output: the largest value that comes out.
-        least: the largest value of the smallest row that comes out.
-    """
-
-    share: float = 0.0
-    output: float = 0.0
-    least: float = math.inf
+    share: float = 0.0  # of fp16's range that the largest value inside needs with the room; at most 1 fits
+    output: float = 0.0  # the largest value that comes out
+    least: float = math.inf  # the largest value of the smallest row that comes out
 
     def take(self, kind: str, value: float) -> None:
-        """Take in another measurement."""
         setattr(self, kind, (min if kind == "least" else max)(getattr(self, kind), value))
 
 
@@ -74,17 +66,11 @@ class MeasuredBlock:
 
 @dataclass
 class Calibration:
-    """The sizes of one network with one set of weights on one device, and the runs that measure and trust them.
+    """The sizes of one network with one set of weights on one device, and the runs that measure and trust them."""
 
-    Args:
-        path: the file that keeps them; None for memory alone.
-        convolutions: whether 1-D and 2-D convolutions in fp16 are right here.
-        sizes: by block, by layer, and of the network's inputs.
-    """
-
-    path: Path | None
-    convolutions: bool
-    sizes: dict[str, ValueSizes] = field(default_factory=dict)
+    path: Path | None  # the file that keeps them
+    convolutions: bool  # whether 1-D and 2-D convolutions in fp16 are right here
+    sizes: dict[str, ValueSizes] = field(default_factory=dict)  # by block, by layer, and of the network's inputs
     _blocks: list[MeasuredBlock] = field(default_factory=list)
     _running: str = NETWORK
     _refused: set[str] = field(default_factory=set)
@@ -192,7 +178,6 @@ class Calibration:
         return True
 
     def write(self) -> None:
-        """Keep the sizes for later sessions."""
         if self.path is None:
             return
         try:
@@ -202,13 +187,7 @@ class Calibration:
 
 
 def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
-    """The file with the sizes of a MODEL; None where it comes from no file.
-
-    Args:
-        patcher: the MODEL, with its LoRAs.
-        folder: the pack's own; None for none.
-        machine: what stands for device, driver and torch.
-    """
+    """The file with the sizes of a MODEL and its LoRAs on ``machine``: device, driver, torch. None without one."""
     made = patcher.cached_patcher_init
     source = made[1][0] if made and made[1] else None
     if folder is None or not isinstance(source, str):
@@ -246,7 +225,7 @@ def _narrows(layer: Any) -> bool:
 
 
 def _floats(values: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments or results of a call that may leave fp16's range."""
+    """Tensors in arguments or results that may leave fp16's range."""
     if isinstance(values, (list, tuple)):
         for value in values:
             yield from _floats(value)

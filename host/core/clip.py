@@ -1,7 +1,6 @@
 """AnyGPU Fit CLIP: core's text encoders with attention that fits, and in safe fp16 where the user asks for it.
 
-Core runs no wrapper around text encoders, so layers are patched when ComfyUI loads the fitted copy and put back when it
-loads another one.
+Core runs no wrapper around them: layers are patched while ComfyUI has the fitted copy loaded.
 """
 
 from __future__ import annotations
@@ -96,10 +95,7 @@ class FittedEncoder:
 
 
 class FittedCLIP(CLIP):
-    """A CLIP that computes with the encoders that its patcher loads.
-
-    Core's own keeps those it began with, also where Select CLIP Device gave it a patcher with others on another device.
-    """
+    """A CLIP that computes with the encoders of its patcher, also after Select CLIP Device gave it others."""
 
     @property
     def cond_stage_model(self) -> Any:
@@ -111,7 +107,6 @@ class FittedCLIP(CLIP):
         """Nothing: core's clone passes on what it began with."""
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
-        """Clone as core does, into this class."""
         return of_fitted_class(super().clone(*args, **kwargs))
 
 
@@ -137,11 +132,7 @@ def fit_clip(
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
-    Args:
-        clip: a CLIP.
-        precision, attention: as on the node.
-        machine: what is known of the device; None asks the one that the encoders load on.
-        tell: takes a line, once the first prompt's calls have been counted.
+    ``tell`` takes a line once the first prompt's calls have been counted.
 
     Raises:
         InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.

@@ -24,19 +24,12 @@ PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__",
 
 @dataclass
 class Counts:
-    """The layers and attention calls of one call of a network.
+    """The layers and attention calls of one call of a network."""
 
-    Args:
-        layers: how each layer was computed that was called.
-        ways: how often attention that reached us was computed in which way.
-        attention: the number of all calls of attention: core's, and torch's own outside them.
-        complete: whether all calls were seen; False under another profiler.
-    """
-
-    layers: dict[nn.Module, str] = field(default_factory=dict)
-    ways: Counter[str] = field(default_factory=Counter)
-    attention: int = 0
-    complete: bool = False
+    layers: dict[nn.Module, str] = field(default_factory=dict)  # how each layer was computed that was called
+    ways: Counter[str] = field(default_factory=Counter)  # how often attention that reached us was computed in which way
+    attention: int = 0  # all calls of attention: core's, and torch's own outside them
+    complete: bool = False  # whether all calls were seen; False under another profiler
     _depth: int = 0
 
     @property
@@ -66,11 +59,7 @@ class Counts:
 
     @contextmanager
     def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
-        """Count the calls of this thread inside the block, those of attention too that reach no override.
-
-        Args:
-            left: the layers that are left alone, and why.
-        """
+        """Count this thread's calls inside the block, also of attention past the override; ``left`` has reasons."""
         hooks = [layer.register_forward_pre_hook(functools.partial(self._left, why)) for layer, why in left.items()]
         self.complete = sys.getprofile() is None
 

@@ -1,7 +1,6 @@
-"""Core's Linear, Conv1d and Conv2d layers in safe fp16: products of fp16 operands around core's own fp32 stream.
+"""Core's layers as a device can compute them: Linear, Conv1d and Conv2d in safe fp16, Conv3d in the form that works.
 
-Only layers are touched, and only while the network runs: what patched blocks or signatures broke at every release of
-ComfyUI. Weights come through core's own cast, so LoRAs, streaming and packed weights come with them.
+Only layers are touched, and only while the network runs. Weights come through core's own cast, with LoRAs and packing.
 """
 
 from __future__ import annotations
@@ -22,15 +21,49 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
+from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
+from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
+from ...compat.transforms.conv3d_methods import convolve, padded
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
-from .convolutions import HOOK
 from .counts import COUNTS, PLAIN, SAFE, Counts, note_call
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
 from .packed import is_native
 
+HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights
 FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
 FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
+
+
+@dataclass(frozen=True, slots=True)
+class ConvForward:
+    """In the place of a layer's ``_conv_forward``: the same sums by the implementation that was chosen.
+
+    It is given the weights, so copies of a patcher for other devices can share it.
+    """
+
+    layer: nn.Module
+    choice: Conv3dChoice
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Convolve; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
+        if autopad == "causal_zero":
+            weight = weight[:, :, -x.shape[2] :]
+        edges, mode = own_edges(self.layer)
+        x = x if edges is None else padded(x, edges, mode)
+        return convolve(self.choice.form, x, weight, bias, geometry_of(self.layer), self.choice.chunk_bytes)
+
+
+def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> Iterator[tuple[str, ConvForward]]:
+    """(name, what replaces its ``_conv_forward``) of each 3-D convolution that is not best left alone in ``dtype``."""
+    for name, layer in network.named_modules():
+        if not isinstance(layer, nn.Conv3d) or HOOK in layer.__dict__ or not is_own_convolution(layer):
+            continue
+        choice = choose(layer_of(name, layer, dtype))
+        if choice is not None:
+            yield name, ConvForward(layer, choice)
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -146,15 +179,10 @@ def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
 
 @dataclass
 class SafeLayers:
-    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call.
+    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call."""
 
-    Args:
-        fp32_output: whether a GEMM of fp16 operands can come out in fp32.
-        convolutions: whether convolutions in fp16 are right here; they stay in fp32 where not.
-    """
-
-    fp32_output: bool
-    convolutions: bool
+    fp32_output: bool  # whether a GEMM of fp16 operands can come out in fp32
+    convolutions: bool  # whether those in fp16 are right here; they stay in fp32 where not
     version: Any = None  # of the weights by which reaches were measured
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
@@ -186,11 +214,7 @@ class SafeLayers:
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The layers in safe fp16 inside the block; one whose forward another node has replaced is left.
-
-        Args:
-            counts: counts the calls of the layers, where that is wanted.
-        """
+        """The layers in safe fp16 inside the block, but for those whose forward another node has replaced."""
         patched = self.free
         counted = {} if counts is None else {COUNTS: counts}
         try:

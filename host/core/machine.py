@@ -36,15 +36,10 @@ TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that one device has for one dtype.
+    """The kernels that one device has for one dtype."""
 
-    Args:
-        attention: that ``auto`` gives operands of it.
-        fused: whether torch has a fused kernel for it that is right here, with a mask too.
-    """
-
-    attention: Attention
-    fused: bool
+    attention: Attention  # that ``auto`` gives operands of it
+    fused: bool  # whether torch has a fused kernel for it that is right here, with a mask too
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,6 @@ class ModelDevice:
 
     @cached_property
     def abilities(self) -> Abilities:
-        """Operations that this device can be relied on for."""
         return abilities_of(self.facts, self.probes)
 
     @cached_property
@@ -81,14 +75,12 @@ class ModelDevice:
 
     @cached_property
     def guard(self) -> Any:
-        """The guard of runs; None on a CPU."""
         from ...compat.transforms.guard import guard_of
 
         return guard_of(self.probes, self.facts.device)
 
     @cached_property
     def calls(self) -> Any:
-        """The calls of torch that need another form here; None for none."""
         from ...compat.transforms.plain_calls import plain_calls
 
         return plain_calls(policy_for(self.facts))
@@ -133,25 +125,16 @@ def machine_of(device: Any) -> ModelDevice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings chosen for a model here, and the reasons.
+    """Settings chosen for a model here, and the reasons."""
 
-    Args:
-        safe: products and attention in fp16 around a stream in fp32.
-        plain: whether blocks whose values leave the room are computed in plain fp16 instead.
-        dtype: which core is to compute in; None for the one that it has chosen.
-        attention: takes over calls for which torch has no fused kernel; None where there are none.
-        decisions: for people, also about what is left as it is.
-    """
-
-    safe: bool = False
-    dtype: torch.dtype | None = None
-    attention: Attention | None = None
-    decisions: Sequence[Decision] = field(default_factory=tuple)
-    plain: bool = False
+    safe: bool = False  # products and attention in fp16 around a stream in fp32
+    dtype: torch.dtype | None = None  # for core to compute in; None for its own choice
+    attention: Attention | None = None  # for calls without a fused kernel
+    decisions: Sequence[Decision] = field(default_factory=tuple)  # for people, also about what is left as it is
+    plain: bool = False  # in plain fp16 instead where a block's values leave the room
 
     @property
     def needed(self) -> bool:
-        """True if anything is to be changed."""
         return self.safe or self.dtype is not None or self.attention is not None
 
 
@@ -163,12 +146,9 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of one of core's transformers.
+    """Choose the settings of one of core's transformers, which core computes in ``dtype``.
 
     Args:
-        dtype: in which core computes it.
-        precision: one of ``offered``.
-        attention: one of :data:`ATTENTIONS`.
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
         offered: the precisions that the node lets people choose.
 

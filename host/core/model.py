@@ -1,7 +1,6 @@
 """AnyGPU Fit Model: what a loader of core's made, given back so that it runs well on this device.
 
-Everything happens in one wrapper around the call of the network: it patches layers for the length of that call and
-leaves nothing behind, so a clone, a save, a merge or an unload finds the model as it was.
+One wrapper around the call of the network patches layers for the length of that call and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -29,9 +28,18 @@ from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, Preference, with_override
 from .calibration import Calibration, kept_at
-from .convolutions import HOOK, conv_forwards
 from .counts import Counts
-from .layers import ByNetwork, SafeLayers, left_alone, left_of, reached_by_safe, takes_fp16, unfit_for_safe
+from .layers import (
+    HOOK,
+    ByNetwork,
+    SafeLayers,
+    conv_forwards,
+    left_alone,
+    left_of,
+    reached_by_safe,
+    takes_fp16,
+    unfit_for_safe,
+)
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit
@@ -74,40 +82,24 @@ class NetworkCall:
 
 @dataclass
 class Seen:
-    """Facts about one network.
+    """Facts about one network."""
 
-    Args:
-        layers: its layers in safe fp16.
-        counted: whether a call of it has been counted and reported.
-        casts: whether that showed a stream that it casts by itself.
-        reached: whether plain fp16 can be had: layers take it, and every call of attention was seen to reach us.
-        calibration: the sizes of its values with the weights of ``version``, or None.
-    """
-
-    layers: SafeLayers
-    counted: bool = False
-    casts: bool = False
-    reached: bool = True
-    calibration: Calibration | None = None
+    layers: SafeLayers  # in safe fp16
+    counted: bool = False  # whether a call of it has been counted and reported
+    casts: bool = False  # whether that showed a stream that it casts by itself
+    reached: bool = True  # whether plain fp16 can be had: layers take it, and all attention reaches us
+    calibration: Calibration | None = None  # the sizes of its values with the weights of ``version``
     version: Any = None
 
 
 @dataclass(frozen=True)
 class FittedNetwork:
-    """The wrapper around core's call of a network.
-
-    Args:
-        fit: what the network is given.
-        machine: the device.
-        loaded: the dtype in which core computes it without us; None where that is the dtype of its weights.
-        tell: takes the line that says what the first call did, and one for each packed product that failed.
-        packed: the paths of its packed layers.
-    """
+    """The wrapper around core's call of a network."""
 
     fit: Fit
     machine: ModelDevice
-    loaded: torch.dtype | None = None
-    tell: Callable[[str], None] = log.info
+    loaded: torch.dtype | None = None  # the dtype in which core computes it without us; None: that of its weights
+    tell: Callable[[str], None] = log.info  # takes what the first call did, and each failed packed product
     packed: PackedFit = field(default_factory=PackedFit)
     attached: ByNetwork = field(default_factory=ByNetwork)
     seen: ByNetwork = field(default_factory=ByNetwork)
@@ -223,7 +215,6 @@ class FittedNetwork:
             return call.executor(*given, **named)
 
     def put_on(self, model: Any) -> None:
-        """Have ``model`` call this wrapper, and whatever comes before the call take its path."""
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self)
         model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, self.attach)
         model.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, self.detach)
@@ -234,7 +225,6 @@ class FittedNetwork:
         self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
 
     def detach(self, patcher: Any) -> None:
-        """Detach them after it, however it ended."""
         self.attached.pop(_plain(patcher.model.diffusion_model), Undo()).restore()
 
     @contextmanager
@@ -264,13 +254,7 @@ def fit_model(
 ) -> tuple[Any, Sequence[Decision]]:
     """``model`` fitted to its device, and what was decided; the very object where nothing is needed.
 
-    A fit that ``model`` already has is taken back first.
-
-    Args:
-        model: a MODEL.
-        precision, attention, keep_latents, packed_layers: as on the node.
-        machine: what is known of the device; None asks the one that the model loads on.
-        tell: takes a line, once the first call of the network has been counted.
+    A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
 
     Raises:
         InputError: no MODEL. UnsupportedError: an explicit choice that cannot be had here.
@@ -333,12 +317,7 @@ def _why_as_it_is(model: Any) -> str:
 def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
-    """Run :func:`fit_for` on a network parts of which may belong to other packs.
-
-    Args:
-        dtype: in which core computes it.
-        left: why ``auto`` leaves it as loaded; empty where it does not.
-    """
+    """Run :func:`fit_for` on a network with parts of other packs; ``left``: why ``auto`` leaves it as loaded."""
     if precision == SAFE and not reached_by_safe(network):
         why = "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
@@ -362,25 +341,16 @@ MISSING = object()
 
 @dataclass(frozen=True)
 class Before:
-    """Settings of a MODEL before a fit, apart from the fit's own wrappers, so that a later fit can restore them.
+    """Settings of a MODEL before a fit, apart from the fit's own wrappers, so that a later fit can restore them."""
 
-    Args:
-        dtype: the compute dtype that it set.
-        patched: the one that was set before, or :data:`MISSING`.
-        forced: whether weights were cast before.
-        copy: the network with other weights that it made.
-        network: the one before that, with what core keeps of its weights.
-    """
-
-    dtype: torch.dtype | None
-    patched: Any
-    forced: bool
-    copy: nn.Module | None = None
-    network: Any = None
+    dtype: torch.dtype | None  # that the fit computes in
+    patched: Any  # the one that was set before, or :data:`MISSING`
+    forced: bool  # whether weights were cast before
+    copy: nn.Module | None = None  # the network with other weights that it made
+    network: Any = None  # the one before that, with what core keeps of its weights
 
     @classmethod
     def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
-        """Record the settings before ``fit``; ``sound`` is the clone with other weights, or None."""
         patched = model.object_patches.get(CAST, MISSING)
         if sound is None:
             return cls(fit.dtype, patched, model.force_cast_weights)
@@ -409,11 +379,7 @@ def _unfitted(fitted: Any) -> Any:
 
 
 def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> None:
-    """Have core compute in ``dtype``, as its own node does; None leaves its choice.
-
-    Core would unpack every packed layer for it. Those cast to the dtype of their input anyway, and so do the layers
-    beside them, so there it is enough to name the dtype.
-    """
+    """Have core compute in ``dtype``, as its own node does, but without unpacking packed layers."""
     if dtype is None:
         return
     if any(getattr(module, "layout_type", None) is not None for module in network.modules()):
@@ -442,12 +408,7 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
 
 
 def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
-    """A clone whose bf16 weights were cast on the host, or whose float8 ones became others; None if it cannot be had.
-
-    Args:
-        safe: whether matrices in fp16 are wanted.
-        damaged, float8: whether the device changes bf16, and whether it has float8.
-    """
+    """A clone whose bf16 weights were cast on the host, or whose float8 ones became others; None if there is none."""
 
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and is_linear(module) and weight.ndim > 1

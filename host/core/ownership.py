@@ -1,7 +1,7 @@
 """Layers of a network that are core's or torch's own, so that ours may replace them, and those left alone.
 
-Other packs subclass core's layers, keep another class name, or put packed bytes where core has values. Names tell
-nothing: what counts is where the functions that compute a layer were defined, and what its weight is.
+Other packs subclass core's layers, keep class names, or hold packed bytes where core has values: what counts is where
+the functions that compute a layer were defined, and what its weight is.
 """
 
 from __future__ import annotations
@@ -57,10 +57,7 @@ def offers_cast(kind: type[nn.Module]) -> bool:
 
 
 def left_class(module: nn.Module) -> str:
-    """The class of a layer that another pack computes, for people; empty for layers of core and torch, and for others.
-
-    A subclass of a Linear or convolution, or a module without modules that holds a matrix and computes by itself.
-    """
+    """The class of a layer with a matrix that another pack computes, for people; else empty."""
     if is_linear(module) or is_own_convolution(module) or isinstance(module, nn.Embedding):
         return ""
     kind = type(module)
@@ -95,11 +92,7 @@ def why_left(network: nn.Module) -> str:
 
 
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
-    """The class of a layer that takes no other dtype than core's choice; empty where there is none.
-
-    Args:
-        safe: whether safe fp16 computes torch's own Linears, which take any then.
-    """
+    """The class of a layer that takes only core's dtype, unless ``safe`` fp16 computes it; empty for none."""
     fixed = (each for each in network.modules() if not _takes_any_dtype(each) and not (safe and is_linear(each)))
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
 

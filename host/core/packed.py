@@ -1,10 +1,8 @@
 """The packed layers of core's networks, each computed by the path that was chosen for its format.
 
-A packed weight names its layout, and comfy-kitchen finds the products of a layout by that name. While a fitted network
-is used its weights name one of ours: the same bytes, with no product, or with a product that is watched. Whatever asks
-then (a layer's forward, core's feed-forward that multiplies past it, experts, a tied head) gets values,
-dequantised in fp32 and rounded once; and a feed-forward gives its activation to the layer, as for any other layout.
-Embeddings look up packed rows as before, which multiplies nothing.
+comfy-kitchen finds the products of a packed weight by the name of its layout. While a fitted network is used its
+weights name a layout of ours: the same bytes with no product, or with a product that is watched. Whatever asks then
+gets values, dequantised in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -172,17 +170,11 @@ def is_native(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class PackedFit:
-    """The paths chosen for the packed layers of one network.
+    """The paths chosen for the packed layers of one network."""
 
-    Args:
-        paths: ``CORE`` or ``DEQUANTISE`` by format; others are left as they are.
-        decisions: for people.
-        needed: whether core would multiply a layer that is to be dequantised.
-    """
-
-    paths: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict)  # ``CORE`` or ``DEQUANTISE`` by format
     decisions: Sequence[Decision] = ()
-    needed: bool = False
+    needed: bool = False  # whether core would multiply a layer that is to be dequantised
 
     def attach(self, network: nn.Module) -> Undo:
         """Have every packed layer of ``network`` take its path until the result is restored."""
@@ -211,13 +203,7 @@ def _give_back(layer: nn.Module) -> None:
 def packed_fit(
     network: nn.Module, facts: DeviceFacts, answers: Answers, safe: bool = False, choice: str = AUTO
 ) -> PackedFit:
-    """Choose the paths of the packed layers of ``network``.
-
-    Args:
-        facts, answers: the device, and what it has answered so far.
-        safe: whether it computes in safe fp16, around an fp32 stream.
-        choice: one of ``PACKED_PATHS``.
-    """
+    """Choose the paths of the packed layers of ``network``; ``safe``: it computes around an fp32 stream."""
     layers = list(packed_layers(network))
     counts = Counter(str(getattr(layer, "quant_format", "") or "unnamed") for layer in layers)
     multiplied = {layer.quant_format for layer in layers if multiplies_packed(layer)}

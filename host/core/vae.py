@@ -1,7 +1,6 @@
 """AnyGPU Fit VAE: core's VAE whose result is checked, and computed another way where it is wrong or does not fit.
 
-The fitted VAE is a copy with a patcher of its own over the same weights. Convolutions and attention are patched for the
-length of a decode or encode, so the VAE that came in, and every clone, stays as it was.
+The fitted VAE is a copy with a patcher of its own over the same weights, patched for the length of a decode or encode.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import comfy.model_patcher
 import torch
 from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.failures import DEVICE_ERRORS, MEMORY, VALUES, failure_kind
@@ -34,17 +34,17 @@ from ...compat.output_check import (
     is_flat,
     require_finite,
 )
+from ...compat.transforms.attention import Attention
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
-from ..core_vae import CoreVAE
+from ..core_models import CoreVAE
 from ..progress import NodeProgress
-from .convolutions import HOOK, conv_forwards
+from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
-from .ownership import left_decisions
+from .ownership import is_foreign, left_decisions
 from .packed import PackedFit, packed_fit
 from .vae_window import CONTEXT, NEAR, ProofWindow, agree, apart, latents_of
-from .weight_check import LoadedWeights, name_of
-from .weights import clone_cast_on_host, damage_to_bf16, on_host, weights_decision
+from .weights import LoadedWeights, clone_cast_on_host, damage_to_bf16, name_of, on_host, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
@@ -70,19 +70,15 @@ class FittedVAE:
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's decode of ``samples_in``, checked."""
         return self._first_right("decode", samples_in, args, kwargs)
 
     def decode_tiled(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's decode in tiles of ``samples``, checked."""
         return self._first_right("decode_tiled", samples, args, kwargs)
 
     def encode(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's encode of ``pixel_samples``, checked."""
         return self._first_right("encode", pixel_samples, args, kwargs)
 
     def encode_tiled(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Core's encode in tiles of ``pixel_samples``, checked."""
         return self._first_right("encode_tiled", pixel_samples, args, kwargs)
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -125,10 +121,7 @@ class FittedVAE:
     def _remedies(
         self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None
     ) -> Iterator[tuple[str, DecodeMethod]]:
-        """The ways to go after wrong values, from a person's first thought to the last resort, each with a remark.
-
-        The CPU begins with a window of the ``latents``: where it fails too, the file is wrong, not the device.
-        """
+        """The ways to go after wrong values, each with a remark; the CPU last, if it can decode a window."""
         yield " once more", method
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
@@ -169,7 +162,6 @@ class FittedVAE:
     def _run(
         self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any
     ) -> Tensor:
-        """The result of one method."""
         doubts: list[str] = []
         vae = self._variant(method, given, doubts)
         if name == "decode" and not method.tile:
@@ -195,11 +187,10 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32: once per file, device and driver, where in doubt, and
-        again after so long a time of decodes that it adds :data:`SHARE` to it.
+        """Hold a window of the frames against the CPU's in fp32; InvalidOutputError where they differ.
 
-        Raises:
-            InvalidOutputError: they are not the same.
+        Once per file, device and driver, where in doubt, and again after so many decodes that it adds :data:`SHARE` to
+        them.
         """
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
@@ -253,14 +244,11 @@ class FittedVAE:
         return vae
 
     def _patches(self, method: DecodeMethod) -> Iterator[tuple[nn.Module, str, Any]]:
-        """The patches of the VAE's layers for one method."""
         network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward
         if self.masks:
-            from .masks import lost_masks
-
             yield from lost_masks(network, self.machine.kernels(method.dtype).attention)
 
 
@@ -278,11 +266,6 @@ def fit_vae(
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided.
-
-    Args:
-        vae: a VAE.
-        precision, causal_masks, keep_latents: as on the node.
-        machine: what is known of the device; None asks the one that the VAE loads on.
 
     Raises:
         InputError: no VAE with weights.
@@ -302,8 +285,6 @@ def fit_vae(
     sound = clone_cast_on_host(loaded, lambda *_: FP32, NAMES[FP32]) if damage and wide else None
     fitted.patcher, fitted.loaded = sound or loaded.clone(), loaded if sound else None
     fitted.first_stage_model = fitted.patcher.model
-    from .masks import lost_masks
-
     LoadedWeights.of(fitted.patcher)
     masks = list(lost_masks(fitted.first_stage_model, machine.kernels(FP32).attention)) if causal_masks else []
     dtype = FP32 if wide else vae.vae_dtype
@@ -336,7 +317,6 @@ def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[b
 
 
 def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> Iterator[Decision]:
-    """Other decisions to show to the user."""
     yield from left_decisions(fitted.first_stage_model) if forms else ()
     if forms:
         kinds = sorted({forward.choice.form.value for _, forward in forms})
@@ -359,11 +339,7 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's last step of a decode, before which the pixels are looked at: it clamps, and NaN becomes black.
-
-    Args:
-        doubts: gets what may be right, if rarely.
-    """
+    """Core's last step of a decode, which clamps, after a look at the pixels; ``doubts`` gets what may be right."""
     finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
     flat, done = given.ndim < 4 or is_flat(given), [0]  # one colour may have been asked for
 
@@ -416,3 +392,73 @@ def _hopeless(what: str, fault: str) -> UnsupportedError:
         expected="an intact VAE file",
         fix="Download the VAE again, or choose the one that belongs to this model.",
     )
+
+
+def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
+    """(module, attribute, what it becomes) of each attention whose causal mask core lost.
+
+    They are recognised by their projections in a network of 3-D convolutions: 1x1x1 convolutions, or one Linear for
+    queries, keys and values with normalised heads.
+
+    Source:
+        Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
+        genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True.
+    """
+    if not _is_3d(network):
+        return
+    for module in network.modules():
+        if is_foreign(type(module).forward):
+            continue  # another pack's attention, which may have masks of its own
+        if _is_over_frames(module):
+            yield module, "forward", functools.partial(_causal_in_time, module, attention)
+        elif hasattr(module, "optimized_attention") and _is_3d(getattr(module, "q", None)):
+            yield module, "optimized_attention", functools.partial(_causal_frames, attention)
+
+
+def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention over the voxels of a video (B, C, T, H, W), each of which sees its own frame and those before it.
+
+    A frame of queries at a time, so that no mask and no matrix over all voxels is built.
+    """
+    shape, frames = query.shape, query.shape[2]
+    plane = shape[3] * shape[4]
+    query, key, value = (each.flatten(2).transpose(1, 2)[:, None] for each in (query, key, value))
+    parts = [
+        attention(
+            query[:, :, frame * plane : (frame + 1) * plane].contiguous(),
+            key[:, :, : (frame + 1) * plane].contiguous(),
+            value[:, :, : (frame + 1) * plane].contiguous(),
+        )
+        for frame in range(frames)
+    ]
+    return torch.cat(parts, dim=2)[:, 0].transpose(1, 2).reshape(shape)
+
+
+def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
+    """Core's own forward over the frames of each place of a video (B, C, T, H, W), none of which sees a later one."""
+    batch, _, frames, height, width = x.shape
+    if frames == 1:
+        return type(own).forward(own, x)
+    places = x.permute(0, 3, 4, 2, 1).flatten(0, 2)
+    both = own.qkv(places).unflatten(-1, (3, own.num_heads, own.head_dim))
+    query, key, value = (each.transpose(1, 2) for each in both.unbind(2))
+    if own.qk_norm:
+        query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
+    seen = attention(query.contiguous(), key.contiguous(), value.contiguous(), causal=True)
+    out = own.out(seen.transpose(1, 2).flatten(2))
+    return out.unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
+
+
+def _is_over_frames(module: Any) -> bool:
+    """True if ``module`` has the attributes :func:`_causal_in_time` computes with, and no others."""
+    parts = dict(module.named_children())
+    return (
+        parts.keys() == {"qkv", "out"}
+        and all(isinstance(part, nn.Linear) for part in parts.values())
+        and {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
+        and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim
+    )
+
+
+def _is_3d(projection: Any) -> bool:
+    return any(isinstance(module, nn.Conv3d) for module in projection.modules()) if projection is not None else False

@@ -18,20 +18,13 @@ NEAR, CONTEXT = 5e-2, 0.3  # relative L2 of one window by two devices, and of a 
 
 @dataclass(frozen=True)
 class ProofWindow:
-    """A few latents of a decode, that are decoded by themselves, and the frames that they make.
+    """A few latents of a decode, that are decoded by themselves, and the frames that they make."""
 
-    Args:
-        whole: latents (B, C, T, H, W).
-        cell: pixels of one.
-        flat: whether their VAE knows no frames.
-        batch, frame, row, column: the latent in its middle; ``frame`` is the last one.
-    """
-
-    whole: Tensor
-    cell: int
-    flat: bool
-    batch: int
-    frame: int
+    whole: Tensor  # latents (B, C, T, H, W)
+    cell: int  # pixels of one
+    flat: bool  # whether their VAE knows no frames
+    batch: int  # with frame, row and column: the latent in the middle
+    frame: int  # the last one
     row: int
     column: int
 

@@ -1,22 +1,31 @@
-"""Core's weights for a device that changes bf16 or has no float8: made on the host, before they leave it.
+"""Core's weights where a device damages them: cast on the host before they leave it, and checked on the device.
 
-Some Radeons turn bf16 into zeros when they cast it to fp32, and one stack damaged bf16 on its way back to the host;
-Apple's GPUs refuse float8. Core casts on the device and brings weights back, so a fitted model has its own copy of the
-network, as core's clones for a second GPU have. All other weights share their memory with the network that came in.
+Some Radeons turn bf16 into zeros when they cast it to fp32, one stack damaged it on its way back, and Apple's GPUs
+refuse float8: a fitted model has its own copy of the network then, which shares all other weights.
+
+A page that was freed too early, a copy that was not awaited or a LoRA that was not taken off gives finite pictures that
+are wrong. Every tensor has a checksum of its bits from before any run; one with patches on it is computed again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import comfy.model_management
+import comfy.ops
+import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
+from ...compat.device.execution import to_host
+from ..diffusion_model import CoreModel
 from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
@@ -27,6 +36,12 @@ LIMIT = torch.finfo(torch.float16).max
 Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a module becomes
 
 _copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of a value
+MIX = 0x1E3779B97F4A7C15  # odd, by which rows count: two of them swapped give another sum
+SHARE = 50  # steps in which all bytes are looked at
+NEAR = 0.1  # of what patches change, that rounding may change too
+EVERYTHING = 1e30  # more bytes than there are
+_known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
@@ -67,7 +82,7 @@ def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = 
 
     Args:
         target: the dtype of each bf16 weight; those of layers of other packs stay.
-        label: what stands for ``target`` among the copies of a network.
+        label: the name of ``target`` among the copies of a network.
         float8: whether float8 stays; else it becomes fp16, exactly, and in packed weights bytes.
     """
     if patcher.is_dynamic():
@@ -135,3 +150,181 @@ def _is_plain(tensor: Tensor | None) -> bool:
 
 def _is_bf16(tensor: Tensor) -> bool:
     return _is_plain(tensor) and tensor.dtype is torch.bfloat16
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Exact checksum of the bits of ``tensor`` and their places, one int64 where the tensor is; of packed ones too."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return torch.stack([checksum(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]).sum()
+    values, size = tensor.detach().contiguous(), tensor.element_size()
+    if values.ndim > 1 and values[0].numel() * size % 8 == 0:
+        values = values.clone() if values.storage_offset() * size % 8 else values
+        rows = values.flatten(1).view(torch.int64).sum(-1)
+    else:
+        rows = values.reshape(len(values) if values.ndim else 1, -1).view(INTEGERS[size]).sum(-1, dtype=torch.int64)
+    return (rows * (torch.arange(1, len(rows) + 1, device=rows.device) * MIX)).sum()
+
+
+@dataclass
+class LoadedWeights:
+    """The checksums of one network's tensors, by name.
+
+    ``owners`` are the ids of their modules: another node's schedule may stand in for the model's. ``patched`` has those
+    of each version of patches, once they were seen to be right.
+    """
+
+    first: dict[str, int] = field(default_factory=dict)  # as loaded, without patches
+    owners: dict[str, int] = field(default_factory=dict)
+    patched: dict[tuple[str, Any], int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)  # of each tensor
+    place: int = 0  # after which tensor the next step goes on
+    budget: float = 0.0  # bytes that are due
+    healed: int = 0  # how often tensors had to be brought back
+
+    @classmethod
+    def of(cls, patcher: Any) -> LoadedWeights:
+        """The checksums of a patcher's network; those not known yet are taken, which reads each weight once."""
+        known: LoadedWeights = _known.setdefault(patcher.model, cls())
+        if not known.first:
+            known.owners = {name: id(module) for name, module, _ in _tensors(patcher.model)}
+            known.bytes = {name: tensor.nbytes for name, _, tensor in _tensors(patcher.model)}
+            sums = [checksum(_loaded(patcher, name)) for name in known.owners]
+            known.first = dict(zip(known.owners, _values(sums), strict=True))
+        return known
+
+    def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
+        """Names of tensors that are not as loaded, or as patched, on the patcher's device.
+
+        Args:
+            every: look at all that lie on the device; else at the next fiftieth of all bytes.
+            streamed: at those too that come for each use.
+        """
+        if getattr(patcher, "current_hooks", None) is not None:
+            return []
+        names, sums, wrong, version = [], list[Tensor](), list[str](), patcher.patches_uuid
+        for name, module, tensor in self._next(patcher, every, streamed):
+            if self.owners.get(name) != id(module):
+                continue
+            with _on_device(module, name, tensor, patcher) as value:
+                if value is None:
+                    continue
+                plain = not hasattr(value, "__tensor_flatten__")
+                if plain and name in patcher.patches and (name, version) not in self.patched:
+                    wrong += [name] * (not _as_patched(patcher, name, value))
+                names.append(name)
+                sums.append(checksum(value))
+        for name, value in zip(names, _values(sums), strict=True):
+            patched = name in patcher.patches and name not in wrong
+            right = self.patched.setdefault((name, version), value) if patched else self.first[name]
+            wrong += [name] * (value != right and name not in wrong)
+        return wrong
+
+    def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
+        """Bring tensors back as loaded, from the host or the file; the names of those that are right now."""
+        self.healed += bool(names)
+        if patcher.is_dynamic() and names:
+            patcher.partially_unload(None, EVERYTHING)
+            patcher.partially_unload_ram(EVERYTHING)
+        file, done = None, []
+        for name in names:
+            loaded = _loaded(patcher, name)
+            if int(checksum(loaded)) != self.first[name]:
+                file = file or from_file(patcher)
+                loaded = loaded if file is None else comfy.utils.get_attr(file, name)
+            if int(checksum(loaded)) == self.first[name]:
+                _put(patcher, name, loaded)
+                done.append(name)
+            else:
+                self.first[name] = int(checksum(_loaded(patcher, name)))  # nothing else is known: said once
+        return done
+
+    def _next(self, patcher: Any, every: bool, streamed: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        if every:
+            device = patcher.load_device.type
+            yield from (each for each in _tensors(patcher.model) if streamed or each[2].device.type == device)
+            return
+        names = list(self.bytes)
+        self.budget += sum(self.bytes.values()) / SHARE
+        while self.budget > 0:
+            self.place = (self.place + 1) % len(names)
+            name = names[self.place]
+            self.budget -= max(1, self.bytes[name])
+            yield name, patcher.model.get_submodule(name.rpartition(".")[0]), comfy.utils.get_attr(patcher.model, name)
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    for path, module in network.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.numel() and not tensor.is_meta:
+                yield f"{path}.{name}".strip("."), module, tensor
+
+
+def _loaded(patcher: Any, name: str) -> Tensor:
+    """A tensor without patches: what the patcher keeps of it, or the tensor itself."""
+    kept = patcher.backup.get(name)
+    tensor: Tensor = comfy.utils.get_attr(patcher.model, name) if kept is None else kept.weight
+    return tensor
+
+
+def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
+    """True if a tensor is what its patches make of it, but for rounding."""
+    import comfy.lora
+
+    loaded = _loaded(patcher, name).to(value.device, torch.float32, copy=True)
+    expected = comfy.lora.calculate_weight(patcher.patches[name], loaded.clone(), name)
+    apart, change = (value.float() - expected).norm(), (expected - loaded).norm()
+    dtypes = (value.dtype, comfy.model_management.lora_compute_dtype(value.device))
+    return bool(apart <= NEAR * change + max(torch.finfo(dtype).eps for dtype in dtypes) * expected.norm())
+
+
+def _put(patcher: Any, name: str, loaded: Tensor) -> None:
+    """Put ``loaded`` in the place of a tensor, with the patches that are on it."""
+    path, _, own = name.rpartition(".")
+    module = patcher.model.get_submodule(path)
+    place = module._parameters if own in module._parameters else module._buffers
+    values = loaded.detach().to(place[own].device, copy=True)
+    place[own] = nn.Parameter(values, requires_grad=False) if place is module._parameters else values
+    if name in patcher.backup:
+        kept = loaded.detach().to(patcher.offload_device, copy=True)
+        patcher.backup[name] = patcher.backup[name]._replace(weight=kept)
+        patcher.patch_weight_to_device(name, device_to=values.device)
+
+
+def name_of(model: Any) -> str:
+    """Name of a MODEL or a VAE's patcher that is stable between runs: its file, or its class and size."""
+    inner = model.model
+    if isinstance(inner, CoreModel):
+        return str(inner.pipeline.model.source)
+    again = model.cached_patcher_init
+    source = again[1][0] if again and again[1] else None
+    return source if isinstance(source, str) else f"{type(inner).__name__}, {model.model_size()} bytes"
+
+
+def _values(sums: Sequence[Tensor]) -> list[int]:
+    """One-value tensors as plain numbers, with one read from each device."""
+    found = [0] * len(sums)
+    for device in {each.device for each in sums}:
+        here = [index for index, each in enumerate(sums) if each.device == device]
+        for index, value in zip(here, to_host(torch.stack([sums[index] for index in here])).tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+@contextlib.contextmanager
+def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
+    """The tensor as its layer gets it on the device, in its own dtype; None where it comes otherwise."""
+    own = name.rpartition(".")[2]
+    there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
+    cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")
+    if there or not cast or (changed and name not in patcher.patches):
+        yield tensor if there and not changed else None
+        return
+    comfy.ops.run_every_op()
+    weight, bias, offloaded = comfy.ops.cast_bias_weight(
+        module, None, dtype=module.weight.dtype, device=patcher.load_device, offloadable=True,
+        bias_dtype=None if module.bias is None else module.bias.dtype,
+    )  # fmt: skip
+    try:
+        yield weight if own == "weight" else bias
+    finally:
+        comfy.ops.uncast_bias_weight(module, weight, bias, offloaded)

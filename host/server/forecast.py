@@ -62,11 +62,7 @@ TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Decisions for each load node of a prompt, and the forecast of each node that samples or paints.
-
-    Args:
-        prompt: node id to ``class_type`` and ``inputs``, as the frontend posts it; checked by the caller.
-    """
+    """Decisions for each load node of a checked prompt, and the forecast of each node that samples or paints."""
     cards, pipelines = [], {}
     for node in _of(prompt, LOADERS):
         card, pipelines[node] = _card(node, prompt[node])
@@ -110,11 +106,7 @@ def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
 
 
 def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The card of a load node, and its pipeline where it can be loaded.
-
-    Saved results are read silently, so that this neither asks nor times the device, which may be in the middle of a
-    run; what was not probed yet is decided by the tables.
-    """
+    """The card of a load node, and its pipeline where it can be loaded; asks no device, which may be in a run."""
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
@@ -212,7 +204,6 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) 
 
 
 def _apart(needs: Sequence[StageNeed]) -> str:
-    """The stages that compute on another device than the sampling, as a sentence; empty without."""
     apart = " and ".join(f"{need.name} on {need.device}" for need in needs if need.device)
     return f" {apart[0].upper()}{apart[1:]}." if apart else ""
 

@@ -24,11 +24,7 @@ _wanted: set[str] = set()  # ids of prompts that are to pause
 
 
 def request() -> dict[str, str]:
-    """Have the prompt that runs pause after its next step that can be gone on from.
-
-    Raises:
-        InputError: nothing runs.
-    """
+    """Have the prompt that runs pause after its next step that can be gone on from; InputError where nothing runs."""
     running = _running()
     if not running:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
@@ -45,11 +41,7 @@ def is_wanted() -> bool:
 def save(where: str, picture: Any) -> bool:
     """Save the prompt that runs and is to pause, which the caller ends then, and have the card's memory freed.
 
-    False if it is not to pause, or the disk fails.
-
-    Args:
-        where: such as ``sampling 3/20``.
-        picture: of the step, as ComfyUI sends previews; None for none.
+    False if it is not to pause, or the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
     """
     item = _wanted_run()
     if item is None:
@@ -89,11 +81,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def resumable(identity: str) -> dict[str, Any]:
-    """The ``prompt`` and ``workflow`` of a paused run.
-
-    Raises:
-        InputError: there is none of that id, or its file is damaged.
-    """
+    """The ``prompt`` and ``workflow`` of a paused run; InputError for no such id, or a damaged file."""
     try:
         record = json_file(_files()[identity])
         if isinstance(record["prompt"], dict) and isinstance(record["time"], float):

@@ -18,7 +18,7 @@ from server import PromptServer
 
 from ...compat.errors import InputError, PackError, first_line, json_within, parts_of
 from .. import recovery
-from . import panel, paused, runs
+from . import panel, paused
 
 PREFIX = "/anygpu"
 PACK = Path(__file__).parents[2].name  # under which ComfyUI serves web/
@@ -30,11 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def add_routes(table: web.RouteTableDef | None = None) -> bool:
-    """Add the routes; True if added: not without a server, and not a second time.
-
-    Args:
-        table: where; ComfyUI's own when it is None.
-    """
+    """Add the routes, to ComfyUI's own table by default; False without a server, and for a second time."""
     server = getattr(PromptServer, "instance", None)
     table = table if table is not None else getattr(server, "routes", None)
     if table is None or any(getattr(route, "path", "").startswith(f"{PREFIX}/") for route in table):
@@ -56,20 +52,16 @@ async def machine(request: web.Request) -> Any:
 
 
 async def memory(request: web.Request) -> Any:
-    """Bytes free now."""
     return panel.memory_now()
 
 
 async def run(request: web.Request) -> Any:
-    """The last run, with what its stages cost, and what its sampling did otherwise than the one before.
-
-    Nothing where ``client_id`` names another window than the one that queued it: their graphs differ.
-    """
+    """The last run, its costs and changes; nothing where ``client_id`` is not the window that queued it."""
     client = request.query.get("client_id")
-    if client is not None and not runs.was_queued_by(client):
+    if client is not None and not panel.was_queued_by(client):
         return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
-    costs = await asyncio.to_thread(panel.last_costs, runs.began())
-    return {**runs.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
+    costs = await asyncio.to_thread(panel.last_costs, panel.began())
+    return {**panel.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 
 
 async def graph(request: web.Request) -> Any:
@@ -86,10 +78,7 @@ async def probes(request: web.Request) -> Any:
 
 
 async def share(request: web.Request) -> Any:
-    """This machine as the file that its owner may share, to look at: the page saves it, and it is not sent anywhere.
-
-    Refused while a run is on, since probes that were not asked yet are.
-    """
+    """This machine as the file that its owner may share, for the page to save; refused while a run is on."""
     await _idle(request)
     return await asyncio.to_thread(panel.shared_machine)
 
@@ -100,7 +89,6 @@ async def error_parts(request: web.Request) -> Any:
 
 
 async def latents(request: web.Request) -> Any:
-    """The saved latents, newest first."""
     return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
 
 
@@ -124,13 +112,11 @@ async def recover(request: web.Request) -> Any:
 
 
 async def pause(request: web.Request) -> Any:
-    """Have the prompt that runs pause after its next step that can be gone on from."""
     await body_of(request)
     return paused.request()
 
 
 async def paused_runs(request: web.Request) -> Any:
-    """The paused runs, newest first."""
     return {"paused": await asyncio.to_thread(paused.listing)}
 
 
@@ -140,7 +126,6 @@ async def paused_run(request: web.Request) -> Any:
 
 
 async def forget(request: web.Request) -> Any:
-    """Remove a paused run from the list."""
     await asyncio.to_thread(paused.forget, checked_id(await body_of(request)))
     return {"paused": await asyncio.to_thread(paused.listing)}
 
@@ -179,11 +164,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """The JSON object in the body.
-
-    Raises:
-        InputError: no JSON object. web.HTTPException: another content type, or too long.
-    """
+    """The JSON object in the body; InputError for none, web.HTTPException for another content type or too long."""
     if request.content_type != "application/json":
         raise web.HTTPUnsupportedMediaType(
             text=_refusal(f"content type {request.content_type!r}", "application/json", "Send JSON.")
@@ -205,11 +186,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt in a body: node id to ``class_type`` and ``inputs``.
-
-    Raises:
-        InputError: it has another form, or too many nodes.
-    """
+    """The prompt in a body: node id to ``class_type`` and ``inputs``; InputError for another form, or too many."""
     prompt = body.get("prompt")
     expected, fix = "node ids with class_type and inputs", "Send what graphToPrompt() returns as output."
     if not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
@@ -223,11 +200,7 @@ def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_id(body: Mapping[str, Any]) -> str:
-    """The id in a body, which names a kept latent and is never part of a path.
-
-    Raises:
-        InputError: it is none.
-    """
+    """The id in a body, which names a kept latent and is never part of a path; InputError for another form."""
     identity = body.get("id")
     if not isinstance(identity, str) or not IDENTITY.fullmatch(identity):
         raise InputError("an id of another form", expected="an id from the list", fix="Choose one from the list.")
@@ -271,11 +244,7 @@ def _shown(item: Any) -> dict[str, str]:
 
 
 async def _idle(request: web.Request) -> None:
-    """Return where the device may be asked.
-
-    Raises:
-        InputError: no JSON object in the body. web.HTTPException: ComfyUI is running a prompt.
-    """
+    """Return where the device may be asked; web.HTTPException while ComfyUI runs a prompt."""
     await body_of(request)
     queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
     if getattr(queue, "currently_running", None):

@@ -301,7 +301,7 @@ class NodeProgress:
     def step(self, done, total, stage, preview): self.seen |= {float(one.max()) for one in preview()}
 sys.modules["anygpu.host.progress"].NodeProgress = NodeProgress
 from anygpu.host.farm import jobs_named, report_of
-from anygpu.host.farm_client import render_at
+from anygpu.host.farm import render_at
 from anygpu.pipelines.records.job_folder import JobFolder
 jobs = jobs_named(JobFolder(Path(sys.argv[1])), "foxes")
 back = render_at(sys.argv[2], jobs, NodeProgress())

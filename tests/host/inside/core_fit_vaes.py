@@ -20,7 +20,7 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
-from anygpu.host.core.masks import lost_masks
+from anygpu.host.core.vae import lost_masks
 from simulated import accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,7 +11,7 @@ import comfy.ops
 import torch
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
-from anygpu.host.core.convolutions import conv_forwards
+from anygpu.host.core.layers import conv_forwards
 from anygpu.host.core.ownership import is_linear, is_own_convolution, left_class
 from torch import Tensor, nn
 from torch.nn import functional

@@ -10,7 +10,7 @@ from unittest import mock
 import comfy.model_management as management
 from anygpu.compat import ray_clusters
 from anygpu.compat.errors import InputError
-from anygpu.host.farm_client import render_at
+from anygpu.host.farm import render_at
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.records.job import Content, VideoJob
 from anygpu.pipelines.records.job_folder import JobFolder

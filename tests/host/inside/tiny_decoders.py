@@ -5,7 +5,7 @@ from pathlib import Path
 import comfy.taesd.taehv
 import latent_preview
 import torch
-from anygpu.host import tiny_preview
+from anygpu.host import preview
 from anygpu.pipelines.family import TinyDecoder
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae import draft
@@ -47,9 +47,9 @@ def previews(folder: str) -> dict[str, str]:
         for method in latent_preview.LatentPreviewMethod:
             latent_preview.args.preview_method = method
             for family, channels in (("hunyuan_video", 16), ("mochi", 12)):
-                previewer = tiny_preview.previewer_for(family)
+                previewer = preview.previewer_for(family)
                 found[f"{family} {method.value}"] = type(previewer).__name__
-                if isinstance(previewer, tiny_preview.TinyPreviewer):
+                if isinstance(previewer, preview.TinyPreviewer):
                     _, picture, _ = previewer.decode_latent_to_preview_image("JPEG", torch.randn(1, channels, 3, 4, 6))
                     found[f"{family} size"] = "x".join(map(str, picture.size))
     finally:
