@@ -123,7 +123,7 @@ test-browser: $(READY)
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs
-	$(PY) tests/browser/drive.py searches.mjs
+	$(PY) tests/browser/drive.py searches.mjs --every
 	$(PY) tests/browser/drive.py windows.mjs
 
 # Small faults, 60 in each room, and whether the nearest tests see them; it goes on where it was interrupted. Hours.

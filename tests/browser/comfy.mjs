@@ -11,7 +11,8 @@ const HARMLESS = new RegExp(
 );
 
 /**
- * A page with the frontend loaded and no dialog open; `errors` collects what the page threw.
+ * A page with the frontend loaded and no dialog open; `errors` collects what the page threw, `heard` its warnings and
+ * errors, without numbers; `ready` is how many milliseconds it took until its nodes were there.
  * `url` is of another server, `pack` false of one without this pack.
  */
 export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false, url = URL_OF_SERVER, pack = true } = {}) {
@@ -28,6 +29,10 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
   const page = await browser.newPage({ viewport: { width, height }, bypassCSP });
   page.setDefaultTimeout(120000); // everything draws on the CPU here, beside the models
   const errors = [];
+  const heard = [];
+  page.on("console", (message) => {
+    if (["error", "warning"].includes(message.type())) heard.push(message.text().replace(/\d+/g, "#"));
+  });
   page.on("pageerror", (error) => errors.push(`pageerror: ${error.message}`));
   page.on("console", (message) => {
     if (message.type() !== "error" || HARMLESS.test(message.text())) return;
@@ -38,14 +43,16 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(settings),
   });
+  const started = Date.now();
   await page.goto(url);
   await page.waitForFunction(() => window.app?.extensionManager && window.app.canvas?.graph && window.LiteGraph, null, {
     timeout: 90000,
   });
   await page.waitForFunction((name) => window.LiteGraph.registered_node_types[name], pack ? "AnyGPUSample" : "KSampler", { timeout: 60000 });
+  const ready = Date.now() - started;
   await page.waitForTimeout(1500);
   await page.keyboard.press("Escape");
-  return { browser, page, errors };
+  return { browser, page, errors, heard, ready };
 }
 
 /** Load a workflow's JSON text the way dropping its file does. */

@@ -7,6 +7,7 @@ Exits with the script's status. Where there is no host, Node.js or Chromium it s
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,7 @@ STANDING_IN = (
 )  # for core's own models, which are not here
 PICTURES = HERE.parents[1] / "docs" / "images"
 LOG_END = 8000  # characters of ComfyUI's log that are shown where a script fails
+PACKAGE, FRONTENDS = "comfyui-frontend-package", 6
 FOUND = ("diffusion_models/wan2.2_ti2v_5B_fp16.safetensors", "vae/wan2.2_vae.safetensors")  # by the search of models
 EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
@@ -93,7 +95,7 @@ def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
     """The status of a script that compares a server with the pack and one without, with each frontend."""
     status = 0
     installed = () if "--newest" in command else (None,)
-    for frontend in dict.fromkeys((*installed, newest_frontend())):
+    for frontend in dict.fromkeys((*installed, *frontends(every="--every" in command))):
         print(f"frontend: {frontend or 'installed'}", flush=True)
         with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder, ExitStack() as stack:
             shown = () if frontend is None else ("--front-end-root", str(frontend))
@@ -109,17 +111,25 @@ def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
     return status
 
 
-def newest_frontend() -> Path | None:
-    """The newest frontend: the folder that ``COMFYUI_FRONTEND`` names, else what pip finds; None without a network."""
-    named = os.environ.get("COMFYUI_FRONTEND")
-    if named:
-        return Path(named).expanduser()
-    target = HERE.parents[1] / ".build" / "frontend"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--upgrade"]
-    if subprocess.run([*pip, "--target", str(target), "comfyui-frontend-package"]).returncode:
-        print("the newest frontend was not tried: pip cannot fetch it; name its folder in COMFYUI_FRONTEND")
-        return None
-    return target / "comfyui_frontend_package" / "static"
+def frontends(every: bool) -> list[Path]:
+    """The newest frontend, or that of ``COMFYUI_FRONTEND``; ``every``: the five minor versions before it too."""
+    if named := os.environ.get("COMFYUI_FRONTEND"):
+        return [Path(named).expanduser()]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    told = subprocess.run([*pip, "index", "versions", PACKAGE], capture_output=True, text=True).stdout
+    listed = re.findall(r"\d+\.\d+\.\d+", told.partition("versions:")[2])
+    newest = {}
+    for version in listed:  # the newest first
+        newest.setdefault(version.rpartition(".")[0], version)
+    if not newest:
+        print("the newest frontend was not tried: pip cannot list it; name its folder in COMFYUI_FRONTEND")
+    folders = []
+    for version in list(newest.values())[: FRONTENDS if every else 1]:
+        folders.append(HERE.parents[1] / ".build" / "frontends" / version / PACKAGE.replace("-", "_") / "static")
+        if not folders[-1].exists():
+            subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(folders[-1].parents[1]),
+                            f"{PACKAGE}=={version}"], check=True)  # fmt: skip
+    return folders
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-// ComfyUI's own searches, of templates, nodes and models, with the pack and without it: core's results are the same, and
-// only ours are added. COMFYUI_BARE is a server without the pack, with the same frontend and the same models.
+// ComfyUI's own searches (templates, nodes, models), menus and dialogs, its console and its start, with the pack and
+// without it: what core shows is the same, and only ours is added. COMFYUI_BARE is a server without the pack, with the
+// same frontend and the same models.
 import assert from "node:assert/strict";
 import { URL_OF_SERVER, openPage } from "./comfy.mjs";
 
@@ -77,16 +78,41 @@ async function modelResults(page) {
   return found;
 }
 
-const SEARCHES = { templates: templateResults, nodes: nodeResults, models: modelResults };
+/** What core's menus and dialogs list, by their names: as the frontend reads it, and as the settings show it. */
+async function listed(page) {
+  const found = await page.evaluate(() => {
+    const { app, LiteGraph } = window;
+    const { command, setting, getSidebarTabs } = app.extensionManager;
+    const names = (all) => all.map((each) => each?.content ?? each?.id ?? each).filter(Boolean).map(String);
+    const shown = Object.values(LiteGraph.registered_node_types).filter((type) => !type.skip_list);
+    return {
+      "node menu": shown.map((type) => `${type.category}: ${type.title}`).sort(),
+      "canvas menu": names(app.canvas.getCanvasMenuOptions()),
+      "commands": names(command.commands),
+      "settings": names(Object.values(setting.settings ?? app.ui.settings.settingsLookup)),
+      "side bar": names(getSidebarTabs()),
+    };
+  });
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.ShowSettingsDialog"));
+  const dialog = page.getByRole("dialog").last();
+  await dialog.waitFor();
+  found["settings dialog"] = (await settled(page, () => dialog.innerText())).split("\n").map((line) => line.trim()).filter(Boolean);
+  await page.keyboard.press("Escape");
+  await dialog.waitFor({ state: "detached" });
+  return found;
+}
 
-/** What each search of a server's page finds. */
+const SEARCHES = { templates: templateResults, nodes: nodeResults, models: modelResults };
+const OUR_NAMES = /anygpu|any model to video/i;
+const ADDED_SECONDS = 3; // at most, between the page's first byte and its nodes
+
+/** What a server's page shows, says and loads. */
 async function results(url, pack) {
   const started = Date.now();
-  const { browser, page, errors } = await openPage({ url, pack });
-  const heard = [];
-  page.on("console", (message) => heard.push(message.text()));
-  const found = {};
+  const { browser, page, errors, heard, ready } = await openPage({ url, pack });
+  const found = { console: [...heard], start: ready };
   try {
+    if (!only.length || only.includes("menus")) found.listed = await listed(page);
     for (const [search, find] of Object.entries(SEARCHES)) if (!only.length || only.includes(search)) found[search] = await find(page);
     assert.deepEqual(errors, [], "the page reported errors");
     assert.deepEqual(heard.filter((line) => /MiniSearch|reading 'search'/.test(line)), []);
@@ -99,7 +125,20 @@ async function results(url, pack) {
 
 const bare = await results(process.env.COMFYUI_BARE, false);
 const packed = await results(URL_OF_SERVER, true);
-for (const search of Object.keys(packed)) {
+
+for (const [what, lines] of Object.entries(packed.listed ?? {})) {
+  const core = lines.filter((line) => !OUR_NAMES.test(line));
+  assert.ok(core.length, `${what}: nothing of core's`);
+  assert.deepEqual(core, bare.listed[what], `${what}: core's entries changed`);
+  console.log(`ok  ${what}: ${core.length} of core, the same as without the pack; ${lines.length - core.length} of ours`);
+}
+const added = packed.console.filter((line) => !bare.console.includes(line) && !OUR_NAMES.test(line));
+assert.deepEqual(added, [], "the console says more than without the pack");
+const seconds = (packed.start - bare.start) / 1000;
+assert.ok(seconds < ADDED_SECONDS, `the page took ${seconds.toFixed(1)} s longer to start`);
+console.log(`ok  console: nothing is added to ${bare.console.length} warnings and errors; start: ${seconds.toFixed(1)} s longer`);
+
+for (const search of Object.keys(packed).filter((name) => name in SEARCHES)) {
   for (const text of WORDS[search]) {
     const ours = packed[search][text].filter((name) => OURS[search].test(name));
     const core = packed[search][text].filter((name) => !OURS[search].test(name));
