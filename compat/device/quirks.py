@@ -144,13 +144,10 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
     caps, ``cast``, and per operation whether each dtype works here without costing a multiple."""
     policy = policy or policy_for(facts)
     known = Abilities(policy, probes)
-    able: dict[str, Any] = {
-        "backend": facts.backend,
-        "arch": facts.arch,
-        "conv_bytes": policy.conv_bytes,
-        "contiguous_weights": policy.contiguous_weights,
-        "cast": {f"{dtype}_to_fp32": known.verdict(f"cast.{dtype}_to_fp32").usable for dtype in ("bf16", "fp16")},
-    }
+    able: dict[str, Any] = {"backend": facts.backend, "arch": facts.arch, "conv_bytes": policy.conv_bytes}
+    able["contiguous_weights"] = policy.contiguous_weights
+    casts = (f"{dtype}_to_fp32" for dtype in ("bf16", "fp16"))
+    able["cast"] = {name: known.verdict(f"cast.{name}").usable for name in casts}
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
@@ -159,11 +156,11 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
     """The rows whose operations all work on this device now: a newer driver has fixed them."""
-    return tuple(
-        row
-        for row in policy.rows
-        if row.wrong and all(name in probes and probes[name].status == OK for name in row.wrong)
-    )
+
+    def works(row: Quirk) -> bool:
+        return all(name in probes and probes[name].status == OK for name in row.wrong)
+
+    return tuple(row for row in policy.rows if row.wrong and works(row))
 
 
 def within(version: str, first_bad: str, first_good: str) -> bool:
@@ -181,10 +178,8 @@ def _stands(row: Quirk, facts: DeviceFacts) -> bool:
         and any(fnmatch(facts.arch, arch) for arch in row.arches)
         and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
         and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
-        and all(
-            within(versions.get(name, ""), *span) for name, span in row.versions.items() if name not in row.optional
-        )
-        and all(name in versions and within(versions[name], *row.versions[name]) for name in row.optional)
+        and all(within(versions.get(name, ""), *span) for name, span in row.versions.items())
+        and versions.keys() >= set(row.optional)
     )
 
 

@@ -237,17 +237,10 @@ def _both_streams(attention: str) -> dict[str, LayerKind]:
 
 
 _JOINT = _both_streams("attn.")
-_SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | {
-    "proj_mlp": LayerKind.NARROW,
-    "proj_out": LayerKind.WIDE,
-    "norm.linear": LayerKind.FULL,
-}
-_CROSS: dict[str, LayerKind] = {
-    "attn2.to_q": LayerKind.RESIDUAL,
-    "attn2.to_k": LayerKind.WIDE,
-    "attn2.to_v": LayerKind.VALUE,
-    "attn2.to_out.0": LayerKind.WIDE,
-}
+_SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | _paths("proj_mlp", LayerKind.NARROW)
+_SINGLE |= _paths("proj_out", LayerKind.WIDE) | _paths("norm.linear", LayerKind.FULL)
+_CROSS = _paths("to_q", LayerKind.RESIDUAL, "attn2.") | _paths("to_k", LayerKind.WIDE, "attn2.")
+_CROSS |= _paths("to_v", LayerKind.VALUE, "attn2.") | _paths("to_out.0", LayerKind.WIDE, "attn2.")
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
 LAYERS_OF: Mapping[str, Mapping[str, LayerKind]] = {  # upstream's class to what becomes of its Linears, by path
