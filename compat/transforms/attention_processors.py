@@ -129,7 +129,8 @@ class JointProcessor(Processor):
             query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
             key = torch.cat([key, heads_of(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
             value = torch.cat([value, heads_of(attn, attn.add_v_proj, text)], dim=1)
-        attention = self._attend_joint(*(each.transpose(1, 2) for each in (query, key, value)), attention_mask)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        attention = self._attend_joint(query, key, value, attention_mask)
         attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
         if text is None:
             return attention, None
