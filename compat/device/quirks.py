@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
 
-from .facts import DeviceFacts, value_or
+from .execution import held
+from .facts import DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .probes import DTYPES
 from .quirk_rows import QUIRKS, Quirk
@@ -70,23 +71,12 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
     """Torch's switches for cuDNN, or MIOpen, as ``policy`` wants them, then as before; off without ``library``."""
-    cudnn = torch.backends.cudnn
-
-    def switch(name: str, value: bool | None) -> bool | None:
-        """Set a switch; returns what it was, None where torch does not tell or has locked its flags."""
-        before = value_or(lambda: bool(getattr(cudnn, name)), None)
-        if value is not None:
-            with suppress(Exception):
-                setattr(cudnn, name, value)
-        return before
-
-    enabled = None if library and policy.vae_cudnn else switch("enabled", False)
-    benchmark = None if policy.benchmark else switch("benchmark", False)
-    try:
+    asked = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
+    with ExitStack() as stack:
+        for name in filter(asked.get, asked):
+            with suppress(Exception):  # torch does not tell, or has locked its flags
+                stack.enter_context(held(torch.backends.cudnn, name, False))
         yield
-    finally:
-        switch("enabled", enabled)
-        switch("benchmark", benchmark)
 
 
 @dataclass(frozen=True, slots=True)

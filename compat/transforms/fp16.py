@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device.execution import to_host
+from ..device.execution import held, to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
@@ -126,13 +126,8 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
 @contextmanager
 def fp16_sums() -> Iterator[None]:
     """Products inside sum in fp16; then torch's switch is as it was."""
-    products: Any = torch.backends.cuda.matmul
-    before = getattr(products, SUMS_SWITCH)
-    setattr(products, SUMS_SWITCH, True)
-    try:
+    with held(torch.backends.cuda.matmul, SUMS_SWITCH, True):
         yield
-    finally:
-        setattr(products, SUMS_SWITCH, before)
 
 
 def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
