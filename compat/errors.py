@@ -25,7 +25,7 @@ def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str
 
 def parts_of(message: str) -> dict[str, str]:
     """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
-    newest_first = (parts for text, parts in reversed(_recent) if message.startswith(text))
+    newest_first = (parts for text, parts in reversed(tuple(_recent)) if message.startswith(text))
     return next(newest_first, {"found": message.strip()})
 
 
