@@ -91,9 +91,7 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
         for kind, (kernel, stride) in LAYERS.items():
-            layer = Conv3dLayer(
-                name=kind, in_channels=32, out_channels=32, kernel=kernel, geometry=Geometry(stride), dtype=dtype
-            )
+            layer = Conv3dLayer(kind, 32, 32, kernel=kernel, geometry=Geometry(stride), dtype=dtype)
             forms = [form for form in Conv3dMethod if covers(form, kernel, layer.geometry)]
             right = [form for form in forms if form_error(form, layer, facts.device) is not None]
             choice = chooser(layer)

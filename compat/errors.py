@@ -25,13 +25,8 @@ def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str
 
 def parts_of(message: str) -> dict[str, str]:
     """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
-    newest_first = (parts for text, parts in reversed(_recent) if message.startswith(text))
+    newest_first = (parts for text, parts in reversed(tuple(_recent)) if message.startswith(text))
     return next(newest_first, {"found": message.strip()})
-
-
-def _shortened(line: str) -> str:
-    half = MOST_SHOWN // 2
-    return line if len(line) <= MOST_SHOWN else f"{line[:half]} … {line[-half:]}"
 
 
 class PackError(Exception):
@@ -44,7 +39,8 @@ class PackError(Exception):
 
     def __init__(self, found: str, *, expected: str, fix: str, button: Mapping[str, str] | None = None) -> None:
         self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
-        self.found = _shortened(self.found)
+        if len(self.found) > MOST_SHOWN:
+            self.found = f"{self.found[: MOST_SHOWN // 2]} … {self.found[-MOST_SHOWN // 2 :]}"
         text = f"{self.found}; expected {self.expected}. {self.fix}"
         super().__init__(remember(text, self.found, self.expected, self.fix, button))
 
@@ -99,11 +95,9 @@ def reading_budget(size: int) -> int:
 def afford(subject: str, cost: int, size: int, fix: str = "Export or download it again.") -> int:
     """``cost``, the bytes that reading ``subject`` takes; CheckpointError if above :func:`reading_budget`."""
     if cost > reading_budget(size):
-        raise CheckpointError(
-            f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read",
-            expected=f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB",
-            fix=fix,
-        )
+        found = f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read"
+        expected = f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB"
+        raise CheckpointError(found, expected=expected, fix=fix)
     return cost
 
 

@@ -78,10 +78,8 @@ def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """The cells of (B, C, F, H, W) that repeat a neighbour although the latents there vary: (B, F, H, W)."""
     every, less = latent_step(video.shape[2], latents.shape[2])
     index = ((torch.arange(video.shape[2]) + less) // every).clamp(max=latents.shape[2] - 1)
-    varied, parts = (
-        ~_repeated(latents.to(video.device))[:, index.to(video.device)],
-        video.shape[-1] // latents.shape[-1],
-    )
+    parts = video.shape[-1] // latents.shape[-1]
+    varied = ~_repeated(latents.to(video.device))[:, index.to(video.device)]
     return _repeated(video) & varied.repeat_interleave(parts, -1).repeat_interleave(parts, -2)
 
 

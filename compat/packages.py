@@ -36,9 +36,8 @@ def attribute(module: str, name: str) -> type:
     except MissingPackageError:
         raise
     except AttributeError as error:
-        raise MissingPackageError(
-            f"the installed {module} has no {name}", expected=f"a {module} that has it", fix=INSTALL.format(name=module)
-        ) from error
+        found = f"the installed {module} has no {name}"
+        raise MissingPackageError(found, expected=f"a {module} that has it", fix=INSTALL.format(name=module)) from error
     except Exception as error:  # lazy modules import their dependencies here
         raise unusable(module, error) from error
 
@@ -53,9 +52,8 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
             expected="a torchvision that matches the installed torch, or none",
             fix="Reinstall torchvision with the same index as torch, or uninstall it.",
         )
-    return MissingPackageError(
-        f"package {name!r} cannot be imported ({text})", expected=f"a working {name}", fix=INSTALL.format(name=name)
-    )
+    found = f"package {name!r} cannot be imported ({text})"
+    return MissingPackageError(found, expected=f"a working {name}", fix=INSTALL.format(name=name))
 
 
 def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
@@ -96,9 +94,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
     wanted = module.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
-    found = {
-        name: rename_source_key(name, renamings, converters, module.base_model_prefix, wanted)[0] for name in names
-    }
+    prefix = module.base_model_prefix
+    found = {name: rename_source_key(name, renamings, converters, prefix, wanted)[0] for name in names}
     return {name: there for name, there in found.items() if there in wanted}
 
 

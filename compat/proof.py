@@ -143,11 +143,9 @@ def _opened(path: Path, fresh: Proof) -> Proof:
         return fresh
     proof = proof_in(path.read_bytes())
     if (proof.device, proof.driver, proof.versions) != (fresh.device, fresh.driver, fresh.versions):
-        raise InputError(
-            f"{path.name} is the proof of {proof.device} with driver {proof.driver or 'unknown'}",
-            expected=f"one of {fresh.device} with the driver and versions of now",
-            fix="Choose another --output.",
-        )
+        found = f"{path.name} is the proof of {proof.device} with driver {proof.driver or 'unknown'}"
+        expected = f"one of {fresh.device} with the driver and versions of now"
+        raise InputError(found, expected=expected, fix="Choose another --output.")
     dead = [Finished(name, 0.0, (Figure(name, fault=ENDED),)) for name in filter(None, (proof.running,))]
     return replace(proof, running="", parts=(*proof.parts, *dead))
 

@@ -28,9 +28,8 @@ def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
             given, where = getattr(value, item.name), f"{subject}.{item.name}".lstrip(".")
             if item.name in without:
                 if given is not _default(item) and given != _default(item):
-                    raise InputError(
-                        f"{where} is set", expected="values that a file can have", fix="Leave this input alone."
-                    )
+                    found = f"{where} is set"
+                    raise InputError(found, expected="values that a file can have", fix="Leave this input alone.")
             elif _default(item) is MISSING or given != _default(item):
                 record[item.name] = plain(given, item.metadata.get(WITHOUT, ()), where)
         return record
@@ -49,9 +48,8 @@ def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()
     known = {item.name: item for item in fields(cls) if item.name not in without}  # type: ignore[arg-type]
     for name in record:
         if name not in known:
-            raise InputError(
-                f"unknown field {shown(name)} in {subject}", expected=f"one of {', '.join(sorted(known))}", fix=FIX
-            )
+            found = f"unknown field {shown(name)} in {subject}"
+            raise InputError(found, expected=f"one of {', '.join(sorted(known))}", fix=FIX)
     missing = [name for name, item in known.items() if name not in record and _default(item) is MISSING]
     if missing:
         raise InputError(f"no {missing[0]!r} in {subject}", expected=f"the field {missing[0]!r}", fix=FIX)

@@ -173,11 +173,7 @@ def conv3d_methods(
     """Kind of Conv3d to the form it takes in ``dtype``, and why."""
     chooser, forms = choose_by(abilities(facts, probes, policy)), {}
     for kind, (kernel, stride) in LAYERS.items():
-        choice = chooser(
-            Conv3dLayer(
-                name=kind, in_channels=64, out_channels=64, kernel=kernel, geometry=Geometry(stride), dtype=dtype
-            )
-        )
+        choice = chooser(Conv3dLayer(kind, 64, 64, kernel=kernel, geometry=Geometry(stride), dtype=dtype))
         form = ("native", "works here") if choice is None else (choice.form.value, choice.why)
         forms[kind] = Decision("Conv3d", *form, source=AUTO)
     return forms

@@ -45,9 +45,8 @@ SHAPES = (
     CaseShapes(tokens=5, width=48, head=16, clip=(1, 12, 2, 3, 5), groups=4),
     CaseShapes(tokens=133, width=256, head=128, clip=(2, 64, 3, 9, 33), groups=8),
 )
-FULL = CaseShapes(
-    tokens=4096, width=3072, head=128, clip=(1, 128, 9, 120, 208), groups=32
-)  # of a transformer and a VAE
+# Of a transformer and a VAE.
+FULL = CaseShapes(tokens=4096, width=3072, head=128, clip=(1, 128, 9, 120, 208), groups=32)
 
 
 @dataclass(frozen=True, slots=True)

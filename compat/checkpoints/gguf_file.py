@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 
 from ..errors import CheckpointError, UnsupportedError, afford
 from ..packages import imported
-from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, possible_shape
+from .gguf_blocks import CODECS, OF_DIFFUSERS
+from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, possible_shape, unread
 
 MAGIC = b"GGUF"
 ENTRY_BYTES = 700  # of memory for each tensor or note, at most
@@ -104,7 +105,11 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
         if name in entries:
             raise ValueError(f"tensor {name!r} twice")
         entries[name] = _entry(path, name, sides, kind, base + offset, noted, stamp)
-    _require_apart(path, entries, header.size)
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start < reached or entry.end > header.size:
+            raise _damaged(path, f"tensor {name!r}, which {'overlaps another' if entry.start < reached else 'is cut'}")
+        reached = entry.end
     return entries, noted
 
 
@@ -124,40 +129,16 @@ def _entry(
     packed = codec.name not in PLAIN
     if packed and (not sides or not total or sides[0] % block or (total // shape[0]) % block):
         raise _damaged(path, f"tensor {name!r} of {shape} in blocks of {block}")
-    if packed and codec.name not in _codecs():
+    if packed and codec.name not in (*CODECS, *OF_DIFFUSERS):
         raise _unread(path, name, codec.name)
-    end = start + total // block * size
-    return TensorEntry(
-        file=path,
-        dtype="U8" if packed else codec.name,
-        shape=shape,
-        start=start,
-        end=end,
-        stamp=stamp,
-        codec=codec.name if packed else "",
-    )
-
-
-def _codecs() -> tuple[str, ...]:
-    from .gguf_blocks import CODECS, OF_DIFFUSERS
-
-    return (*CODECS, *OF_DIFFUSERS)
+    end, (dtype, form) = start + total // block * size, ("U8", codec.name) if packed else (codec.name, "")
+    return TensorEntry(file=path, dtype=dtype, shape=shape, start=start, end=end, stamp=stamp, codec=form)
 
 
 def _unread(path: Path, name: str, kind: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the weight {name!r} of {str(path)!r} is stored as {kind}",
-        expected="a format that the package gguf decodes, such as Q8_0 or Q4_K",
-        fix="Use another version of this file, or update the package: python -m pip install -U gguf.",
-    )
-
-
-def _require_apart(path: Path, entries: Mapping[str, TensorEntry], size: int) -> None:
-    reached = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start < reached or entry.end > size:
-            raise _damaged(path, f"tensor {name!r}, which {'overlaps another' if entry.start < reached else 'is cut'}")
-        reached = entry.end
+    expected = "a format that the package gguf decodes, such as Q8_0 or Q4_K"
+    fix = "Use another version of this file, or update the package: python -m pip install -U gguf."
+    return unread(path, name, kind, expected, fix)
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:

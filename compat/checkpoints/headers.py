@@ -19,32 +19,18 @@ from ..errors import JSON_BYTES, CheckpointError, PackError, UnsupportedError, j
 
 MOST_AXES, MOST_ENTRIES = 16, 100_000  # a file of weights has some thousand tensors
 STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+PICKLED = "Download the .safetensors version. Pickles can run code and are refused."
+WEB_PAGE = ("a web page", "Download the file itself, after logging in if its page requires it.")
 OTHER_FILES: tuple[tuple[bytes, str, str], ...] = (  # first bytes of what is often saved under this name instead
     (b"version https://git-lfs", "a Git LFS pointer in place of its content", "Fetch the file itself: git lfs pull."),
-    (b"<!DOCTYPE", "a web page", "Download the file itself, after logging in if its page requires it."),
-    (b"<html", "a web page", "Download the file itself, after logging in if its page requires it."),
-    (
-        b"PK\x03\x04",
-        "a pickle of torch.save",
-        "Download the .safetensors version. Pickles can run code and are refused.",
-    ),
+    (b"<!DOCTYPE", *WEB_PAGE),
+    (b"<html", *WEB_PAGE),
+    (b"PK\x03\x04", "a pickle of torch.save", PICKLED),
     (b"GGUF", "a GGUF file", "Rename it to end in .gguf."),
 )
 
@@ -111,9 +97,8 @@ def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
             with path.open("rb", buffering) as file:
                 yield file  # type: ignore[misc]
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"no file {str(path)!r}", expected="a safetensors or GGUF file", fix="Download this file again."
-            ) from error
+            found, expected = f"no file {str(path)!r}", "a safetensors or GGUF file"
+            raise CheckpointError(found, expected=expected, fix="Download this file again.") from error
 
 
 def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -173,9 +158,8 @@ def plain_status(path: Path) -> os.stat_result:
     """The status of a file; OSError for none, CheckpointError for a pipe, from which reading waits for ever."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # a folder says so itself when opened
-        raise CheckpointError(
-            f"{str(path)!r} is a pipe or a device", expected="a file", fix="Put the file itself into its place."
-        )
+        found = f"{str(path)!r} is a pipe or a device"
+        raise CheckpointError(found, expected="a file", fix="Put the file itself into its place.")
     return status
 
 
@@ -281,13 +265,15 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
     return kept
 
 
-def unread(path: Path, name: str, kind: str) -> UnsupportedError:
+def unread(
+    path: Path,
+    name: str,
+    kind: str,
+    expected: str = "bf16, fp16, fp32, GGUF, or a format of docs/models.md",
+    fix: str = "Use another version of this file, such as bf16, scaled fp8 or GGUF.",
+) -> UnsupportedError:
     """The error for a whole file whose format is not read."""
-    return UnsupportedError(
-        f"the weight {name!r} of {str(path)!r} is stored as {kind}",
-        expected="bf16, fp16, fp32, GGUF, or a format of docs/models.md",
-        fix="Use another version of this file, such as bf16, scaled fp8 or GGUF.",
-    )
+    return UnsupportedError(f"the weight {name!r} of {str(path)!r} is stored as {kind}", expected=expected, fix=fix)
 
 
 def bytes_of(entry: TensorEntry) -> bytes:

@@ -66,11 +66,9 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
         return {}
     record = json_object(metadata[RECORD])
     if record is None:
-        raise CheckpointError(
-            f"the metadata {RECORD!r} of {str(path)!r} is not a JSON object",
-            expected="a file that an AnyGPU node saved",
-            fix="Choose another file, or save it again.",
-        )
+        found = f"the metadata {RECORD!r} of {str(path)!r} is not a JSON object"
+        expected = "a file that an AnyGPU node saved"
+        raise CheckpointError(found, expected=expected, fix="Choose another file, or save it again.")
     return record
 
 
@@ -94,11 +92,8 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
         return tensor, ""
     text = f"{broken} of {count} values of the {subject} are NaN or infinite"
     if choice == "refuse":
-        raise InputError(
-            text,
-            expected="finite values",
-            fix="Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values.",
-        )
+        fix = "Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values."
+        raise InputError(text, expected="finite values", fix=fix)
     values = tensor[sound].float()
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
     clamped = torch.nan_to_num(tensor, nan=0.0, posinf=high, neginf=low)

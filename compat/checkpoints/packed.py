@@ -290,11 +290,9 @@ def require_storable(choice: str, subject: str, precision: Any) -> None:
     """Raise unless a storage choice goes with the precision; called before anything is read."""
     require_choice(subject, choice, CHOICES)
     if choice != "auto" and getattr(precision, "safe", False) and subject == "weights":
-        raise UnsupportedError(
-            f"weights {choice!r} with precision fp16-safe",
-            expected="weights auto, because fp16-safe stores them as fp16 itself",
-            fix="Choose weights auto, or another precision.",
-        )
+        found = f"weights {choice!r} with precision fp16-safe"
+        expected = "weights auto, because fp16-safe stores them as fp16 itself"
+        raise UnsupportedError(found, expected=expected, fix="Choose weights auto, or another precision.")
     if choice == "w4a8":
         imported("comfy_kitchen")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..device.execution import bf16_bits_to_fp32
 from ..packages import imported
+from .gguf_blocks import CODECS, decoded
 
 Sides = Mapping[str, Tensor]
 ROW, ROWS, COLUMNS, ALL = "row", "rows", "columns", "all"  # one number per row; rows first; rows last; one for all rows
@@ -182,14 +183,12 @@ def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
 
 
 def _blocks(stored: Tensor, codec: str) -> Tensor:
-    from . import gguf_blocks
-
     gguf = imported("gguf")
     kind = gguf.GGMLQuantizationType[codec]
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = stored.view(-1, size)
-    if codec in gguf_blocks.CODECS:
-        return gguf_blocks.decoded(raw, codec).reshape(stored.shape[0], -1)
+    if codec in CODECS:
+        return decoded(raw, codec).reshape(stored.shape[0], -1)
     theirs = imported("diffusers.quantizers.gguf.utils").dequantize_functions[kind]
     rows: Tensor = theirs(raw, block, size, torch.float32)
     return rows.reshape(stored.shape[0], -1)

@@ -86,17 +86,10 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         found = f"shards of the {subject} in {str(folder)!r} without their index"
         raise CheckpointError(found, expected=f"a *{INDEX_SUFFIX} file", fix="Download the index file of this folder.")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
-    if pickles:
-        raise CheckpointError(
-            f"only the pickle {pickles[0]!r} in {str(folder)!r}",
-            expected=f"the {subject} as .safetensors",
-            fix="Download the safetensors version. Pickles can run code and are refused.",
-        )
-    raise CheckpointError(
-        f"no weights in {str(folder)!r}",
-        expected=f"the {subject} as .safetensors",
-        fix="Download the files of this folder. A git clone without LFS does not include them.",
-    )
+    found = f"only the pickle {pickles[0]!r}" if pickles else "no weights"
+    fix = "Download the files of this folder. A git clone without LFS does not include them."
+    fix = "Download the safetensors version. Pickles can run code and are refused." if pickles else fix
+    raise CheckpointError(f"{found} in {str(folder)!r}", expected=f"the {subject} as .safetensors", fix=fix)
 
 
 def read_tensors(
@@ -344,9 +337,8 @@ def _require_unchanged(file: Any, entry: TensorEntry) -> None:
     """Raise when a file is not the one whose header was read: another download wrote over it."""
     status = os.fstat(file.fileno())
     if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
-        raise damaged(
-            entry.file, "changed since its header was read", "Wait until it has been written, then load it again."
-        )
+        fix = "Wait until it has been written, then load it again."
+        raise damaged(entry.file, "changed since its header was read", fix)
 
 
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:

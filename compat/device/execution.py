@@ -4,8 +4,9 @@ copies above 10 MB; every value that leaves a device passes :func:`to_host`."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +20,32 @@ HOST = torch.device("cpu")
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)  # which travel as integers
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
+
+
+_held: dict[tuple[int, str], tuple[int, bool]] = {}  # blocks that hold a switch of torch's, and what it was before
+_holding = threading.Lock()
+
+
+@contextmanager
+def held(owner: Any, name: str, value: bool) -> Iterator[None]:
+    """A switch of torch's as ``value`` for the block. It is one for all threads: the last block puts it back."""
+    key = id(owner), name
+    with _holding:
+        count, before = _held.get(key, (0, False))
+        if not count:
+            before = bool(getattr(owner, name))
+            setattr(owner, name, value)
+        _held[key] = count + 1, before
+    try:
+        yield
+    finally:
+        with _holding:
+            count, before = _held.pop(key)
+            if count > 1:
+                _held[key] = count - 1, before
+            else:
+                with suppress(Exception):  # somebody has locked torch's flags meanwhile
+                    setattr(owner, name, before)
 
 
 @contextmanager

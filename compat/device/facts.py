@@ -119,18 +119,14 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
         "triton": next(filter(None, map(version_of, TRITONS)), ""),
         KITCHEN: version_of(KITCHEN),
     }
-    driver = stated.pop("driver", "") or (
-        _driver(stated["backend"]) if stated["backend"] in ("cuda", "rocm", "xpu") else ""
-    )
+    driver = stated.pop("driver", "")
+    if not driver and stated["backend"] in ("cuda", "rocm", "xpu"):
+        driver = _driver(stated["backend"])
     versions |= {"driver": driver, **stated.pop("versions", {})}
     return DeviceFacts(
-        device=chosen,
-        torch_version=torch.__version__,
-        torch_build=str(torch.version.git_version or ""),
-        driver=driver,
-        versions={name: str(version) for name, version in versions.items() if version},
-        **stated,
-    )
+        device=chosen, torch_version=torch.__version__, torch_build=str(torch.version.git_version or ""), driver=driver,
+        versions={name: str(version) for name, version in versions.items() if version}, **stated,
+    )  # fmt: skip
 
 
 def flags() -> dict[str, bool]:
@@ -186,26 +182,26 @@ def free_bytes(device: torch.device) -> int | None:
     return value_or(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
 
 
+def _asked(device: torch.device, function: str, *args: Any) -> Any:
+    """The answer of the backend's ``function``; None where it has none or fails, and of a CPU."""
+    ask: Any = getattr(getattr(torch, device.type, None), function, None)
+    return None if device.type == "cpu" or ask is None else value_or(lambda: ask(*args), None)
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Peak memory of this process on ``device`` since :func:`reset_peak`; None if unknown."""
-    module: Any = getattr(torch, device.type, None)
-    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
-        return None
-    return value_or(lambda: int(module.max_memory_allocated(device)), None)
+    peak = _asked(device, "max_memory_allocated", device)
+    return None if peak is None else value_or(lambda: int(peak), None)
 
 
 def reset_peak(device: torch.device) -> None:
     """Reset the peak; does nothing if the backend does not count it."""
-    module: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
-        value_or(lambda: module.reset_peak_memory_stats(device), None)
+    _asked(device, "reset_peak_memory_stats", device)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has finished, so that timings are right; a fault shows when a result is read."""
-    module: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and hasattr(module, "synchronize"):
-        value_or(lambda: module.synchronize(*(() if device.type == "mps" else (device,))), None)  # mps takes none
+    _asked(device, "synchronize", *(() if device.type == "mps" else (device,)))  # mps takes none
 
 
 def locks_host_memory(device: torch.device) -> bool:
@@ -251,10 +247,8 @@ def empty_host_cache() -> None:
 
 def empty_cache(device: torch.device) -> None:
     """Give unused cached memory to the driver, after waiting: on Arc a running chain became NaN (pytorch#197520)."""
-    module: Any = getattr(torch, device.type, None)
-    if device.type != "cpu" and hasattr(module, "empty_cache"):
-        synchronize(device)
-        value_or(module.empty_cache, None)
+    synchronize(device)
+    _asked(device, "empty_cache")
 
 
 def _system_bytes(memory: str, amount: str) -> int:

@@ -80,10 +80,9 @@ def row_for(facts: DeviceFacts, layer_format: str, kernels: str) -> PackedRow | 
 
 
 def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
-    asked = ((facts.backend, row.backends), (facts.arch, row.arches), (facts.name.lower(), row.names))
-    return all(
-        any(fnmatch(value, pattern) for pattern in patterns) for value, patterns in (*asked, (kernels, row.kernels))
-    )
+    values = (facts.backend, facts.arch, facts.name.lower(), kernels)
+    patterns = (row.backends, row.arches, row.names, row.kernels)
+    return all(any(fnmatch(value, each) for each in own) for value, own in zip(values, patterns, strict=True))
 
 
 def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:

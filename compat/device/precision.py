@@ -135,22 +135,17 @@ def precision_for(
     if choice == "auto":
         return _automatic(model, _row(model, facts), able)
     if choice not in _EXPLICIT:
-        raise UnsupportedError(
-            f"precision {choice!r}", expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node."
-        )
+        found = f"precision {choice!r}"
+        raise UnsupportedError(found, expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node.")
     if _contradicts(choice, facts):
-        raise UnsupportedError(
-            f"precision {choice!r} {ON_CPU}",
-            expected=f"one of {', '.join(_possible(able, facts, offered))}",
-            fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
-        )
+        found, expected = f"precision {choice!r} {ON_CPU}", f"one of {', '.join(_possible(able, facts, offered))}"
+        fix = "Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32."
+        raise UnsupportedError(found, expected=expected, fix=fix)
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, able)
     if not ability.usable:
-        raise UnsupportedError(
-            f"precision {choice!r} {_refusal(ability, facts)}",
-            expected=f"one of {', '.join(_possible(able, facts, offered))}",
-            fix="Choose auto, which uses what works on this device.",
-        )
+        found = f"precision {choice!r} {_refusal(ability, facts)}"
+        expected = f"one of {', '.join(_possible(able, facts, offered))}"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto, which uses what works on this device.")
     why = [chosen.why]
     if choice in _WIDE_TEXT and (model.half_text or model.half_unet):
         chosen = replace(chosen, text=FP16)
@@ -197,11 +192,9 @@ def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
 def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
     row = PRECISION.get(facts.arch_class)
     if row is None:
-        raise UnsupportedError(
-            f"no precision policy for {facts.arch_class!r}",
-            expected=f"one of {', '.join(sorted(PRECISION))}",
-            fix="Choose a precision yourself, or add a row to PRECISION in compat/device/precision.py.",
-        )
+        found, expected = f"no precision policy for {facts.arch_class!r}", f"one of {', '.join(sorted(PRECISION))}"
+        fix = "Choose a precision yourself, or add a row to PRECISION in compat/device/precision.py."
+        raise UnsupportedError(found, expected=expected, fix=fix)
     return model.rows.get((row.transformer, row.text, row.vae), row)
 
 

@@ -106,8 +106,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Run every probe and write the results once; ``again`` forgets all but questions that ended a process."""
         with self._lock:
             if again:
-                fatal = (name for name, kept in self._answers.items() if _ends_processes(name, kept))
-                self._answers = {name: self._answers[name] for name in fatal}
+                kept = self._answers.items()
+                self._answers = {name: it for name, it in kept if name.startswith(PACKED) and it.detail == ENDED}
                 self._remembered.clear()
                 path = self.path
                 if path is not None:  # else what is written next takes in what it says
@@ -194,12 +194,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return
         self._read()
         kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
-        content: dict[str, Any] = {
-            "device": str(self.facts),
-            "versions": dict(self.facts.versions),
-            "answers": kept,
-            "remembered": self._remembered,
-        }
+        content: dict[str, Any] = {"device": str(self.facts), "versions": dict(self.facts.versions)}
+        content |= {"answers": kept, "remembered": self._remembered}
         if self._asking:
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
         try:
@@ -233,23 +229,9 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
     """Key of stored answers: the device, its driver, the build of torch, torch's flags and the probes."""
     # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
-    parts = (
-        facts.backend,
-        facts.name,
-        facts.arch,
-        facts.total_bytes,
-        facts.driver,
-        facts.torch_version,
-        facts.torch_build,
-        versions,
-        dict(asked),
-        suite.SUITE,
-    )
+    device = (facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver)
+    parts = (*device, facts.torch_version, facts.torch_build, versions, dict(asked), suite.SUITE)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _ends_processes(name: str, kept: ProbeResult) -> bool:
-    return name.startswith(PACKED) and kept.detail == ENDED
 
 
 def _checked(entry: Any) -> ProbeResult:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
 
-from .facts import DeviceFacts, value_or
+from .execution import held
+from .facts import DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .probes import DTYPES
 from .quirk_rows import QUIRKS, Quirk
@@ -70,23 +71,12 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
     """Torch's switches for cuDNN, or MIOpen, as ``policy`` wants them, then as before; off without ``library``."""
-    cudnn = torch.backends.cudnn
-
-    def switch(name: str, value: bool | None) -> bool | None:
-        """Set a switch; returns what it was, None where torch does not tell or has locked its flags."""
-        before = value_or(lambda: bool(getattr(cudnn, name)), None)
-        if value is not None:
-            with suppress(Exception):
-                setattr(cudnn, name, value)
-        return before
-
-    enabled = None if library and policy.vae_cudnn else switch("enabled", False)
-    benchmark = None if policy.benchmark else switch("benchmark", False)
-    try:
+    asked = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
+    with ExitStack() as stack:
+        for name in filter(asked.get, asked):
+            with suppress(Exception):  # torch does not tell, or has locked its flags
+                stack.enter_context(held(torch.backends.cudnn, name, False))
         yield
-    finally:
-        switch("enabled", enabled)
-        switch("benchmark", benchmark)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +134,10 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
     caps, ``cast``, and per operation whether each dtype works here without costing a multiple."""
     policy = policy or policy_for(facts)
     known = Abilities(policy, probes)
-    able: dict[str, Any] = {
-        "backend": facts.backend,
-        "arch": facts.arch,
-        "conv_bytes": policy.conv_bytes,
-        "contiguous_weights": policy.contiguous_weights,
-        "cast": {f"{dtype}_to_fp32": known.verdict(f"cast.{dtype}_to_fp32").usable for dtype in ("bf16", "fp16")},
-    }
+    able: dict[str, Any] = {"backend": facts.backend, "arch": facts.arch, "conv_bytes": policy.conv_bytes}
+    able["contiguous_weights"] = policy.contiguous_weights
+    casts = (f"{dtype}_to_fp32" for dtype in ("bf16", "fp16"))
+    able["cast"] = {name: known.verdict(f"cast.{name}").usable for name in casts}
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
@@ -159,11 +146,11 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
     """The rows whose operations all work on this device now: a newer driver has fixed them."""
-    return tuple(
-        row
-        for row in policy.rows
-        if row.wrong and all(name in probes and probes[name].status == OK for name in row.wrong)
-    )
+
+    def works(row: Quirk) -> bool:
+        return all(name in probes and probes[name].status == OK for name in row.wrong)
+
+    return tuple(row for row in policy.rows if row.wrong and works(row))
 
 
 def within(version: str, first_bad: str, first_good: str) -> bool:
@@ -181,10 +168,8 @@ def _stands(row: Quirk, facts: DeviceFacts) -> bool:
         and any(fnmatch(facts.arch, arch) for arch in row.arches)
         and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
         and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
-        and all(
-            within(versions.get(name, ""), *span) for name, span in row.versions.items() if name not in row.optional
-        )
-        and all(name in versions and within(versions[name], *row.versions[name]) for name in row.optional)
+        and all(within(versions.get(name, ""), *span) for name, span in row.versions.items())
+        and versions.keys() >= set(row.optional)
     )
 
 

@@ -23,17 +23,9 @@ LANE = {3: 0.9846 * GIGA, 4: 1.9693 * GIGA, 5: 3.9385 * GIGA}  # of PCIe, one di
 PCIE_3, PCIE_4, PCIE_5 = (16 * rate for rate in LANE.values())
 LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
 FREE = (
-    "empty",
-    "new_empty",
-    "_has_compatible_shallow_copy_type",
-    "_unsafe_view",
-    "_reshape_alias",
-    "lift_fresh",
-    "detach",
-    "record_stream",
-    "resize_",
-    "set_",
-)
+    "empty", "new_empty", "_has_compatible_shallow_copy_type", "_unsafe_view", "_reshape_alias", "lift_fresh",
+    "detach", "record_stream", "resize_", "set_",
+)  # fmt: skip
 WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tensor")
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "memory-efficient", "cuDNN", "in chunks"
 KERNELS = {"native_efficient": EFFICIENT, "xformers": EFFICIENT, "native_cudnn": CUDNN, "native_math": MATH}
@@ -75,12 +67,7 @@ def _generation(row: Mapping[str, str]) -> Generation:
 # by EFFICIENT and 0.15 by MATH: assumed.
 GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
-STORED = {
-    "int8": "int8",
-    "int8_convrot": "int8",
-    "w4a8": "int8",
-    "fp8": "fp8",
-}  # the rate of weights that are stored so
+STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
 KINDS = {"sm70": "volta", "sm75": "turing", "sm80": "a100", "sm86": "ampere", "sm89": "ada", "sm90": "hopper"}
 VENDOR = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|graphics|gpu|hbm\d\w?|sxm5|\d+gb")

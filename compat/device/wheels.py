@@ -14,12 +14,7 @@ AMD = "https://rocm.nightlies.amd.com/v2/"
 LAST_CUDA_12 = "2.15"  # the first torch without builds for CUDA 12 (pytorch#190385, ComfyUI#16438)
 
 WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
-    (
-        "cuda",
-        "sm[56]?",
-        f"{PYTORCH}cu126",
-        "later builds have no kernels for Maxwell and Pascal (ComfyUI#9650, #10468)",
-    ),
+    ("cuda", "sm[56]?", f"{PYTORCH}cu126", "later builds lack kernels for Maxwell and Pascal (ComfyUI#9650, #10468)"),
     ("cuda", "sm7[02]", f"{PYTORCH}cu126", "builds for CUDA 13 have no kernels for Volta (ComfyUI#16438)"),
     ("cuda", "*", f"{PYTORCH}cu130", "what ComfyUI recommends for Turing and newer"),
     ("rocm", "gfx110?", f"{AMD}gfx110X-all/", "AMD's build for RDNA 3"),

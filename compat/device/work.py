@@ -247,9 +247,8 @@ def pace_of(
         try:
             heads = HEAD_WIDTH if width > NARROW else NARROW
             measure = partial(measured_pace, facts.device, dtype, width=heads)
-            kept = store.remember(
-                f"rates of {name}, heads of {heads}", lambda: asdict(_given_back(measure, facts.device))
-            )
+            key = f"rates of {name}, heads of {heads}"
+            kept = store.remember(key, lambda: asdict(_given_back(measure, facts.device)))
             if kept and facts.device.type != "cpu":
                 kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
@@ -265,15 +264,12 @@ def pace_of(
     rates = rates_of(facts)
     if rates is None:
         return None
-    flops, reached = rates.flops(dtype), GENERATIONS[rates.generation]
+    flops = rates.flops(dtype)
+    product = flops * GENERATIONS[rates.generation].product  # of convolutions too: no figures of these were found
     return Pace(
-        product=flops * reached.product,
-        convolution=flops * reached.product,  # no published figures by generation were found
-        attention=flops * rates.attention(kernel),
-        memory=rates.memory * MEMORY,
-        launch=LAUNCH_SECONDS,
-        source=PUBLISHED,
-    )
+        product=product, convolution=product, attention=flops * rates.attention(kernel), memory=rates.memory * MEMORY,
+        launch=LAUNCH_SECONDS, source=PUBLISHED,
+    )  # fmt: skip
 
 
 def measured_pace(

@@ -100,19 +100,19 @@ def views_of(module: nn.Module) -> Views:
 def pin(tensors: Iterable[torch.Tensor]) -> int:
     """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that are there now.
     What cannot be locked stays as it is, and the log says why. Peak extra memory: one slab."""
-    count = total = 0
+    count, loose = 0, [t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]
     try:
         with torch.inference_mode(False), torch.no_grad():
-            for group in _slabs([t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]):
-                total = sum(_padded(tensor) for tensor in group)
-                slab, first = torch.empty(total, dtype=torch.uint8, pin_memory=True), 0
+            for group in _slabs(loose):
+                slab, first = torch.empty(sum(map(_padded, group)), dtype=torch.uint8, pin_memory=True), 0
                 for tensor in group:
                     place = slab[first : first + tensor.data.nbytes].view(tensor.dtype)
                     tensor.data = place.view(tensor.shape).copy_(tensor.data)
                     first += _padded(tensor)
                     count += tensor.data.nbytes
     except (RuntimeError, MemoryError, OSError) as error:  # the system locks no more: everything works without
-        log.warning("%s of weights stay unpinned: %s", amount_of(total), first_line(error))
+        left = sum(tensor.data.nbytes for tensor in loose) - count
+        log.warning("%s of weights stay unpinned: %s", amount_of(left), first_line(error))
     return count
 
 

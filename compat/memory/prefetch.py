@@ -61,10 +61,8 @@ def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
 
 def is_dense(weight: torch.Tensor) -> bool:
     """True if a weight is one run of bytes in host memory, in whatever order of its dimensions."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    ordered = weight.is_contiguous() or (
-        weight.ndim in formats and weight.is_contiguous(memory_format=formats[weight.ndim])
-    )
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.ndim, torch.contiguous_format)
+    ordered = weight.is_contiguous() or weight.is_contiguous(memory_format=order)
     return bool(type(weight) is torch.Tensor and weight.nbytes and weight.device.type == "cpu" and ordered)
 
 

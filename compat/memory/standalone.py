@@ -140,11 +140,9 @@ class StandaloneOffloader:
     def switch(self, mode: str) -> None:
         in_use = self._state.in_use
         if mode not in MODES or in_use:
-            raise InputError(
-                f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}",
-                expected=f"one of {', '.join(MODES)}, between two stages",
-                fix="Choose it on the load node.",
-            )
+            found = f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}"
+            expected = f"one of {', '.join(MODES)}, between two stages"
+            raise InputError(found, expected=expected, fix="Choose it on the load node.")
         if mode == self.mode or self.device.type == HOST.type:
             return
         for part, module in self.parts.items():
@@ -234,25 +232,19 @@ class StandaloneOffloader:
         move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
 
     def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
+        device, weights = self.device_of(part), self.options.host_weights
         return GroupHooks(
-            module,
-            self.device_of(part),
-            self._by_block(part),
-            self.memory_stats,
-            part=part,
-            pinned=part in self.options.host_weights.of(PINNED),
-            copies=None if self.options.host_weights.shared else copy_stream(self.device_of(part)),
-            progress=progress,
-        )
+            module, device, self._by_block(part), self.memory_stats, part=part, pinned=part in weights.of(PINNED),
+            copies=None if weights.shared else copy_stream(device), progress=progress,
+        )  # fmt: skip
 
     def _share_room(self, hooks: GroupHooks, part: str, activation_bytes: int) -> None:
         """Set the hooks' memory limits beside a forward: what stays, one largest group in use, and one ahead."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         room = None if free is None else free - self.options.keep_free_bytes
         passing = max(2 * largest, *(group.total_bytes for group in hooks.groups))
-        stays = (
-            resident_bytes(hooks.total_bytes, passing, room, activation_bytes) if keeps(self, part, self.mode) else 0
-        )
+        total = hooks.total_bytes if keeps(self, part, self.mode) else 0
+        stays = resident_bytes(total, passing, room, activation_bytes)
         hooks.keep(stays)
         hooks.room_bytes = None if room is None else room - activation_bytes - stays
         left = largest if hooks.room_bytes is None else hooks.room_bytes - largest
@@ -269,11 +261,9 @@ class StandaloneOffloader:
         device = self.device_of(part)
         gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
         if gone:
-            raise UnsupportedError(
-                f"{device} does not answer any more ({gone})",
-                expected=f"the device of the {part}",
-                fix="Restart ComfyUI, or load the pipeline again on another device.",
-            ) from error
+            found, expected = f"{device} does not answer any more ({gone})", f"the device of the {part}"
+            fix = "Restart ComfyUI, or load the pipeline again on another device."
+            raise UnsupportedError(found, expected=expected, fix=fix) from error
 
 
 def offloader_for(
@@ -297,11 +287,8 @@ def offloader_for(
     if hosted is not None and choice in (AUTO, HOSTED):
         return _with_decision(hosted(parts, device, options), choice, COSTS[HOSTED])
     if choice == HOSTED:
-        raise UnsupportedError(
-            f"offload {choice!r} outside ComfyUI",
-            expected=f"one of {', '.join(mode for mode in CHOICES if mode != HOSTED)}",
-            fix="Choose auto.",
-        )
+        others = ", ".join(mode for mode in CHOICES if mode != HOSTED)
+        raise UnsupportedError(f"offload {choice!r} outside ComfyUI", expected=f"one of {others}", fix="Choose auto.")
     if refusal := reason_against(choice, device):
         found, expected = f"offload {choice!r} {refusal}", "auto or none"
         raise UnsupportedError(found, expected=expected, fix="Choose auto. A CPU has no second memory to offload to.")

@@ -84,12 +84,8 @@ class StageCost:
 
     def __str__(self) -> str:
         peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
-        moved = (
-            f"moved {amount_of(self.moved_bytes)} in {self.moving_seconds:.1f} of {self.seconds:.1f} s, "
-            f"{self.ratio:.2f} times the time without copies"
-            if self.moved_bytes
-            else "nothing moved"
-        )
+        times = f"{self.moving_seconds:.1f} of {self.seconds:.1f} s, {self.ratio:.2f} times the time without copies"
+        moved = f"moved {amount_of(self.moved_bytes)} in {times}" if self.moved_bytes else "nothing moved"
         return f"{self.stage} with offload {self.mode}: {peak}{moved}"
 
 
@@ -102,9 +98,7 @@ class MemoryStats:
     moved_bytes: int = 0
     moving_seconds: float = 0.0
     stages: list[StageCost] = field(default_factory=list)
-    behind: deque[tuple[torch.Event, torch.Event]] = field(
-        default_factory=deque
-    )  # around copies that were not waited for
+    behind: deque[tuple[torch.Event, torch.Event]] = field(default_factory=deque)  # around copies nobody waits for
 
     def add(self, count: int, seconds: float) -> None:
         self.moved_bytes, self.moving_seconds = self.moved_bytes + count, self.moving_seconds + seconds

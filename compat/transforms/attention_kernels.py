@@ -20,11 +20,7 @@ from .attention_chunks import WORKED_ON, chunked
 
 HALF = (torch.float16, torch.bfloat16)
 ANY = (torch.float32, *HALF)
-BACKENDS = {
-    "native_cudnn": "CUDNN_ATTENTION",
-    "native_efficient": "EFFICIENT_ATTENTION",
-    "native_flash": "FLASH_ATTENTION",
-}
+BACKENDS = {f"native_{kind}": f"{kind.upper()}_ATTENTION" for kind in ("cudnn", "efficient", "flash")}
 FOREIGN = "other"
 TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
 LOSSY = ("sage", "kitchen_int8")  # the kernels of the choice sage
@@ -54,6 +50,8 @@ class KernelNeed:
 
 NEWEST = 1000
 _SAGE: dict[str, Any] = {"package": "sageattention", "module": "sageattention", "widths": (64, 96, 128)}
+_SAGE_TURING = "thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing"
+_KITCHEN: dict[str, Any] = {"package": "comfy-kitchen", "module": "comfy_kitchen"}
 _FLASH: dict[str, Any] = {"package": "flash-attn", "module": "flash_attn", "dtypes": HALF}
 _XFORMERS: dict[str, Any] = {"package": "xformers", "module": "xformers.ops"}
 _FLASH_PAGE, _XFORMERS_PAGE = "Dao-AILab/flash-attention", "facebookresearch/xformers"
@@ -66,25 +64,10 @@ NEEDS: tuple[KernelNeed, ...] = (
     KernelNeed("native_flash", ("rocm",), dtypes=HALF, source=_AOTRITON),
     KernelNeed("native_flash", ("cpu", "xpu", FOREIGN), source=f"{_SDP}FLASH_ATTENTION"),
     KernelNeed("sage", ("cuda",), (80, NEWEST), dtypes=HALF, source="thu-ml/SageAttention README", **_SAGE),
-    KernelNeed(
-        "sage",
-        ("cuda",),
-        (75, 76),
-        triton_below="3.3",
-        dtypes=(torch.float16,),
-        source="thu-ml/SageAttention#197, triton-lang/triton-windows#28: Triton 3.3 dropped Turing",
-        **_SAGE,
-    ),
+    KernelNeed("sage", ("cuda",), (75, 76), triton_below="3.3", dtypes=HALF[:1], source=_SAGE_TURING, **_SAGE),
     KernelNeed("sage", ("rocm",), dtypes=HALF, **_SAGE),
-    KernelNeed(  # on AMD it ends the process of some (Comfy-Org/comfy-kitchen#110), so it is not asked there
-        "kitchen_int8",
-        ("cuda",),
-        (75, NEWEST),
-        package="comfy-kitchen",
-        module="comfy_kitchen",
-        dtypes=HALF,
-        source="Comfy-Org/comfy-kitchen",
-    ),
+    # on AMD it ends the process of some (Comfy-Org/comfy-kitchen#110), so it is not asked there
+    KernelNeed("kitchen_int8", ("cuda",), (75, NEWEST), dtypes=HALF, source="Comfy-Org/comfy-kitchen", **_KITCHEN),
     KernelNeed("flash", ("cuda",), (80, NEWEST), source=_FLASH_PAGE, **_FLASH),
     KernelNeed("flash", ("rocm",), source=_FLASH_PAGE, **_FLASH),
     KernelNeed("xformers", ("cuda",), (50, NEWEST), source=_XFORMERS_PAGE, **_XFORMERS),
@@ -103,11 +86,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     if dtype not in need.dtypes or (need.widths and head_width not in need.widths):
         dtypes = " or ".join(str(one).removeprefix("torch.") for one in need.dtypes)
         widths = f", heads of {' or '.join(map(str, need.widths))}" if need.widths else ""
-        raise UnsupportedError(
-            f"attention {choice!r} in {name} with heads of {head_width}",
-            expected=f"{dtypes}{widths}",
-            fix="Choose auto, or another precision.",
-        )
+        found = f"attention {choice!r} in {name} with heads of {head_width}"
+        raise UnsupportedError(found, expected=f"{dtypes}{widths}", fix="Choose auto, or another precision.")
     try:
         error, bound = _trial_error(choice, facts.device, dtype, head_width)
     except PackError:
@@ -161,19 +141,14 @@ def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
     if not need.package:
         return
     if not version_of(need.package):
-        raise MissingPackageError(
-            f"attention {need.choice!r} without the package {need.package!r}",
-            expected=f"{need.package}, which runs it",
-            fix="Install it into the Python that runs ComfyUI or anygpu, following its instructions for "
-            f"{facts.name}, or choose auto.",
-        )
+        found, where = f"attention {need.choice!r} without the package {need.package!r}", "that runs ComfyUI or anygpu"
+        fix = f"Install it into the Python {where}, following its instructions for {facts.name}, or choose auto."
+        raise MissingPackageError(found, expected=f"{need.package}, which runs it", fix=fix)
     triton = next(filter(None, map(version_of, ("triton", "triton-windows"))), "")
     if need.triton_below and not (triton and within(triton, "", need.triton_below)):
-        raise MissingPackageError(
-            f"attention {need.choice!r} on {facts.name} ({facts.arch}) with Triton {triton or 'missing'}",
-            expected=f"Triton below {need.triton_below}, the last that runs on {facts.arch}",
-            fix="Install that Triton, or choose auto.",
-        )
+        found = f"attention {need.choice!r} on {facts.name} ({facts.arch}) with Triton {triton or 'missing'}"
+        expected = f"Triton below {need.triton_below}, the last that runs on {facts.arch}"
+        raise MissingPackageError(found, expected=expected, fix="Install that Triton, or choose auto.")
     imported(need.module)
 
 

@@ -129,9 +129,8 @@ class JointProcessor(Processor):
             query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
             key = torch.cat([key, heads_of(attn, attn.add_k_proj, text, attn.norm_added_k)], dim=1)
             value = torch.cat([value, heads_of(attn, attn.add_v_proj, text)], dim=1)
-        attention = self._attend_joint(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attention_mask
-        )
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        attention = self._attend_joint(query, key, value, attention_mask)
         attention = attention.transpose(1, 2).flatten(2).to(query.dtype)
         if text is None:
             return attention, None
@@ -216,14 +215,9 @@ class RefinerProcessor(Processor):
         temb: torch.Tensor | None = None,
     ) -> torch.Tensor:
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        query, key, value = (
-            heads_of(attn, layer, tokens, norm).transpose(1, 2)
-            for layer, tokens, norm in (
-                (attn.to_q, hidden_states, attn.norm_q),
-                (attn.to_k, seen, attn.norm_k),
-                (attn.to_v, seen, None),
-            )
-        )
+        query = heads_of(attn, attn.to_q, hidden_states, attn.norm_q).transpose(1, 2)
+        key = heads_of(attn, attn.to_k, seen, attn.norm_k).transpose(1, 2)
+        value = heads_of(attn, attn.to_v, seen).transpose(1, 2)
         attention = self.by_text_rows(query, key, value, attention_mask, queries_too=True)
         return self.projected(attn, attention, query)
 
@@ -248,10 +242,8 @@ def causal_by_frames(
 ) -> torch.Tensor:
     """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
     size = query.shape[2] // frames
-    parts = [
-        attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end])
-        for end in range(size, query.shape[2] + 1, size)
-    ]
+    ends = range(size, query.shape[2] + 1, size)
+    parts = [attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end]) for end in ends]
     return torch.cat(parts, dim=2)
 
 
@@ -287,10 +279,8 @@ def _attention_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor]
 
     def forward(block: Any, x: torch.Tensor) -> torch.Tensor:
         normed = block.norm(x)
-        query, key, value = (
-            layer(normed).flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
-            for layer in (block.to_q, block.to_k, block.to_v)
-        )
+        projected = (layer(normed) for layer in (block.to_q, block.to_k, block.to_v))
+        query, key, value = (each.flatten(2).transpose(1, 2).unsqueeze(1).contiguous() for each in projected)
         attention = causal_by_frames(attend, query, key, value, x.shape[2]).squeeze(1)
         return block.proj_out(attention.unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
 

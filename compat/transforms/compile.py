@@ -45,11 +45,8 @@ WITH_OFFLOAD: dict[str, str] = {  # offload to why compile is refused with it; e
     "comfyui": "it streams weights between the layers of a block, so no block is one graph",
 }
 VAE_BLOCKS = (
-    "HunyuanVideoResnetBlockCausal3D",
-    "HunyuanVideo15ResnetBlock",
-    "MochiResnetBlock3D",
-    "LTXVideoResnetBlock3d",
-)
+    "HunyuanVideoResnetBlockCausal3D", "HunyuanVideo15ResnetBlock", "MochiResnetBlock3D", "LTXVideoResnetBlock3d",
+)  # fmt: skip
 STATES = 3  # dimensions of token states (B, N, D)
 TEXT = {"encoder_hidden_states": 1, "encoder_attention_mask": -1, "attention_mask": -1}  # argument to its text length
 
@@ -75,11 +72,9 @@ def require_offload(mode: str) -> None:
     reason = WITH_OFFLOAD.get(mode, "")
     if reason:
         works = ", ".join(name for name, why in WITH_OFFLOAD.items() if not why)
-        raise UnsupportedError(
-            f"compile with offload {mode!r}: {reason}",
-            expected=f"offload {works}",
-            fix="Choose one of these offload modes on the load node, or switch off compile.",
-        )
+        found, expected = f"compile with offload {mode!r}: {reason}", f"offload {works}"
+        fix = "Choose one of these offload modes on the load node, or switch off compile."
+        raise UnsupportedError(found, expected=expected, fix=fix)
 
 
 class Compilation:
@@ -121,11 +116,9 @@ class Compilation:
         plain = block.forward
         stock = getattr(plain, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
-            raise UnsupportedError(
-                f"compile for a {type(block).__name__} that an offloader already moves",
-                expected="a block without offload hooks",
-                fix="Take the offloader off, compile, and put it back.",
-            )
+            found = f"compile for a {type(block).__name__} that an offloader already moves"
+            expected = "a block without offload hooks"
+            raise UnsupportedError(found, expected=expected, fix="Take the offloader off, compile, and put it back.")
         function = self._made.setdefault(stock.__code__, _Function(stock, self.settings))
 
         def forward(block: Any, *args: Any, **named: Any) -> Any:

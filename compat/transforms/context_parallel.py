@@ -43,9 +43,8 @@ class TokenSplit:
                 processor: Any = getattr(attention, "processor", None)
                 require_splittable(block, attention, self.group.world.size)
                 undo.set(processor, "attend", SplitAttention(self, processor.attend))
-                cut = partial(
-                    self._cut, block is blocks[0], tuple(inspect.signature(type(block).forward).parameters)[1:]
-                )
+                names = tuple(inspect.signature(type(block).forward).parameters)[1:]
+                cut = partial(self._cut, block is blocks[0], names)
                 undo.append(block.register_forward_pre_hook(cut, with_kwargs=True).remove)
             undo.append(blocks[-1].register_forward_hook(self._join).remove)
         except BaseException:
@@ -172,9 +171,8 @@ def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
 def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
     """The step that splits transformers of a family over all ranks of ``group``; UnsupportedError without ``plan``."""
     if plan is None:
-        raise UnsupportedError(
-            f"{title} on {group.world.size} devices", expected="one device", fix="Leave out --group for this model."
-        )
+        found = f"{title} on {group.world.size} devices"
+        raise UnsupportedError(found, expected="one device", fix="Leave out --group for this model.")
 
     def apply(part: str, module: nn.Module) -> Back | None:
         return TokenSplit(group, plan).attach(module) if denoises(part) else None

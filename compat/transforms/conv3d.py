@@ -113,11 +113,9 @@ def _check_ready(root: nn.Module) -> None:
 def _check_free(module: nn.Module, label: str) -> None:
     """Refuse a module whose forward an offloader has wrapped: it would go on calling the one it wrapped."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
-        raise UnsupportedError(
-            f"{label} has the hooks of an offloader on it",
-            expected="a part that no offloader holds",
-            fix="Take the offloader off, swap or restore, and put it back.",
-        )
+        found, expected = f"{label} has the hooks of an offloader on it", "a part that no offloader holds"
+        fix = "Take the offloader off, swap or restore, and put it back."
+        raise UnsupportedError(found, expected=expected, fix=fix)
 
 
 def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:

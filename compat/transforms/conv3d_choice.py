@@ -77,14 +77,8 @@ PREFERRED: dict[tuple[str, str], tuple[Conv3dMethod, str]] = {  # (backend, kind
     ("mps", "general"): (Conv3dMethod.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("xla", "pointwise"): (Conv3dMethod.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
 }
-INSTEAD = (  # of a conv3d that does not run
-    Conv3dMethod.POINTWISE,
-    Conv3dMethod.PATCHES,
-    Conv3dMethod.FRAMES,
-    Conv3dMethod.CHANNELS_LAST,
-    Conv3dMethod.FP32,
-    Conv3dMethod.MATMUL,
-)
+# Of a conv3d that does not run, the best first.
+INSTEAD = tuple(map(Conv3dMethod, ("pointwise", "patches", "frames", "channels_last", "fp32", "matmul")))
 # In fp16 a CPU takes up to 90 times as long as in fp32, for matmuls too (benchmarks/results/conv3d.csv).
 INSTEAD_ON_CPU = (Conv3dMethod.FP32, *INSTEAD)
 
@@ -194,11 +188,8 @@ def form_times(
         beside[form.value] = 0 if before is None or after is None else after - before - result.nbytes
         return result
 
-    ways = {
-        form.value: partial(weighed, form)
-        for form in forms
-        if covers(form, layer.kernel, layer.geometry) and form_error(form, layer, device) is not None
-    }
+    fitting = (form for form in forms if covers(form, layer.kernel, layer.geometry))
+    ways = {form.value: partial(weighed, form) for form in fitting if form_error(form, layer, device) is not None}
     most = WORKSPACE * x.nbytes + 2 * weight.nbytes + MATMUL_BYTES
     return {name: ms for name, ms in milliseconds(ways, device, repeats).items() if beside[name] <= most}
 

@@ -5,6 +5,7 @@ corrupts 5-D tensors on some devices, or replicates edges with the 3-D kernel, w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -270,14 +271,9 @@ def _columns(
     (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size
     top = first * down
     strip = window[:, :, top : top + (rows - 1) * down + (kernel[0] - 1) * below + 1].to(dtype)
-    return torch.stack(
-        [
-            strip[:, :, i * below :: down, j * beside :: across][:, :, :rows, :columns]
-            for i in range(kernel[0])
-            for j in range(kernel[1])
-        ],
-        dim=2,
-    )
+    taps = itertools.product(range(kernel[0]), range(kernel[1]))
+    voxels = [strip[:, :, i * below :: down, j * beside :: across][:, :, :rows, :columns] for i, j in taps]
+    return torch.stack(voxels, dim=2)
 
 
 def _steps(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device.execution import to_host
+from ..device.execution import held, to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
 from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
@@ -126,13 +126,8 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
 @contextmanager
 def fp16_sums() -> Iterator[None]:
     """Products inside sum in fp16; then torch's switch is as it was."""
-    products: Any = torch.backends.cuda.matmul
-    before = getattr(products, SUMS_SWITCH)
-    setattr(products, SUMS_SWITCH, True)
-    try:
+    with held(torch.backends.cuda.matmul, SUMS_SWITCH, True):
         yield
-    finally:
-        setattr(products, SUMS_SWITCH, before)
 
 
 def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
@@ -237,17 +232,10 @@ def _both_streams(attention: str) -> dict[str, LayerKind]:
 
 
 _JOINT = _both_streams("attn.")
-_SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | {
-    "proj_mlp": LayerKind.NARROW,
-    "proj_out": LayerKind.WIDE,
-    "norm.linear": LayerKind.FULL,
-}
-_CROSS: dict[str, LayerKind] = {
-    "attn2.to_q": LayerKind.RESIDUAL,
-    "attn2.to_k": LayerKind.WIDE,
-    "attn2.to_v": LayerKind.VALUE,
-    "attn2.to_out.0": LayerKind.WIDE,
-}
+_SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | _paths("proj_mlp", LayerKind.NARROW)
+_SINGLE |= _paths("proj_out", LayerKind.WIDE) | _paths("norm.linear", LayerKind.FULL)
+_CROSS = _paths("to_q", LayerKind.RESIDUAL, "attn2.") | _paths("to_k", LayerKind.WIDE, "attn2.")
+_CROSS |= _paths("to_v", LayerKind.VALUE, "attn2.") | _paths("to_out.0", LayerKind.WIDE, "attn2.")
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
 LAYERS_OF: Mapping[str, Mapping[str, LayerKind]] = {  # upstream's class to what becomes of its Linears, by path

@@ -163,13 +163,8 @@ def turn(x: Tensor, pairs: Tensor) -> Tensor:
     return to_fp16(x)
 
 
-FORWARD_OF = {
-    LayerKind.WIDE: fp32_linear,
-    LayerKind.RESIDUAL: fp32_linear,
-    LayerKind.ROTATED: fp32_linear,
-    LayerKind.VALUE: value_linear,
-    LayerKind.FULL: full_linear,
-}
+FORWARD_OF = dict.fromkeys((LayerKind.WIDE, LayerKind.RESIDUAL, LayerKind.ROTATED), fp32_linear)
+FORWARD_OF |= {LayerKind.VALUE: value_linear, LayerKind.FULL: full_linear}
 
 
 def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | float | None) -> Tensor:
@@ -216,13 +211,8 @@ def fp16_operands(
         return None
     balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
     scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
-    return Fp16Operands(
-        query=(query / balance).to(HALF),
-        key=(key * balance).to(HALF),
-        value=(value / scale).to(HALF),
-        mask=narrow,
-        scale=scale,
-    )
+    query, key, value = (each.to(HALF) for each in (query / balance, key * balance, value / scale))
+    return Fp16Operands(query, key, value, mask=narrow, scale=scale)
 
 
 def _power_of_two(x: Tensor) -> Tensor:

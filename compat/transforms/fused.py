@@ -38,12 +38,9 @@ MEANINGS: dict[str, str] = {
 CHOICES = tuple(MEANINGS)
 UPSTREAM = "diffusers.models."
 TRANSFORMERS = f"{UPSTREAM}transformers."
-RMS_NORMS = (
-    f"{UPSTREAM}normalization.RMSNorm",
-    f"{UPSTREAM}normalization.MochiRMSNorm",
-    "torch.nn.modules.normalization.RMSNorm",
-)
-LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
+TORCH_NORMS = "torch.nn.modules.normalization."
+RMS_NORMS = (*(f"{UPSTREAM}normalization.{name}" for name in ("RMSNorm", "MochiRMSNorm")), f"{TORCH_NORMS}RMSNorm")
+LAYER_NORM = f"{TORCH_NORMS}LayerNorm"
 TEXT = ("norm_added_q", "norm_added_k")
 FEEDS = ("ff", "ff_context")
 MODULATED, QK_ROTARY, SUMMED = "norm and modulation", "norms and rotation of queries and keys", "gated sum"
@@ -139,10 +136,8 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
     with failures_raise():
         result = to_host(linear_gelu(*placed([x, weight, bias], device)))
     truth = linear_gelu_reference(x.double(), weight.double(), bias.double())
-    error, separate = (
-        float((each.double() - truth).norm() / truth.norm())
-        for each in (result, linear_gelu_reference(x, weight, bias))
-    )
+    both = (result, linear_gelu_reference(x, weight, bias))
+    error, separate = (float((each.double() - truth).norm() / truth.norm()) for each in both)
     if error <= 2 * separate + 16 * torch.finfo(torch.float32).eps:
         return ""
     return f"GELU with tanh is off by {error:.1e}, and by {separate:.1e} after the product"

@@ -125,9 +125,8 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     if groups := given.get("group"):  # the last group of the last sample
         own = x.shape[1] // groups
         found, values = (_exact(each.view(x.shape)[-1, -own:]).reshape(1, -1) for each in (result, x))
-        terms = [
-            each if each is None else each[-own:, None].expand(own, values.numel() // own) for each in (weight, bias)
-        ]
+        size = (own, values.numel() // own)
+        terms = [each if each is None else each[-own:, None].expand(size) for each in (weight, bias)]
     else:
         axes, terms = -len(given["normalized_shape"]), [weight, bias]
         rows = _some(x.shape[:axes].numel())
@@ -307,9 +306,8 @@ class Guard(TorchDispatchMode):
         for path, run in PATHS.items():
             try:
                 if not wrong(placed(run(function, args, kwargs), output.device).to(output.dtype)):
-                    log.warning(
-                        "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on", key, count, path
-                    )
+                    told = "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on"
+                    log.warning(told, key, count, path)
                     self.known[key] = path
                     return path
             except Exception as error:

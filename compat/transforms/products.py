@@ -39,11 +39,9 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     """The formats whose products the device has; UnsupportedError for none."""
     formats = formats_on(facts)
     if not formats:
-        raise UnsupportedError(
-            f"stored_products on {facts.device}: {facts.arch or facts.backend} does not multiply 8-bit weights",
-            expected="an NVIDIA GPU: RTX 20 or newer for int8, RTX 40 or newer for fp8",
-            fix="Switch off stored_products.",
-        )
+        found = f"stored_products on {facts.device}: {facts.arch or facts.backend} does not multiply 8-bit weights"
+        expected = "an NVIDIA GPU: RTX 20 or newer for int8, RTX 40 or newer for fp8"
+        raise UnsupportedError(found, expected=expected, fix="Switch off stored_products.")
     return formats
 
 

@@ -279,7 +279,5 @@ def _register_blocks() -> None:
     try:
         TransformerBlockRegistry.get(HunyuanVideo15TransformerBlock)
     except ValueError:
-        TransformerBlockRegistry.register(
-            HunyuanVideo15TransformerBlock,
-            TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1),
-        )
+        places = TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1)
+        TransformerBlockRegistry.register(HunyuanVideo15TransformerBlock, places)

@@ -17,6 +17,17 @@ def test_whoever_has_only_the_text_gets_the_parts_back():
     assert parts_of(" something else\n") == {"found": "something else"}
 
 
+def test_an_error_made_meanwhile_in_another_thread_disturbs_no_search():
+    class Busy(str):
+        def startswith(self, *rest):
+            PackError("another", expected="b", fix="c")
+            return super().startswith(*rest)
+
+    for found in ("one", "two"):
+        PackError(found, expected="b", fix="c")
+    assert parts_of(Busy("nobody's"))["found"] == "nobody's"
+
+
 def test_kinds_are_also_what_python_calls_them():
     for kind, builtin in (
         (InputError, ValueError),

@@ -105,6 +105,22 @@ def test_a_system_that_locks_no_more_is_no_failure(monkeypatch, caplog):
     assert "stay unpinned: cudaErrorMemoryAllocation" in caplog.text
 
 
+def test_all_that_stays_unpinned_is_counted(monkeypatch, caplog):
+    """A system that locks the first of three slabs and no more."""
+    tensors, empty, slabs = [torch.ones(500_000) for _ in range(3)], torch.empty, []
+
+    def first_only(*shape, **named):
+        slabs.append(shape)
+        if len(slabs) > 1:
+            raise RuntimeError("no more")
+        return empty(*shape, dtype=named["dtype"])
+
+    monkeypatch.setattr(host_weights, "SLAB_BYTES", 2**21)
+    monkeypatch.setattr(torch, "empty", first_only)
+    assert host_weights.pin(tensors) == 2_000_000
+    assert "4.0 MB of weights stay unpinned" in caplog.text
+
+
 def written_pages(name: str) -> int:
     """Bytes of this process's mappings of files called ``name`` that are no longer the file's own pages."""
     found, inside = 0, False

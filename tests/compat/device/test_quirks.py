@@ -378,6 +378,18 @@ def test_radeons_by_architecture(arch, version, start):
     assert str(precision_for(PLAIN, radeon(arch, rocm=version))).startswith(start)
 
 
+def test_of_two_decodes_in_two_threads_the_last_puts_the_switches_back(monkeypatch):
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "enabled", True)
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    first, second = (quirks.convolution_switches(quirks.DevicePolicy(vae_cudnn=False, benchmark=False)) for _ in "ab")
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert (cudnn.enabled, cudnn.benchmark) == (False, False), "the second still decodes"
+    second.__exit__(None, None, None)
+    assert (cudnn.enabled, cudnn.benchmark) == (True, True)
+
+
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_the_simulated_machines_have_their_rows(name):
     rows = {row.name for row in quirks.active(profiles.facts_of(name))}

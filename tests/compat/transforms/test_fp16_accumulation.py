@@ -54,6 +54,15 @@ def test_the_switch_comes_back_after_an_error_too(before):
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
 
 
+def test_of_two_samplings_in_two_threads_the_last_puts_the_switch_back():
+    first, second = sums.fp16_sums(), sums.fp16_sums()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    assert switch(), "the second still samples"
+    second.__exit__(None, None, None)
+    assert not switch()
+
+
 def test_a_load_refuses_it_and_a_sampling_has_it(tiny_folder, recorded):
     folder = tiny.build("ltx", tiny_folder)
     asked = SpeedRequest(fp16_sums=True)
