@@ -444,7 +444,7 @@ def running(
     asked = run() if run is not None and kept else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)
-    profile = pipeline.plan.speed.profile
+    profile = pipeline.plan.speed.request.profile
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
         stage_cost(pipeline, stage.cost, progress, device, **forecast) as cost,

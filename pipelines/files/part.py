@@ -29,8 +29,8 @@ class PartFiles:
     """One part of a pipeline on disk; headers were read, weights were not."""
 
     name: str  # part name
-    library: str  # what builds it
-    cls: str  # what builds it
+    library: str
+    cls: str  # of the library, which builds it
     folder: Path  # its folder, or its file
     config: Mapping[str, Any]  # its ``config.json``
     entries: Mapping[str, TensorEntry]  # its tensors
