@@ -159,7 +159,7 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
     across, down = (max(smallest, _nearest(side, family.sizes.multiple)) for side in (width, height))
-    snapped = across, down, snap_frames(family, frames)
+    snapped = across, down, _up(frames - 1, family.sizes.stride) + 1
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
@@ -168,18 +168,6 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     rules = [f"multiples of {family.sizes.multiple} pixels"] if snapped[:2] != (width, height) else []
     rules += [f"{family.sizes.stride}n+1 frames"] if snapped[2] != frames else []
     return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
-
-
-def snap_frames(family: FamilySpec, frames: int) -> int:
-    """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
-    return _up(frames - 1, family.sizes.stride) + 1
-
-
-def check_steps(family: FamilySpec, steps: int) -> int:
-    """``steps``, or the family's default for 0."""
-    steps = steps or family.sizes.defaults.steps
-    require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
-    return steps
 
 
 def _nearest(value: int, multiple: int) -> int:
@@ -203,7 +191,9 @@ def complete(
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
         progress.notify(size.said)
-    defaults = family.sizes.defaults
+    defaults, steps = family.sizes.defaults, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1
+    steps = steps or defaults.steps
+    require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     settings = replace(
         settings,
@@ -211,7 +201,7 @@ def complete(
         width=size.width,
         height=size.height,
         frames=size.frames,
-        steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
+        steps=steps,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
     for name in ("guidance", "cfg", "guidance_rescale", "stg"):

@@ -83,9 +83,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
 
 def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
     """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast."""
-    size = Size(
-        width=settings.width, height=settings.height, frames=settings.frames, guided=settings.cfg > 1.0, window=window
-    )
+    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window=window)
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 
@@ -175,15 +173,8 @@ def default_size(family: FamilySpec) -> Size:
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    guided = settings.cfg > 1.0
-    return Size(
-        width=settings.width,
-        height=settings.height,
-        frames=settings.frames,
-        guided=guided,
-        window=window,
-        text=tokens_in(prompt),
-    )
+    asked = settings.width, settings.height, settings.frames, settings.cfg > 1.0
+    return Size(*asked, window=window, text=tokens_in(prompt))
 
 
 def tokens_in(prompt: Prompt) -> int:

@@ -148,10 +148,7 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
     if name == "base":
         own = model / "transformer" if (model / INDEX).is_file() else model
         provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
-        for spared in (
-            (),
-            family.files.text_parts,
-        ):  # one with text encoders is better; without them a prompt is loaded
+        for spared in ((), family.files.text_parts):  # without text encoders a prompt has to be loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
                 if offered is None or offered.id != provider or not (folder / INDEX).is_file() or folder == model:

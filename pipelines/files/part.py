@@ -238,19 +238,16 @@ def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> 
 def _alike(value: Any, known: Any) -> bool:
     """Tell whether ``value`` could stand where a published configuration has ``known``."""
     if isinstance(known, (list, tuple)):
-        return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
+        if not isinstance(value, (list, tuple)) or len(value) > LONGEST:
+            return False
+        counts = bool(known) and all(type(one) is int for one in known)  # may have a 0, as a level without layers
+        items = (item for item in value if not (counts and item == 0 and type(item) is int))
+        return not known or all(any(_alike(item, one) for one in known) for item in items)
     if isinstance(known, (bool, str)):
         return type(value) is type(known)
     if isinstance(known, (int, float)):
         return _number_alike(value, known)
     return isinstance(value, type(known))
-
-
-def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
-    counts = bool(known) and all(type(one) is int for one in known)
-    return not known or all(
-        (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values
-    )
 
 
 def _number_alike(value: Any, known: float) -> bool:

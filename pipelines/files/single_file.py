@@ -231,18 +231,13 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
     given = request.parts.get("image_encoder")
-    places = (
-        [given]
-        if given is not None
-        else sorted(p for p, held in request.offered.items() if family.files.text_vision in held)
-    )
-    vision = next(
-        (content for path in places if (content := _of_kind(path, family.files.text_vision, 0)) is not None), None
-    )
+    kind = family.files.text_vision
+    places = sorted(p for p, held in request.offered.items() if kind in held) if given is None else [given]
+    vision = next(filter(None, (_of_kind(path, kind, 0) for path in places)), None)
     if vision is None:
         raise CheckpointError(
             f"no picture half of the text encoder for {family.title} image to video",
-            expected=TITLES[family.files.text_vision],
+            expected=TITLES[kind],
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:

@@ -156,7 +156,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
     options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
     every = (dict(zip(home, places, strict=True)) for places in product(*options))
     kept = (places for places in every if all(_alike(stage, places, cards) for stage in places))
-    moved = {stage: weight for stage, weight in ((TEXT, 1), (DECODING, 2), (SAMPLING, 4))}
+    moved = {TEXT: 1, DECODING: 2, SAMPLING: 4}
     yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
 
 

@@ -51,7 +51,6 @@ from ..forecast.fit import host_weight_decisions, offload_options, require_room
 from ..forecast.placement import share_out
 from ..keys import TRANSFORMER
 from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
-from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
@@ -178,7 +177,11 @@ def _sources(
         family, folders = part_folders(request.model, given, request.search, progress)
         index = {"index": partial(index_beside, folders["transformer"])}
         return None, family, folders, _tools(family, folders, index), ()
-    single = _composed(request, request.files, progress)
+    wanted = family_in(request.files.parts["transformer"])
+    providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    offered = {name: folder for provider in providers for name, folder in provider.items()}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
+    single = composed(replace(request.files, provided=provided), progress)
     tools = _tools(single.family, single.folder_tools, single.tools)
     return single, single.family, dict(single.folders), tools, single.decisions
 
@@ -210,14 +213,6 @@ def _attention(
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     attention = attention_for(choice, facts, operands, width, avoided)
     return by_time(attention, facts, probes, operands, width)
-
-
-def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
-    wanted = family_in(files.parts["transformer"])
-    providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
-    offered = {name: folder for provider in providers for name, folder in provider.items()}
-    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
-    return composed(replace(files, provided=provided), progress)
 
 
 def _part_files(
@@ -252,18 +247,11 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
     """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
-    kind = (
-        f"{family.id}{TRANSFORMER}"
-        if denoises(name)
-        else family.files.kinds[name].kind
-        if name in family.files.kinds
-        else ""
-    )
-    path = folder / "config.json"
+    known, path = family.files.kinds.get(name), folder / "config.json"
+    kind = f"{family.id}{TRANSFORMER}" if denoises(name) else "" if known is None else known.kind
     if library == "diffusers" and kind and path.is_file():
-        require_plausible(
-            name, path, read_json(path, f"the configuration of the {name}"), [row["config"] for row in published(kind)]
-        )
+        config = read_json(path, f"the configuration of the {name}")
+        require_plausible(name, path, config, [row["config"] for row in published(kind)])
 
 
 def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
