@@ -108,19 +108,16 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """The decisions about variant and recipe; of a demo model, which has one recipe, what it draws."""
     if pipeline.is_demo:
-        return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
+        defaults = of_checkpoint(pipeline).sizes.defaults
+        size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
+        why = "ships with the pack; AnyGPU Download Model fetches published models"
+        if name := pipeline.model.stands_in_for:
+            why = f"in place of {name!r}, which is not installed; AnyGPU Download Model fetches it"
+        drawn = Decision("model", f"draws coloured shapes at {size}", why, AUTO)
+        return (*(each for each in variant if not each.guessed), drawn)
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
     return (*variant, *chosen)
-
-
-def _demo_decision(pipeline: Pipeline) -> Decision:
-    defaults = of_checkpoint(pipeline).sizes.defaults
-    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
-    why = "ships with the pack; AnyGPU Download Model fetches published models"
-    if pipeline.model.stands_in_for:
-        why = f"in place of {pipeline.model.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
-    return Decision("model", f"draws coloured shapes at {size}", why, AUTO)
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
@@ -144,12 +141,7 @@ class GridSize:
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
 
-    Args:
-        width, height: pixels; 0 means the family's default.
-        frames: pixel frames; 0 means the default.
-
-    Raises:
-        InputError: a side or the frame count is out of range, with the nearest valid values.
+    Raises InputError for a side or count out of range, with the nearest valid values; 0 is the family's default.
     """
     width, height = width or family.sizes.defaults.width, height or family.sizes.defaults.height
     frames = frames or family.sizes.defaults.frames

@@ -1,10 +1,6 @@
-"""Memory that each stage needs, known before anything is read: weights by part, and activations by size.
-
-Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
-simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes `FIT` into each family's `spec.py`. They count tensors; what a vendor's
-library takes for itself comes on top.
-"""
+"""Memory that each stage needs, known before anything is read: weights from headers, activations by formulas whose
+factors ``benchmarks/memory_fits.py`` fits to measured peaks of the simulated accelerator and writes into each
+``spec.py``. They count tensors; what a vendor's library takes for itself comes on top."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A published model's download with huggingface_hub, on request, checked.
-
-A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
-folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
-"""
+"""A published model's download with huggingface_hub, at a fixed commit, of the files that are read, resumed and
+checked. A folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again."""
 
 from __future__ import annotations
 

@@ -60,12 +60,9 @@ def family_of_folder(folder: Path) -> FamilySpec | None:
 
 
 def _is_model(folder: Path) -> bool:
-    if (folder / INDEX).is_file():
-        return True
-    try:
-        return family_of_folder(folder) is not None
-    except CheckpointError:
-        return False
+    with suppress(CheckpointError):
+        return (folder / INDEX).is_file() or family_of_folder(folder) is not None
+    return False
 
 
 def part_folders(

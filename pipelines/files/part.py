@@ -172,10 +172,7 @@ def empty_weights() -> Iterator[None]:
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
     """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
-
-    Raises:
-        CheckpointError: it asks for more parameters than the ``tensors`` of the file, or building it failed.
-    """
+    Raises CheckpointError where it asks for more parameters than the ``tensors`` of the file, or building it fails."""
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 

@@ -1,8 +1,5 @@
-"""A pipeline from single files: transformer, VAE and encoders apart or in one, as ComfyUI's folders have them.
-
-What no file brings comes from a diffusers folder that the user names or that stands in the model folders; the small
-settings (scheduler, guidance, picture processors) are shipped. Tokenizers come from that folder or from the host.
-"""
+"""A pipeline from single files: transformer, VAE and encoders apart or in one, as ComfyUI's folders have them. What
+no file brings comes from a diffusers folder; the small settings are shipped, and tokenizers may come from the host."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def family_in(path: Path) -> FamilySpec:
 
 def composed(request: Files, progress: Progress) -> Composed:
     """The pipeline of ``request``; headers are read, weights are not.
-
-    Raises:
-        CheckpointError: a part is missing, damaged, or of another model; says which file it looked for.
-    """
+    Raises CheckpointError for a part that is missing, damaged, or of another model; it names the file."""
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)

@@ -1,8 +1,5 @@
-"""The work of each stage of a run, counted before anything is read: the model's own code on tensors without data.
-
-Blocks that are alike are counted once: a transformer of any depth is built with two of each kind. What was counted for
-a size is kept, so that asking again costs nothing.
-"""
+"""The work of each stage of a run, counted before anything is read: the model's own code on tensors without data,
+built with two blocks of each kind. What was counted for a size is kept."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Choice among several accelerators for each part of a pipeline that is left to ``auto``.
-
-Every way to share the parts out is forecast, memory and time, at the model's own size: the quickest that fits is taken.
-What a second card saves is mostly copies: weights that do not fit together on one card leave it and come back in each
-run. A card of another kind may also be quicker, or hold what the first cannot. With one card nothing is asked.
-"""
+"""Choice among several accelerators for each part that is left to ``auto``: every way to share the parts out is
+forecast at the model's own size, and the quickest that fits is taken. A second card mostly saves copies of weights
+that do not fit together on the first. With one card nothing is asked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part.
-
-Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
-a part that a run does not use is never read.
-"""
+"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part. Only configurations and
+headers are read, so that a missing shard is noticed at once, and a part that a run does not use is never read."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ def load(
     """
     progress = progress or Silent()
     with reading(request.model):
-        single, family, folders, tools, source_decisions = _sources(request, progress)
+        request, single, family, folders, tools, source_decisions = _sources(request, progress)
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
@@ -115,7 +112,7 @@ def load(
         task=task_beside(family, folders["transformer"]) if single is None else single.task,
         variant=variant,
         source=request.model,
-        request=request if single is None else _resolved(request, single),
+        request=request,
         configs={name: part.config for name, part in files.items()},
         weights=weights,
         storage=storage_choices(files),
@@ -162,28 +159,24 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
     return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
 
 
-def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
-    assert request.files is not None
-    files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
-    return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
-
-
 def _sources(
     request: LoadRequest, progress: Progress
-) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
-    """The composed single files, None for a folder; family; folders of its parts; tools; what was guessed of them."""
+) -> tuple[LoadRequest, Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
+    """``request``, of single files with that of each part; them composed; family; folders; tools; guesses."""
     if request.files is None:
         given = {"base": request.base, "image_encoder": request.image_encoder}
         family, folders = part_folders(request.model, given, request.search, progress)
         index = {"index": partial(index_beside, folders["transformer"])}
-        return None, family, folders, _tools(family, folders, index), ()
+        return request, None, family, folders, _tools(family, folders, index), ()
     wanted = family_in(request.files.parts["transformer"])
     providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
     offered = {name: folder for provider in providers for name, folder in provider.items()}
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     single = composed(replace(request.files, provided=provided), progress)
+    found = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
+    request = replace(request, files=replace(request.files, parts={**request.files.parts, **found}))
     tools = _tools(single.family, single.folder_tools, single.tools)
-    return single, single.family, dict(single.folders), tools, single.decisions
+    return request, single, single.family, dict(single.folders), tools, single.decisions
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
