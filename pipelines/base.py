@@ -1,8 +1,5 @@
-"""The values that every family and every caller share.
-
-Shape alphabet, for the whole pack: B batch, C channels, T latent frames, F pixel frames, H W rows and columns,
-N tokens, D features.
-"""
+"""The values that every family and every caller share. Letters of shapes in the whole pack: B batch, C channels, T
+latent frames, F pixel frames, H W rows and columns, N tokens, D features."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The functions that ``families/<id>/pipeline.py`` may define, and the check that it defines no others.
-
-A function that only its own file calls begins with an underscore.
-"""
+"""The functions that ``families/<id>/pipeline.py`` may define, and the check that it defines no others but those
+that begin with an underscore."""
 
 from __future__ import annotations
 
@@ -43,11 +41,8 @@ HOOKS = REQUIRED | OPTIONAL
 
 @cache
 def code_of(package: str) -> ModuleType:
-    """``pipeline.py`` of a family's package, with None for each optional hook that it lacks.
-
-    Raises:
-        UnsupportedError: a function that is no hook, a hook with other arguments, or none where one is required.
-    """
+    """``pipeline.py`` of a family's package, with None for each optional hook that it lacks. Raises UnsupportedError
+    for a function that is no hook, a hook with other arguments, or none where one is required."""
     module = import_module(".pipeline", package)
     for name, value in list(vars(module).items()):
         known = name in HOOKS

@@ -82,9 +82,7 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
 
 def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
     """Render a job with its pipeline, or that of another job with the same ``model_key``; raises what a stage refuses.
-
-    Of a group, all processes call it, and the leader has the frames.
-    """
+    Of a group, all processes call it, and the leader has the frames."""
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
@@ -162,10 +160,7 @@ def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> 
 
 def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[Size, SampleSettings]:
     """The size that a run of ``job`` samples, and its settings; pictures are read for their shape, nothing is encoded.
-
-    Raises:
-        CheckpointError: a picture is not on this machine. InputError: a size out of range.
-    """
+    Raises CheckpointError for a picture that is not here, InputError for a size out of range."""
     progress = Silent()
     job = as_run(job, pipeline, progress.notify)
     settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
@@ -234,10 +229,7 @@ class Replayed:
 
 def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
     """Make the video of a file again; a file of the same name but other content is taken, and reported.
-
-    Raises:
-        PackError: no receipt, one that says too little, a model or picture that is not here, or what a stage refuses.
-    """
+    Raises PackError for a receipt that says too little, an absent model or picture, or what a stage refuses."""
     record = receipts.read_receipt(path)
     job = receipts.job_of(record)
     machine.places.differences = differences = []

@@ -1,9 +1,7 @@
-"""Tensor names of other layouts as data: which tensor of a file is which of a diffusers or transformers model.
-
-A row names tensors of the file and of the model. ``#`` stands for a number and ``*``, at the end, for the rest of the
-name; both sides have them in the same order. A tensor that holds several of the model's is cut along its rows, which in
-the file are bytes side by side: nothing is read to convert it, and nothing is held twice.
-"""
+"""Tensor names of other layouts as data: which tensor of a file is which of a diffusers or transformers model. ``#``
+stands for a number and ``*``, at the end, for the rest of a name, in the same order on both sides. A tensor that
+holds several of the model's is cut along its rows, which are bytes side by side: nothing is read or held twice for
+it."""
 
 from __future__ import annotations
 
@@ -75,14 +73,8 @@ def is_another_model(unused: Collection[str], wanted: Iterable[str]) -> bool:
 
 
 def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | None = None) -> dict[str, TensorEntry]:
-    """``entries`` of a file, without a prefix, under the names of the model.
-
-    Args:
-        unknown: takes up the names that no row knows, as long as they are few; None refuses them.
-
-    Raises:
-        CheckpointError: tensors that no row knows, or one that cannot be cut as its row says.
-    """
+    """``entries`` of a file, without a prefix, under the names of the model; ``unknown`` takes up a few names that
+    no row knows. Raises CheckpointError for more of them, or a tensor that cannot be cut as its row says."""
     spared, unknown = 0 if unknown is None else MOST_UNKNOWN, [] if unknown is None else unknown
     rows = layout.rows if isinstance(layout.rows, tuple) else layout.rows(entries)
     ignored = [re.compile(pattern) for pattern in layout.ignored]

@@ -34,10 +34,7 @@ CODECS = ("libx264", "h264", "mpeg4")
 
 def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
     """The path of an MP4 with ``frames`` (F, H, W, 3) in 0..1, written whole or not at all; odd sides lose a row.
-
-    Raises:
-        UnsupportedError: this PyAV has no encoder for MP4. CheckpointError: the file cannot be written.
-    """
+    Raises UnsupportedError where PyAV has no encoder, CheckpointError where the file cannot be written."""
     av = imported("av")
     codec = _codec(av)
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
@@ -70,13 +67,8 @@ class Allowance:
 def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
     """Frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second.
 
-    They are counted before they are kept, as headers lie; ``check``, called for each, may raise to cancel.
-
-    Args:
-        most: how many of the first are needed; None for all, of at most :data:`MOST_PIXELS`.
-
-    Raises:
-        CheckpointError: no such file, nothing in it can be decoded, or too much.
+    They are counted before they are kept, as headers lie; ``check``, called for each, may raise to cancel. ``most`` are
+    wanted; None for all, of at most :data:`MOST_PIXELS`. Raises CheckpointError for nothing to decode, or too much.
     """
     count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
     frames, rate = torch.empty(0), 0.0

@@ -46,11 +46,8 @@ def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tenso
 
 
 def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that the pictures are fitted to.
-
-    With ``nearest bucket`` only the area of what is asked counts: the shape follows the picture, from the sizes the
-    family was trained on where it names them.
-    """
+    """Width and height in pixels that the pictures are fitted to. With ``nearest bucket`` only the area of what is
+    asked counts: the shape follows the picture, from the sizes the family was trained on where it names them."""
     require_choice("fit", fit, FITS)
     size = snap(family, width, height, 1)
     if fit != "nearest bucket":
@@ -95,13 +92,9 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Ten
     scale = grow(width / columns, height / rows)
     inner_width, inner_height = max(1, round(columns * scale)), max(1, round(rows * scale))
     scaled = _resized(frames, inner_width, inner_height)
-    if fit == "pad":
-        canvas = torch.zeros(frames.shape[0], height, width, 3)
-        top, left = (height - inner_height) // 2, (width - inner_width) // 2
-        canvas[:, top : top + inner_height, left : left + inner_width] = scaled
-        return canvas
-    top, left = (inner_height - height) // 2, (inner_width - width) // 2
-    return scaled[:, top : top + height, left : left + width]
+    left, top = int((width - inner_width) / 2), int((height - inner_height) / 2)  # below 0 where it is cut off
+    edges = left, width - inner_width - left, top, height - inner_height - top
+    return functional.pad(scaled, (0, 0, *edges))
 
 
 def signed(frames: torch.Tensor) -> torch.Tensor:

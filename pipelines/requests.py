@@ -1,8 +1,5 @@
-"""Plain values of the load inputs, as widgets, a graph's JSON or flags give them, become the request they ask for.
-
-Load nodes, side bar and command call the same function, so that a forecast refuses what the node refuses. A new input
-is one row of :data:`LOAD_INPUTS` beside its widget.
-"""
+"""The request that plain values of the load inputs ask for, as widgets, a graph's JSON or flags give them; load
+nodes, side bar and command refuse the same. A new input is one row of :data:`LOAD_INPUTS` beside its widget."""
 
 from __future__ import annotations
 

@@ -108,19 +108,16 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """The decisions about variant and recipe; of a demo model, which has one recipe, what it draws."""
     if pipeline.is_demo:
-        return (*(each for each in variant if not each.guessed), _demo_decision(pipeline))
+        defaults = of_checkpoint(pipeline).sizes.defaults
+        size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
+        why = "ships with the pack; AnyGPU Download Model fetches published models"
+        if name := pipeline.model.stands_in_for:
+            why = f"in place of {name!r}, which is not installed; AnyGPU Download Model fetches it"
+        drawn = Decision("model", f"draws coloured shapes at {size}", why, AUTO)
+        return (*(each for each in variant if not each.guessed), drawn)
     recipe = recipe_of(pipeline)
     chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
     return (*variant, *chosen)
-
-
-def _demo_decision(pipeline: Pipeline) -> Decision:
-    defaults = of_checkpoint(pipeline).sizes.defaults
-    size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
-    why = "ships with the pack; AnyGPU Download Model fetches published models"
-    if pipeline.model.stands_in_for:
-        why = f"in place of {pipeline.model.stands_in_for!r}, which is not installed; AnyGPU Download Model fetches it"
-    return Decision("model", f"draws coloured shapes at {size}", why, AUTO)
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
@@ -144,12 +141,7 @@ class GridSize:
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
 
-    Args:
-        width, height: pixels; 0 means the family's default.
-        frames: pixel frames; 0 means the default.
-
-    Raises:
-        InputError: a side or the frame count is out of range, with the nearest valid values.
+    Raises InputError for a side or count out of range, with the nearest valid values; 0 is the family's default.
     """
     width, height = width or family.sizes.defaults.width, height or family.sizes.defaults.height
     frames = frames or family.sizes.defaults.frames
@@ -159,7 +151,7 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
     across, down = (max(smallest, _nearest(side, family.sizes.multiple)) for side in (width, height))
-    snapped = across, down, snap_frames(family, frames)
+    snapped = across, down, _up(frames - 1, family.sizes.stride) + 1
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
@@ -168,18 +160,6 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     rules = [f"multiples of {family.sizes.multiple} pixels"] if snapped[:2] != (width, height) else []
     rules += [f"{family.sizes.stride}n+1 frames"] if snapped[2] != frames else []
     return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
-
-
-def snap_frames(family: FamilySpec, frames: int) -> int:
-    """The smallest frame count of the form ``stride * n + 1`` that is not less than ``frames``."""
-    return _up(frames - 1, family.sizes.stride) + 1
-
-
-def check_steps(family: FamilySpec, steps: int) -> int:
-    """``steps``, or the family's default for 0."""
-    steps = steps or family.sizes.defaults.steps
-    require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
-    return steps
 
 
 def _nearest(value: int, multiple: int) -> int:
@@ -203,7 +183,9 @@ def complete(
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
         progress.notify(size.said)
-    defaults = family.sizes.defaults
+    defaults, steps = family.sizes.defaults, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1
+    steps = steps or defaults.steps
+    require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     settings = replace(
         settings,
@@ -211,7 +193,7 @@ def complete(
         width=size.width,
         height=size.height,
         frames=size.frames,
-        steps=check_steps(family, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1),
+        steps=steps,
         guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
     )
     for name in ("guidance", "cfg", "guidance_rescale", "stg"):

@@ -1,10 +1,6 @@
-"""Memory that each stage needs, known before anything is read: weights by part, and activations by size.
-
-Weights are counted from file headers. Activations follow formulas whose factors were fitted to measured peaks of the
-simulated accelerator at other sizes than the tests use: `python benchmarks/memory_fits.py` measures, adds rows to
-`benchmarks/results/memory_fits.csv` and writes `FIT` into each family's `spec.py`. They count tensors; what a vendor's
-library takes for itself comes on top.
-"""
+"""Memory that each stage needs, known before anything is read: weights from headers, activations by formulas whose
+factors ``benchmarks/memory_fits.py`` fits to measured peaks of the simulated accelerator and writes into each
+``spec.py``. They count tensors; what a vendor's library takes for itself comes on top."""
 
 from __future__ import annotations
 
@@ -83,9 +79,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
 
 def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
     """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast."""
-    size = Size(
-        width=settings.width, height=settings.height, frames=settings.frames, guided=settings.cfg > 1.0, window=window
-    )
+    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window=window)
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 
@@ -175,15 +169,8 @@ def default_size(family: FamilySpec) -> Size:
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    guided = settings.cfg > 1.0
-    return Size(
-        width=settings.width,
-        height=settings.height,
-        frames=settings.frames,
-        guided=guided,
-        window=window,
-        text=tokens_in(prompt),
-    )
+    asked = settings.width, settings.height, settings.frames, settings.cfg > 1.0
+    return Size(*asked, window=window, text=tokens_in(prompt))
 
 
 def tokens_in(prompt: Prompt) -> int:

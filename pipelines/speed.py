@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..compat.transforms.products import multiply_as_stored, require_stored_matm
 
 RANGE = "anygpu"  # begins the name of every range of ours
 HostOffloader = Callable[..., Any]
+UNCOMPILED = Decision("compile", "off", "as set on the load node")  # the default, which needs no reason
 TRANSFORMER, VAE = "transformer", "vae"
 
 
@@ -55,11 +56,8 @@ class Profile:
         """A range for a stage, and a trace of its own where no other runs."""
         from torch.profiler import record_function
 
-        if self.running:
-            with record_function(f"{RANGE} stage: {name}"):
-                yield
-            return
-        with self._traced(self._free(name.replace(" ", "-"))), record_function(f"{RANGE} stage: {name}"):
+        trace = nullcontext() if self.running else self._traced(self._free(name.replace(" ", "-")))
+        with trace, record_function(f"{RANGE} stage: {name}"):
             yield
 
     def step(self) -> Step:
@@ -143,34 +141,26 @@ class SpeedRequest:
         return nullcontext() if self.profile is None else self.profile.whole()
 
 
+@dataclass(eq=False)
 class Speed:
-    """The choices of one pipeline, resolved for its device, and what came of them.
+    """The choices of one pipeline, resolved for its device, and what came of them."""
 
-    Args:
-        forms: by part, in which fused operations run; empty for none.
-        formats: of weights that are multiplied as they are stored.
-        epilogue: whether the transformer's products may end in GELU.
-    """
+    request: SpeedRequest
+    forms: Mapping[str, str]  # by part, in which fused operations run; empty for none
+    kernels: Decision
+    attention: Attention
+    formats: tuple[torch.dtype, ...] = ()  # of weights that are multiplied as they are stored
+    epilogue: bool = False  # whether the transformer's products may end in GELU
+    multiplied: int = 0
+    fused: dict[str, FusionPoints] = field(default_factory=dict)
+    compiled: dict[str, Compilation] = field(default_factory=dict)
+    compile: Decision = UNCOMPILED
 
-    def __init__(
-        self,
-        request: SpeedRequest,
-        forms: Mapping[str, str],
-        kernels: Decision,
-        attention: Attention,
-        formats: tuple[torch.dtype, ...] = (),
-        epilogue: bool = False,
-    ) -> None:
-        self.formats, self.multiplied, self.epilogue = formats, 0, epilogue
-        self.request, self.forms, self.kernels, self.attention = request, forms, kernels, attention
-        self.fused: dict[str, FusionPoints] = {}
-        self.compiled: dict[str, Compilation] = {}
-        off = Decision("compile", "off", "as set on the load node")  # the default, which needs no reason
-        self.compile = Decision("compile", "on", "", CHOSEN) if request.compile else off
-        self.profile = request.profile
-        if request.compile is not None:
-            parts = (TRANSFORMER, VAE) if request.compile.vae else (TRANSFORMER,)
-            self.compiled = {part: Compilation(request.compile) for part in parts}
+    def __post_init__(self) -> None:
+        if self.request.compile is not None:
+            self.compile = Decision("compile", "on", "", CHOSEN)
+            parts = (TRANSFORMER, VAE) if self.request.compile.vae else (TRANSFORMER,)
+            self.compiled = {part: Compilation(self.request.compile) for part in parts}
 
     def steps(self) -> tuple[Step, ...]:
         steps: list[Step] = []
@@ -180,8 +170,8 @@ class Speed:
             steps.append(Step(Order.KERNELS, "fused kernels", self._fuse))
         if self.compiled:
             steps.append(Step(Order.COMPILE, "compiled blocks", self._compile))
-        if self.profile is not None:
-            steps.append(self.profile.step())
+        if self.request.profile is not None:
+            steps.append(self.request.profile.step())
         return tuple(steps)
 
     def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
@@ -272,14 +262,8 @@ def speed_for(
             fused.leave_wrong(place, operands, probes, of_vae)
     answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
     epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
-    return Speed(
-        request=request,
-        forms={TRANSFORMER: form, VAE: other},
-        kernels=kernels,
-        attention=attention,
-        formats=formats,
-        epilogue=epilogue,
-    )
+    forms = {TRANSFORMER: form, VAE: other}
+    return Speed(request, forms, kernels, attention, formats=formats, epilogue=epilogue)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:

@@ -62,25 +62,25 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
     twin = _twin(pipeline, group.world.size).to(device)
     beside = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config}))
     call = _call(pipeline, dict(twin.config), device)
+
+    def difference() -> float:
+        return float((velocity(beside, twin, call) - whole).abs().max())
+
     with torch.no_grad():
         replace_attention(twin, Attention())
         whole = velocity(beside, twin, call)
         split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title).apply(TRANSFORMER, twin)
         try:
-            differences = [_difference(beside, twin, call, whole)]
+            differences = [difference()]
             if group.half is not None:
                 with group.apart():
-                    differences.append(_difference(beside, twin, call, whole))
+                    differences.append(difference())
         except (RuntimeError, ValueError, LookupError) as error:
             raise _refusal(pipeline, f"fails ({first_line(error)})", group) from error
     largest = float(whole.abs().max())
     wrong = not max(differences) <= MOST * largest
     if group.world.any(wrong):
         raise _refusal(pipeline, f"differs from the whole by {max(differences):.2g} of {largest:.2g}", group)
-
-
-def _difference(pipeline: Pipeline, twin: Any, call: Call, whole: torch.Tensor) -> float:
-    return float((velocity(pipeline, twin, call) - whole).abs().max())
 
 
 def _twin(pipeline: Pipeline, size: int) -> Any:

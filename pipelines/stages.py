@@ -55,7 +55,7 @@ from .text.t5 import described, texts_of
 from .vae.plan import DRAFT, DecodeRequest
 
 MOST_TOKENS = 1024
-MOST_STG = 20.0
+MOST_STG = 20
 UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
     *(AssertionError, RuntimeError, ImportError),
@@ -88,7 +88,13 @@ DECODING = Stage("decode", "decoding", "decoding", VAE)
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device."""
     family = pipeline.spec
-    _require_text_encoder(pipeline, family)
+    missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
+    if missing:
+        raise CheckpointError(
+            f"no {missing[0]} for {str(pipeline.model.source)!r}",
+            expected=f"the text encoders of {family.title}",
+            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
+        )
     limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
@@ -153,8 +159,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
             f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
         )
     frames = checked_frames(request.frames, "the image")
-    if not 0.0 <= request.strength <= 1.0:
-        raise InputError(f"strength {request.strength}", expected="0 to 1", fix="Choose a share between 0 and 1.")
+    require_range("strength", request.strength, 0, 1)
     previous = request.previous
     if previous is not None:
         require_family(previous.family, family, "the previous image condition")
@@ -231,10 +236,7 @@ def sample(
     if final:
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
-    if settings.stg > MOST_STG:
-        raise InputError(
-            f"stg {settings.stg}", expected=f"0 to {MOST_STG:g}, or -1 for the model's own", fix="The usual value is 1."
-        )
+    require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
     _require_image(pipeline, family, image)
     size = size_of(settings, prompt)
@@ -242,9 +244,8 @@ def sample(
         size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
-    latents = _sample(
-        pipeline, settings, size, progress, partial(family.code.sample, pipeline, prompt, image, settings, progress)
-    )
+    run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
+    latents = _sample(pipeline, settings, size, progress, run)
     return described(replace(latents, extra={**latents.extra, **final}), prompt)
 
 
@@ -275,13 +276,8 @@ def sample_framepack(
         pipeline = with_steps(
             pipeline, steps, progress, "the section", settings.seed, prompt, image, settings, framepack
         )
-    return _sample(
-        pipeline,
-        settings,
-        size,
-        progress,
-        partial(family.code.sample, pipeline, prompt, image, settings, framepack, progress, remembered),
-    )
+    run = partial(family.code.sample, pipeline, prompt, image, settings, framepack, progress, remembered)
+    return _sample(pipeline, settings, size, progress, run)
 
 
 def decode(
@@ -325,7 +321,11 @@ def decode(
     with running(DECODING, pipeline, progress, latents, hint, None if drafts else run):
         release_text(pipeline, VAE)
         if drafts:
-            frames = _drafted(pipeline, latents, tiny_decoders, progress)
+            from .vae.draft import draft
+
+            for attempt in retries(make_room_and_retry(pipeline, progress, message=DECODING.again)):
+                with attempt:
+                    frames = draft(pipeline, latents, tiny_decoders, progress)
         else:
             frames = family.code.decode(pipeline, latents, progress, chosen)
         frames = frames[: latents.frames]
@@ -333,15 +333,6 @@ def decode(
             frames = resized(frames, *(latents.extra[name] for name in FINAL))
     if VAE in pipeline.plan.speed.fused and not drafts:
         progress.notify(f"VAE kernels: {pipeline.plan.speed.fused[VAE]}")
-    return frames
-
-
-def _drafted(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
-    from .vae.draft import draft
-
-    for attempt in retries(make_room_and_retry(pipeline, progress, message=DECODING.again)):
-        with attempt:
-            frames = draft(pipeline, latents, folders, progress)
     return frames
 
 
@@ -375,8 +366,7 @@ def with_decode_noise(
     asked = {"decode_timestep": timestep, "decode_noise_scale": scale}
     asked = {name: value for name, value in asked.items() if value >= 0}
     for name, value in asked.items():
-        if value > 1.0:
-            raise InputError(f"{name} {value}", expected="0 to 1, or -1", fix="The nearest valid value is 1.")
+        require_range(name, value, 0, 1, "or -1")
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
         progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
@@ -397,16 +387,6 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
     return latents
-
-
-def _require_text_encoder(pipeline: Pipeline, family: FamilySpec) -> None:
-    missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
-    if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.model.source)!r}",
-            expected=f"the text encoders of {family.title}",
-            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
-        )
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
@@ -444,7 +424,7 @@ def running(
     asked = run() if run is not None and kept else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)
-    profile = pipeline.plan.speed.profile
+    profile = pipeline.plan.speed.request.profile
     with (
         nullcontext() if profile is None else profile.stage(stage.range),
         stage_cost(pipeline, stage.cost, progress, device, **forecast) as cost,

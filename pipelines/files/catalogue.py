@@ -90,12 +90,8 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched.
-
-    Args:
-        memory_bytes: of the computer that holds the weights.
-        card_bytes: of the device; 0 where it is the computer.
-    """
+    """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched; memory is
+    that of the computer that holds the weights, and of the card, 0 where that is the computer."""
     title, offer = smallest_for(memory_bytes)
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
     return "\n".join(

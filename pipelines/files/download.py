@@ -1,8 +1,5 @@
-"""A published model's download with huggingface_hub, on request, checked.
-
-A repository is fixed at one commit, and only the files that we read are downloaded. Interrupted downloads resume. A
-folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again.
-"""
+"""A published model's download with huggingface_hub, at a fixed commit, of the files that are read, resumed and
+checked. A folder whose files matched the Hub's hashes keeps a note of that, so that it is not checked again."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -313,10 +311,8 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
         found = f"{download.page} is not open to this computer"
         fix = f"Accept its terms on the page and log in with `hf auth login`, {by_hand}"
     elif isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-        found, fix = (
-            f"{str(folder)!r} cannot be written ({reason})",
-            "Check the disk and its permissions, and run again.",
-        )
+        found = f"{str(folder)!r} cannot be written ({reason})"
+        fix = "Check the disk and its permissions, and run again."
     else:
         found = f"{download.page} cannot be reached ({reason})"
         fix = f"Go online and run again to resume, {by_hand}"
@@ -326,13 +322,11 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
 def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
     """Remember that these files were checked, beside what was checked before of the same commit."""
     place = folder / NOTE
-    try:
+    fetched_before, files_before = list[Any](), dict[str, Any]()
+    with suppress(*DAMAGED):
         known = json_file(place)
-        fetched_before, files_before = list(known["fetched"]), dict(known["files"])
-        if any(revision != download.revision for revision, _ in fetched_before):
-            fetched_before, files_before = [], {}
-    except DAMAGED:
-        fetched_before, files_before = [], {}
+        if all(revision == download.revision for revision, _ in known["fetched"]):
+            fetched_before, files_before = list(known["fetched"]), dict(known["files"])
     note = {
         "fetched": [*fetched_before, [download.revision, list(download.only)]],
         "files": {**files_before, **{name: _stamp(folder / name) for name in files}},

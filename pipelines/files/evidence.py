@@ -1,7 +1,5 @@
-"""Evidence of which model a checkpoint is: the words of its file, the names around it, the published configurations.
-
-Models that are not run here are recognised too, by names and shapes of their tensors.
-"""
+"""Evidence of which model a checkpoint is, one that is not run here too: the words of its file, the names around it,
+the published configurations, names and shapes of tensors."""
 
 from __future__ import annotations
 

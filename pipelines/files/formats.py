@@ -1,10 +1,6 @@
-"""The contents of a single file, from its header alone: which models, in which layout, with which configuration.
-
-A file says no more than names, shapes and dtypes, so each model comes with the configurations it was published with
-(``configs/*.json``, or those in its family's folder), and the one whose shapes are those of the file is taken. What no
-shape tells, such as image to video by the first frame, is taken from the file's name and said. A model of another shape
-has its configuration beside it, as a JSON file of the same name.
-"""
+"""The contents of a single file, from its header alone: which models, in which layout, with which configuration: the
+JSON file of the same name, else the published one (``configs/*.json`` or in its family's folder) with the file's
+shapes. What no shape tells, such as image to video by the first frame, is taken from the file's name and said."""
 
 from __future__ import annotations
 
@@ -100,10 +96,7 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 def config_of(content: StoredModel, task: str = "") -> Configured:
     """The configuration of a model in a file, for the ``task`` that the user said; empty leaves it to the file's name.
-
-    Raises:
-        CheckpointError: no published configuration has the file's shapes, and none is beside it.
-    """
+    Raises CheckpointError where no published one has the file's shapes, and none is beside it."""
     beside = content.path.with_suffix(".json")
     if beside.is_file():
         config = read_json(beside, "a model configuration")

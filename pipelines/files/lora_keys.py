@@ -1,9 +1,6 @@
-"""The keys of a LoRA file, in any of the usual styles, as layers of a diffusers transformer.
-
-Three things differ: the prefix (``diffusion_model.``, ``lora_unet_`` …), what the layer is called (diffusers'
-name, the original release's, either with ``_`` for ``.`` as kohya's trainers write it) and what its tensors are called
-(:mod:`.lora_kinds`). Names of the original releases come from the same tables that read whole checkpoints.
-"""
+"""The keys of a LoRA file as layers of a diffusers transformer. Styles differ in the prefix, in the layer's name
+(diffusers' or the original release's, from the tables of whole checkpoints, with ``_`` for ``.`` as kohya writes
+it), and in what its tensors are called (:mod:`.lora_kinds`)."""
 
 from __future__ import annotations
 
@@ -32,16 +29,8 @@ from .lora_kinds import (
 )
 
 PREFIXES = (
-    "base_model.model.",
-    "model.diffusion_model.",
-    "diffusion_model.",
-    "transformer.",
-    "lora_unet_",
-    "lora_transformer_",
-    "lycoris_",
-    "Hunyuan_video_I2V_lora_",
-    "unet.",
-    "model.",
+    *("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_"),
+    *("lora_transformer_", "lycoris_", "Hunyuan_video_I2V_lora_", "unet.", "model."),
 )
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
 ALONE = MULTIPLIERS | {DIFFERENCE, RESCALE}  # roles that do not count beside those of a plain LoRA
@@ -80,10 +69,7 @@ def matched(
     biased: Container[str] | None = None,
 ) -> Match:
     """Match the tensors of a LoRA file, by shape, to layers; ``biased`` are those that have a bias, None for all.
-
-    Raises:
-        CheckpointError: no key matches. InputError: a filter that is not understood or leaves nothing.
-    """
+    Raises CheckpointError where no key matches, InputError for a filter that is wrong or leaves nothing."""
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
     pairs: dict[str, LoRAPair] = {}
     unmatched, text = [], 0
@@ -118,10 +104,7 @@ def matched(
 
 def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> list[str]:
     """The layers of ``names`` that a filter such as ``double 0-9, single`` keeps; all for an empty one.
-
-    Raises:
-        InputError: a term that is not understood, a block that is not there, or a filter that leaves nothing.
-    """
+    Raises InputError for a term that is not understood, an absent block, or a filter that leaves nothing."""
     names = list(names)
     if not blocks.strip():
         return names

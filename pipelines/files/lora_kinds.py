@@ -1,8 +1,6 @@
-"""The tensors of a LoRA file for one layer, as the two factors of what is added to its weight, exactly.
-
-Most kinds are a product of two matrices: a plain LoRA as it is, LoHa and LoKr by rewriting theirs, a full difference
-with an identity. They all go the same way onto a layer, separate or merged, packed or not. OFT, BOFT and GLoRA multiply
-the weight itself, which they take unpacked, in both modes; what is for a norm goes into its weight in both, too.
+"""The tensors of a LoRA file for one layer, as the two factors of what is added to its weight, exactly: LoHa, LoKr
+and full differences are rewritten so. OFT, BOFT and GLoRA multiply the weight itself; these and additions to norms
+go into it.
 
 Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
 formulas and the ranks that alphas are divided by.

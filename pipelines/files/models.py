@@ -60,12 +60,9 @@ def family_of_folder(folder: Path) -> FamilySpec | None:
 
 
 def _is_model(folder: Path) -> bool:
-    if (folder / INDEX).is_file():
-        return True
-    try:
-        return family_of_folder(folder) is not None
-    except CheckpointError:
-        return False
+    with suppress(CheckpointError):
+        return (folder / INDEX).is_file() or family_of_folder(folder) is not None
+    return False
 
 
 def part_folders(
@@ -148,10 +145,7 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
     if name == "base":
         own = model / "transformer" if (model / INDEX).is_file() else model
         provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
-        for spared in (
-            (),
-            family.files.text_parts,
-        ):  # one with text encoders is better; without them a prompt is loaded
+        for spared in ((), family.files.text_parts):  # without text encoders a prompt has to be loaded
             for folder in find_models(roots):
                 offered = family_of_folder(folder)
                 if offered is None or offered.id != provider or not (folder / INDEX).is_file() or folder == model:

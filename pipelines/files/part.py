@@ -29,8 +29,8 @@ class PartFiles:
     """One part of a pipeline on disk; headers were read, weights were not."""
 
     name: str  # part name
-    library: str  # what builds it
-    cls: str  # what builds it
+    library: str
+    cls: str  # of the library, which builds it
     folder: Path  # its folder, or its file
     config: Mapping[str, Any]  # its ``config.json``
     entries: Mapping[str, TensorEntry]  # its tensors
@@ -172,10 +172,7 @@ def empty_weights() -> Iterator[None]:
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
     """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
-
-    Raises:
-        CheckpointError: it asks for more parameters than the ``tensors`` of the file, or building it failed.
-    """
+    Raises CheckpointError where it asks for more parameters than the ``tensors`` of the file, or building it fails."""
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
@@ -238,19 +235,16 @@ def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> 
 def _alike(value: Any, known: Any) -> bool:
     """Tell whether ``value`` could stand where a published configuration has ``known``."""
     if isinstance(known, (list, tuple)):
-        return isinstance(value, (list, tuple)) and len(value) <= LONGEST and _items_alike(value, known)
+        if not isinstance(value, (list, tuple)) or len(value) > LONGEST:
+            return False
+        counts = bool(known) and all(type(one) is int for one in known)  # may have a 0, as a level without layers
+        items = (item for item in value if not (counts and item == 0 and type(item) is int))
+        return not known or all(any(_alike(item, one) for one in known) for item in items)
     if isinstance(known, (bool, str)):
         return type(value) is type(known)
     if isinstance(known, (int, float)):
         return _number_alike(value, known)
     return isinstance(value, type(known))
-
-
-def _items_alike(values: Sequence[Any], known: Sequence[Any]) -> bool:
-    counts = bool(known) and all(type(one) is int for one in known)
-    return not known or all(
-        (counts and value == 0 and type(value) is int) or any(_alike(value, one) for one in known) for value in values
-    )
 
 
 def _number_alike(value: Any, known: float) -> bool:

@@ -1,8 +1,5 @@
-"""A pipeline from single files: transformer, VAE and encoders apart or in one, as ComfyUI's folders have them.
-
-What no file brings comes from a diffusers folder that the user names or that stands in the model folders; the small
-settings (scheduler, guidance, picture processors) are shipped. Tokenizers come from that folder or from the host.
-"""
+"""A pipeline from single files: transformer, VAE and encoders apart or in one, as ComfyUI's folders have them. What
+no file brings comes from a diffusers folder; the small settings are shipped, and tokenizers may come from the host."""
 
 from __future__ import annotations
 
@@ -65,10 +62,7 @@ def family_in(path: Path) -> FamilySpec:
 
 def composed(request: Files, progress: Progress) -> Composed:
     """The pipeline of ``request``; headers are read, weights are not.
-
-    Raises:
-        CheckpointError: a part is missing, damaged, or of another model; says which file it looked for.
-    """
+    Raises CheckpointError for a part that is missing, damaged, or of another model; it names the file."""
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task)
@@ -231,18 +225,13 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
     given = request.parts.get("image_encoder")
-    places = (
-        [given]
-        if given is not None
-        else sorted(p for p, held in request.offered.items() if family.files.text_vision in held)
-    )
-    vision = next(
-        (content for path in places if (content := _of_kind(path, family.files.text_vision, 0)) is not None), None
-    )
+    kind = family.files.text_vision
+    places = sorted(p for p, held in request.offered.items() if kind in held) if given is None else [given]
+    vision = next(filter(None, (_of_kind(path, kind, 0) for path in places)), None)
     if vision is None:
         raise CheckpointError(
             f"no picture half of the text encoder for {family.title} image to video",
-            expected=TITLES[family.files.text_vision],
+            expected=TITLES[kind],
             fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
         )
     if given is None:

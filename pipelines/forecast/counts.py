@@ -1,8 +1,5 @@
-"""The work of each stage of a run, counted before anything is read: the model's own code on tensors without data.
-
-Blocks that are alike are counted once: a transformer of any depth is built with two of each kind. What was counted for
-a size is kept, so that asking again costs nothing.
-"""
+"""The work of each stage of a run, counted before anything is read: the model's own code on tensors without data,
+built with two blocks of each kind. What was counted for a size is kept."""
 
 from __future__ import annotations
 
@@ -223,10 +220,8 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
     spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
     frames, *plane = latent_shape(pipeline, size)
     channels = int(config.get("in_channels", 16))
-    text, wide = (
-        size.text or spec.memory.text_tokens or spec.memory.reference_tokens,
-        partial(_number, config, default=1),
-    )
+    text = size.text or spec.memory.text_tokens or spec.memory.reference_tokens
+    wide = partial(_number, config, default=1)
     vision = None
     if spec.recipes.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
@@ -265,20 +260,17 @@ def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch
 def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
     """The work of the first block of each kind, by the setting that says how many there are; complete at the end."""
     done: dict[str, Work] = {}
+
+    def start(key: str, *_: Any) -> None:
+        done[key] = Work(work)
+
+    def end(key: str, *_: Any) -> None:
+        done[key] = Work(work - done[key])
+
     with ExitStack() as stack:
         for key, name in BLOCKS.items():
             blocks = getattr(module, name, None)
             if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:
-                for hook in _watch(blocks[0], key, work, done):
-                    stack.enter_context(hook)
+                stack.enter_context(blocks[0].register_forward_pre_hook(partial(start, key)))
+                stack.enter_context(blocks[0].register_forward_hook(partial(end, key)))
         yield done
-
-
-def _watch(block: nn.Module, key: str, work: Work, done: dict[str, Work]) -> list[Any]:
-    def start(*_: Any) -> None:
-        done[key] = Work(work)
-
-    def end(*_: Any) -> None:
-        done[key] = Work(work - done[key])
-
-    return [block.register_forward_pre_hook(start), block.register_forward_hook(end)]

@@ -1,8 +1,5 @@
-"""Makes a run fit: chooses the mode for each stage, refuses what cannot fit, and steps down after out of memory.
-
-Decides again for each stage from the memory that is free at that moment: ``auto`` may load text encoders block by block
-and the transformer as a whole. A mode that the user chose changes only after running out of memory.
-"""
+"""Makes a run fit: chooses the mode for each stage by the memory that is free at that moment, and refuses what
+cannot fit. A mode that the user chose changes only after running out of memory."""
 
 from __future__ import annotations
 
@@ -34,11 +31,8 @@ PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of it
 def offload_options(
     devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
 ) -> OffloadOptions:
-    """Check the user's offloader settings: each device must answer, and the memory to keep free must be a size.
-
-    Raises:
-        InputError: a part that cannot be placed, or a negative size. UnsupportedError: a device that does not answer.
-    """
+    """Check the user's offloader settings. Raises InputError for a part that cannot be placed or a negative size,
+    UnsupportedError for a device that does not answer."""
     unknown = [part for part in devices if part not in PARTS]
     if unknown:
         raise InputError(
@@ -61,11 +55,8 @@ def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
 def require_room(
     weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
 ) -> None:
-    """Refuse a model of which not even one layer fits; nothing was read yet.
-
-    Args:
-        free: bytes of the device; all of it inside a host, whose other models leave where ours need the room.
-    """
+    """Refuse a model of which not even one layer fits; nothing was read yet. ``free`` are bytes of the device:
+    inside a host all of it, whose other models leave where ours need the room."""
     if device.type == HOST.type or free is None:
         return
     room = free - options.keep_free_bytes

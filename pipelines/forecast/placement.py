@@ -1,9 +1,6 @@
-"""Choice among several accelerators for each part of a pipeline that is left to ``auto``.
-
-Every way to share the parts out is forecast, memory and time, at the model's own size: the quickest that fits is taken.
-What a second card saves is mostly copies: weights that do not fit together on one card leave it and come back in each
-run. A card of another kind may also be quicker, or hold what the first cannot. With one card nothing is asked.
-"""
+"""Choice among several accelerators for each part that is left to ``auto``: every way to share the parts out is
+forecast at the model's own size, and the quickest that fits is taken. A second card mostly saves copies of weights
+that do not fit together on the first. With one card nothing is asked."""
 
 from __future__ import annotations
 
@@ -156,7 +153,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
     options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
     every = (dict(zip(home, places, strict=True)) for places in product(*options))
     kept = (places for places in every if all(_alike(stage, places, cards) for stage in places))
-    moved = {stage: weight for stage, weight in ((TEXT, 1), (DECODING, 2), (SAMPLING, 4))}
+    moved = {TEXT: 1, DECODING: 2, SAMPLING: 4}
     yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
 
 

@@ -18,7 +18,6 @@ from ...compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
 from ..sizes import TRANSFORMER
-from ..speed import Speed
 from .seconds import Run, planned_run
 from .times import Rooms, TimeForecast, free_bytes, time_forecast
 
@@ -40,13 +39,9 @@ class Saving:
 def savings(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> list[Saving]:
-    """At most three changes that this device can make, the largest saving first, each on top of those before it.
-
-    A shorter video, which is another one, comes only where nothing else is left.
-
-    Raises:
-        UnsupportedError: the rates of a device are unknown.
-    """
+    """At most three changes that this device can make, the largest saving first, each on top of those before it. A
+    shorter video, which is another one, comes only where nothing else is left. Raises UnsupportedError for unknown
+    rates."""
 
     def timed(changed: Changed) -> TimeForecast:
         return time_forecast(*changed, mode or pipeline.offloader.mode, room, rooms)
@@ -92,8 +87,7 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, tuple[str, Cal
     if stored and not speed.request.stored_products and STORED_AS[stored] in map(str, formats_on(facts)):
         yield "stored_products on the load node", ("lossy", _sped(stored_products=True))
     if pipeline.plan.step_cache is None:
-        note = "lossy; how many steps are alike is assumed"
-        yield "AnyGPU Step Cache, preset balanced", (note, _cached)
+        yield "AnyGPU Step Cache, preset balanced", ("lossy; how many steps are alike is assumed", _cached)
 
 
 def _allowed(pipeline: Pipeline) -> bool:
@@ -107,9 +101,7 @@ def _allowed(pipeline: Pipeline) -> bool:
 def _sped(attention: Attention | None = None, **asked: Any) -> Callable[[Pipeline, Run], Changed]:
     def change(pipeline: Pipeline, run: Run) -> Changed:
         own = pipeline.plan.speed
-        request = replace(own.request, **asked)
-        kernels = {"kernels": own.kernels, "attention": attention or own.attention, "formats": own.formats}
-        speed = Speed(request, own.forms, **kernels, epilogue=own.epilogue)
+        speed = replace(own, request=replace(own.request, **asked), attention=attention or own.attention)
         return replace(pipeline, plan=replace(pipeline.plan, speed=speed)), run
 
     return change

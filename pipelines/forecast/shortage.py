@@ -27,8 +27,8 @@ EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 class Shortage:
     """Numbers reported by one failed allocation."""
 
-    asked_bytes: int = 0  # 0 and None where the message does not say
-    free_bytes: int | None = None  # 0 and None where the message does not say
+    asked_bytes: int = 0  # 0 where the message does not say
+    free_bytes: int | None = None  # None where it does not
 
     @property
     def share(self) -> float:

@@ -1,8 +1,5 @@
-"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part.
-
-Nothing heavy is read here: configurations and safetensors headers only, so that a missing shard is noticed at once, and
-a part that a run does not use is never read.
-"""
+"""Build a pipeline from a model folder: its family, its parts, and the dtype of each part. Only configurations and
+headers are read, so that a missing shard is noticed at once, and a part that a run does not use is never read."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ from ..forecast.fit import host_weight_decisions, offload_options, require_room
 from ..forecast.placement import share_out
 from ..keys import TRANSFORMER
 from ..pipeline import Checkpoint, Device, Parts, Pipeline, PipelinePlan, Tools
-from ..requests import Files
 from ..requests import LoadRequest as LoadRequest
 from ..settings import recipe_decisions
 from ..speed import speed_for
@@ -86,7 +82,7 @@ def load(
     """
     progress = progress or Silent()
     with reading(request.model):
-        single, family, folders, tools, source_decisions = _sources(request, progress)
+        request, single, family, folders, tools, source_decisions = _sources(request, progress)
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
@@ -116,7 +112,7 @@ def load(
         task=task_beside(family, folders["transformer"]) if single is None else single.task,
         variant=variant,
         source=request.model,
-        request=request if single is None else _resolved(request, single),
+        request=request,
         configs={name: part.config for name, part in files.items()},
         weights=weights,
         storage=storage_choices(files),
@@ -163,24 +159,24 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
     return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
 
 
-def _resolved(request: LoadRequest, single: Composed) -> LoadRequest:
-    assert request.files is not None
-    files = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
-    return replace(request, files=replace(request.files, parts={**request.files.parts, **files}))
-
-
 def _sources(
     request: LoadRequest, progress: Progress
-) -> tuple[Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
-    """The composed single files, None for a folder; family; folders of its parts; tools; what was guessed of them."""
+) -> tuple[LoadRequest, Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
+    """``request``, of single files with that of each part; them composed; family; folders; tools; guesses."""
     if request.files is None:
         given = {"base": request.base, "image_encoder": request.image_encoder}
         family, folders = part_folders(request.model, given, request.search, progress)
         index = {"index": partial(index_beside, folders["transformer"])}
-        return None, family, folders, _tools(family, folders, index), ()
-    single = _composed(request, request.files, progress)
+        return request, None, family, folders, _tools(family, folders, index), ()
+    wanted = family_in(request.files.parts["transformer"])
+    providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
+    offered = {name: folder for provider in providers for name, folder in provider.items()}
+    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
+    single = composed(replace(request.files, provided=provided), progress)
+    found = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
+    request = replace(request, files=replace(request.files, parts={**request.files.parts, **found}))
     tools = _tools(single.family, single.folder_tools, single.tools)
-    return single, single.family, dict(single.folders), tools, single.decisions
+    return request, single, single.family, dict(single.folders), tools, single.decisions
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
@@ -210,14 +206,6 @@ def _attention(
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     attention = attention_for(choice, facts, operands, width, avoided)
     return by_time(attention, facts, probes, operands, width)
-
-
-def _composed(request: LoadRequest, files: Files, progress: Progress) -> Composed:
-    wanted = family_in(files.parts["transformer"])
-    providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
-    offered = {name: folder for provider in providers for name, folder in provider.items()}
-    provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
-    return composed(replace(files, provided=provided), progress)
 
 
 def _part_files(
@@ -252,18 +240,11 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
     """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
-    kind = (
-        f"{family.id}{TRANSFORMER}"
-        if denoises(name)
-        else family.files.kinds[name].kind
-        if name in family.files.kinds
-        else ""
-    )
-    path = folder / "config.json"
+    known, path = family.files.kinds.get(name), folder / "config.json"
+    kind = f"{family.id}{TRANSFORMER}" if denoises(name) else "" if known is None else known.kind
     if library == "diffusers" and kind and path.is_file():
-        require_plausible(
-            name, path, read_json(path, f"the configuration of the {name}"), [row["config"] for row in published(kind)]
-        )
+        config = read_json(path, f"the configuration of the {name}")
+        require_plausible(name, path, config, [row["config"] for row in published(kind)])
 
 
 def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:

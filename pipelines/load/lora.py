@@ -1,8 +1,5 @@
-"""LoRAs on a pipeline's transformer: returns the same pipeline with one more LoRA.
-
-The new pipeline shares every part with the old one. Its LoRAs are on the transformer while it is held, so several
-chains can start from one pipeline and none sees the others' LoRAs.
-"""
+"""LoRAs on a pipeline's transformer: the same pipeline with one more LoRA, which shares every part with the old one.
+LoRAs are on the transformer while it is held, so several chains can start from one pipeline."""
 
 from __future__ import annotations
 
@@ -169,11 +166,13 @@ def on(pipeline: Pipeline) -> tuple[LoRA, ...]:
     return adapters.loras if isinstance(adapters, LoRAs) else ()
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class LoRAs:
     """The LoRAs of one pipeline, first to last, as an offloader's adapters."""
 
-    def __init__(self, loras: tuple[LoRA, ...], dtype: torch.dtype, parts: tuple[str, ...]) -> None:
-        self.loras, self.dtype, self.parts = loras, dtype, parts
+    loras: tuple[LoRA, ...]
+    dtype: torch.dtype  # of factors beside weights that are narrower than 16 bits
+    parts: tuple[str, ...]  # the transformers that they are on
 
     def __repr__(self) -> str:
         return str([(lora.path.name, lora.stamp, lora.strength, lora.blocks, lora.mode) for lora in self.loras])

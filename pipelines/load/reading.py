@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,9 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
     """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     unused = sorted(files.entries.keys() - wanted.keys())
-    _require_same(
-        files, list(wanted.keys() - files.entries.keys()), unused if unused and is_another_model(unused, wanted) else []
-    )
+    _require_same(files, wanted.keys() - files.entries.keys(), unused if is_another_model(unused, wanted) else ())
     for name, shape in wanted.items():
-        if tuple(files.entries[name].shape) != shape:
-            raise _misfit(files, name, shape)
+        _require_shape(files, name, shape)
     if not unused:
         return files
     progress.notify(f"{files.name}: tensors that {files.cls} has no place for are left out: {listed(unused)}")
@@ -138,8 +134,7 @@ def _keep_packed(
     files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
     entry = files.entries[name]
-    if tuple(entry.shape) != tuple(layer.weight.shape):
-        raise _misfit(files, name, tuple(layer.weight.shape))
+    _require_shape(files, name, tuple(layer.weight.shape))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
     if files.mapped and is_view(entry):
         views.add(stored.data_ptr())
@@ -162,8 +157,7 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
         names = names_in(module, files.entries)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     for name, there in names.items():
-        if tuple(files.entries[name].shape) != shapes[there]:
-            raise _misfit(files, name, shapes[there])
+        _require_shape(files, name, shapes[there])
     files = replace(files, entries={name: files.entries[name] for name in names})
     advance = _advance(files, progress)
     layers = {f"{name}.weight": layer for name, layer in module.named_modules()}
@@ -185,11 +179,11 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
                     own = layers[source]
                     pack(layers[target], own.stored, files.dtype, codec=own.codec, sides=own.sides, group=own.group)
                 missing.discard(target)
-    _require_same(files, list(missing - {names[name] for name in kept}), [])
+    _require_same(files, missing - {names[name] for name in kept})
     return module
 
 
-def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -> None:
+def _require_same(files: PartFiles, missing: Collection[str], unexpected: Collection[str] = ()) -> None:
     if missing or unexpected:
         wrong = f"{'missing' if missing else 'unexpected'} tensors {listed(sorted(missing or unexpected))}"
         raise CheckpointError(
@@ -199,13 +193,14 @@ def _require_same(files: PartFiles, missing: list[str], unexpected: list[str]) -
         )
 
 
-def _misfit(files: PartFiles, name: str, shape: tuple[int, ...]) -> CheckpointError:
+def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:
     found = tuple(files.entries[name].shape)
-    return CheckpointError(
-        f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({name} is {found})",
-        expected=f"{shape}, as {files.cls} is described",
-        fix="Download config.json and weights from the same place.",
-    )
+    if found != shape:
+        raise CheckpointError(
+            f"the weights of the {files.name} in {str(files.folder)!r} do not fit its config.json ({name} is {found})",
+            expected=f"{shape}, as {files.cls} is described",
+            fix="Download config.json and weights from the same place.",
+        )
 
 
 def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
@@ -309,7 +304,19 @@ def has_eight_bits(device: torch.device) -> bool:
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
-    return Step(Order.STORAGE, "storage of weights", partial(_apply, dict(files)))
+    """The step that packs weights as chosen; those that a file has packed were read so."""
+
+    def store(part: str, module: nn.Module) -> Callable[[], Any] | None:
+        described = files.get(part)
+        if described is None or described.storage == "auto":
+            return None
+        own = {name: STORED[e.dtype] for name, e in described.entries.items() if not e.is_packed}
+        back = packed.packed(module, described.storage, own, described.by_bits)
+        if back is not None:
+            log.info("%s: weights %s", part, described.storage)
+        return back
+
+    return Step(Order.STORAGE, "storage of weights", store)
 
 
 def storage_decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
@@ -356,17 +363,6 @@ def _stored(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and not dense and (not floats or has_eight_bits(device)))
-
-
-def _apply(files: Mapping[str, PartFiles], part: str, module: nn.Module) -> Callable[[], Any] | None:
-    described = files.get(part)
-    if described is None or described.storage == "auto":
-        return None
-    own = {name: STORED[e.dtype] for name, e in described.entries.items() if not e.is_packed}
-    back = packed.packed(module, described.storage, own, described.by_bits)
-    if back is not None:
-        log.info("%s: weights %s", part, described.storage)
-    return back
 
 
 @dataclass(slots=True)

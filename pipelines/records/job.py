@@ -1,8 +1,6 @@
-"""A render as one JSON document: the same for the command, nodes, other machines, receipts and replay.
-
-Models, LoRAs, pictures, meshes and videos are identified by their content; their names are hints where to look.
-Settings of placement and speed are left out of a job's key.
-"""
+"""A render as one JSON document: the same for the command, nodes, other machines, receipts and replay. Models and
+pictures are identified by their content, names are hints; settings of placement and speed are left out of a job's
+key."""
 
 from __future__ import annotations
 
@@ -176,11 +174,8 @@ class VideoJob(Job):
 
 
 def read_job(path: Path) -> VideoJob:
-    """The job in a file.
-
-    Raises:
-        CheckpointError: the file cannot be read. InputError: it is not a job that this version can run; says why.
-    """
+    """The job in a file. Raises CheckpointError where it cannot be read, InputError where this version cannot run
+    it."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -204,11 +199,8 @@ def write_job(path: Path, job: VideoJob) -> Path:
 
 
 def job_in(record: Any) -> VideoJob:
-    """The video's job that a JSON object describes.
-
-    Raises:
-        InputError: no job, a newer version, another kind, an unknown field, or a value of a wrong type.
-    """
+    """The video's job that a JSON object describes. Raises InputError for no job, a newer version, another kind, an
+    unknown field, or a value of a wrong type."""
     return _parsed(VideoJob, record)
 
 

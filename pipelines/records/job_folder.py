@@ -92,10 +92,7 @@ class JobFolder:
 
     def input_file(self, name: str) -> Path:
         """The picture, mesh or video that a job names, to be sent elsewhere; not a byte of it has been read.
-
-        Raises:
-            CheckpointError: not a file in the folder's inputs, of another kind, or too large.
-        """
+        Raises CheckpointError where it is not in the folder's inputs, of another kind, or too large."""
         paths = inside((self.root,), name)
         path = paths[0].resolve() if paths else self.root
         if not path.is_relative_to(self.inputs.resolve()) or path.suffix.lower() not in INPUTS or not path.is_file():

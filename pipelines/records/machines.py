@@ -50,9 +50,9 @@ class ProbeAnswer:
 @dataclass(frozen=True, slots=True)
 class SharedMachine:
     device: str  # as :class:`DeviceFacts` has them
-    backend: str  # as :class:`DeviceFacts` has them
-    arch: str  # as :class:`DeviceFacts` has them
-    driver: str  # as :class:`DeviceFacts` has them
+    backend: str
+    arch: str
+    driver: str
     memory_gb: float
     versions: dict[str, str]  # of the pack and its packages
     answers: tuple[ProbeAnswer, ...] = ()

@@ -89,10 +89,7 @@ class Places:
         self, content: Content, check: Callable[[], None] = lambda: None, most: int | None = None
     ) -> tuple[torch.Tensor, float]:
         """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
-
-        Raises:
-            CheckpointError: it is not on this machine, or was not found in :data:`MOST_SOUGHT` pixels.
-        """
+        Raises CheckpointError where it is not on this machine, or not found in :data:`MOST_SOUGHT` pixels."""
         if content not in self.known:
             self.known[content] = self._sought(content, check)
         return read_frames(self.known[content], most, check)

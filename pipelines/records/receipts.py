@@ -103,11 +103,8 @@ def tags_for(record: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt in a video or a file of latents.
-
-    Raises:
-        CheckpointError: the file cannot be read, or has none. InputError: it is damaged, or of a newer version.
-    """
+    """The receipt in a video or a file of latents. Raises CheckpointError where there is none, InputError where it is
+    damaged or of a newer version."""
     if path.suffix in LATENT_FILES:
         record = record_in(metadata_of(path), path).get("extra", {})
         record = record.get(RECEIPT) if isinstance(record, dict) else None
@@ -196,7 +193,10 @@ def _job(
     framepack: FramePackSettings | None,
 ) -> VideoJob:
     request: LoadRequest = pipeline.model.request
-    named = partial(_named, state=request.state)
+
+    def named(path: Path) -> Content:
+        return Content(path.name, content_of(path), whole_of(path, request.state))
+
     files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
     return VideoJob(
         model=named(request.model),
@@ -237,10 +237,6 @@ def _missing(
         "the picture that its text encoder saw": bool(looks) and looks not in [one.content for one in sources[:1]],
     }
     return [name for name, is_absent in absent.items() if is_absent]
-
-
-def _named(path: Path, state: Path | None) -> Content:
-    return Content(path.name, content_of(path), whole_of(path, state))
 
 
 def _report_of(pipeline: Pipeline) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 from anygpu.compat.errors import InputError
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.settings import check_steps, snap, snap_frames
+from anygpu.pipelines.settings import snap
 
 EVERY = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -25,7 +25,7 @@ def test_defaults_are_on_the_grid(family):
 
 @EVERY
 def test_one_frame_is_one_frame(family):
-    assert snap_frames(family, 1) == 1
+    assert snap(family, 0, 0, 1).frames == 1
 
 
 @EVERY
@@ -35,11 +35,6 @@ def test_one_frame_is_one_frame(family):
 def test_out_of_range_names_the_nearest(family, width, height, frames, nearest):
     with pytest.raises(InputError, match=f"nearest valid value is {nearest}"):
         snap(family, width, height, frames)
-
-
-def test_mochi_needs_two_steps():
-    with pytest.raises(InputError, match="nearest valid value is 2"):
-        check_steps(FAMILIES["mochi"], 1)
 
 
 @EVERY

@@ -34,7 +34,7 @@ def pipeline(device: str = "cuda", mode: str = "none", family: str = "ltx") -> S
         offloader=offloader,
         facts=facts,
         parts=parts,
-        plan=SimpleNamespace(speed=SimpleNamespace(profile=None, compiled={})),
+        plan=SimpleNamespace(speed=SimpleNamespace(request=SimpleNamespace(profile=None), compiled={})),
         run=RunOptions(),
         model=None,
     )
