@@ -37,19 +37,12 @@ Checks = Mapping[str, tuple[bool, str]]
 
 @dataclass(frozen=True, eq=False)
 class Exhibit:
-    """One thing that the demo shows.
+    """One thing that the demo shows."""
 
-    Args:
-        title: of its section on the page.
-        strips: caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each.
-        notes: what the model decided, a line each.
-        checks: name to result and figure.
-    """
-
-    title: str
-    strips: Mapping[str, torch.Tensor]
-    notes: Sequence[str]
-    checks: Checks
+    title: str  # of its section on the page
+    strips: Mapping[str, torch.Tensor]  # caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each
+    notes: Sequence[str]  # what the model decided, a line each
+    checks: Checks  # name to result and figure
 
 
 def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
@@ -86,10 +79,7 @@ def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
 def drawn(
     pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | None = None, **settings: Any
 ) -> torch.Tensor:
-    """The frames (F, H, W, 3) in 0..1 of one clip, in the size and steps of the model's own unless ``settings`` say.
-
-    A model that starts from a picture is given that of the scene.
-    """
+    """The frames (F, H, W, 3) in 0..1 of one clip as the model was trained, from the scene's picture if it needs it."""
     progress = Silent()
     with torch.no_grad():
         encoded = stages.encode_prompt(pipeline, PromptRequest(prompt), progress)
@@ -107,9 +97,7 @@ def drawn(
 def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:
     """The number of checks that failed, after writing ``contact_sheet.png`` and ``report.md`` into ``folder``.
 
-    Args:
-        exhibits: each may be made as it is asked for; its result and seconds are a line for the user.
-        notify: takes each line.
+    Each of ``exhibits`` may be made as it is asked for; ``notify`` takes a line with its result and seconds.
     """
     page = [f"# What AnyGPU drew\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts_for('cpu')}.\n"]
     strips: dict[str, torch.Tensor] = {}

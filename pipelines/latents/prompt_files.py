@@ -73,11 +73,13 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     count = record.get("sections", 0)
     count = min(count, len(tensors) + 1) if isinstance(count, int) else 0  # an edited one may be of any size
     names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count))]
-    groups = {group: _group(group, tensors) for group in names}
+    groups = {
+        group: {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
+        for group in names
+    }
     absent = [group for group, held in groups.items() if not held and group != NEGATIVE]
-    strange = [
-        name for group in groups.values() for name, tensor in group.items() if tensor.ndim < 2 or len(tensor) != 1
-    ]
+    every = (item for group in groups.values() for item in group.items())
+    strange = [name for name, tensor in every if tensor.ndim < 2 or len(tensor) != 1]
     if absent or strange:
         raise CheckpointError(
             f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
@@ -85,17 +87,5 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
             fix="Save the prompt again; this file was edited or made by hand.",
         )
     texts = {name: str(record.get(name, "")) for name in TEXTS}
-    sections = tuple(groups[group] for group in names[2:])
-    has_negative = bool(record.get("opposed"))
-    return Prompt(
-        family=str(record["family"]),
-        embeds=groups[EMBEDS],
-        negative=groups[NEGATIVE] or None,
-        sections=sections,
-        has_negative=has_negative,
-        extra=texts,
-    )
-
-
-def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
+    pair, sections = (groups[EMBEDS], groups[NEGATIVE] or None), tuple(groups[group] for group in names[2:])
+    return Prompt(str(record["family"]), *pair, sections, has_negative=bool(record.get("opposed")), extra=texts)

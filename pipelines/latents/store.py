@@ -33,17 +33,11 @@ NUMBERS = ("frames", "height", "width", "seed", "version")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a file's content.
+    """The origin of a file's content."""
 
-    Args:
-        metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
-        record: further plain values for our own record.
-        tensors: further tensors, under names of their own.
-    """
-
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)  # ComfyUI's own JSON texts: ``prompt`` and ``workflow``
+    record: Mapping[str, Any] = field(default_factory=dict)  # further plain values for our own record
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further tensors, under names of their own
 
 
 def save_latent(
@@ -77,8 +71,6 @@ def save_latent(
 
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
     """Write the samples of a LATENT that none of our stages made, from any device; returns ``path``.
-
-    It is loaded as core has it: without what our own latents carry along.
 
     Args:
         samples: of any shape; more than one where the LATENT is nested, such as video and audio.
@@ -184,12 +176,8 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
     wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
-    rate = record.get("fps")
-    wrong += (
-        []
-        if isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate >= 0
-        else ["fps"]
-    )
+    rate: Any = record.get("fps")
+    wrong += [] if type(rate) in (int, float) and math.isfinite(rate) and rate >= 0 else ["fps"]
     wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
     if wrong:
         raise CheckpointError(

@@ -48,20 +48,15 @@ from .plan import (
     DecodeRequest,
     Ladder,
     checked_request,
-    decoder_size,
+    decoder_ladder,
 )
 from .tiled import RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
 LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
-TILING = (
-    "tile_sample_min_height",
-    "tile_sample_min_width",
-    "tile_sample_stride_height",
-    "tile_sample_stride_width",
-    "tile_latent_min_height",
-    "tile_latent_min_width",
+TILING = tuple(
+    f"tile_{kind}_{side}" for kind in ("sample_min", "sample_stride", "latent_min") for side in ("height", "width")
 )
 Run = Callable[[Any, Transfer], torch.Tensor]
 Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
@@ -70,10 +65,9 @@ Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
 class VaeRunner:
     """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
 
-    Each pass runs as the plan's method says. Where its result cannot be right or the device fails, the next method
-    of the plan is made, and said. Precision and device change only where the user left the precision to ``auto``;
-    tiles only where the method is not ``full``. What a decode has finished when memory runs out is kept, and the next
-    method goes on from there.
+    Where a result cannot be right or the device fails, the next method of the plan is tried, and said. Precision and
+    device change only where the user left the precision to ``auto``; tiles only where the method is not ``full``. What
+    a decode has finished when memory runs out is kept, and the next method goes on from there.
     """
 
     def __init__(self, plan: Ladder, progress: Progress) -> None:
@@ -102,8 +96,8 @@ class VaeRunner:
         Args:
             samples: in the VAE's own space, on the CPU.
             progress: of this pass.
-            prepare: from the VAE and the way to it to what it decodes instead of ``samples``, on the CPU, and to the
-                timestep it takes, on the device.
+            prepare: from the VAE and the way to it to what is decoded instead of ``samples``, on the CPU, and the
+                timestep on the device.
         """
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
@@ -157,13 +151,7 @@ class VaeRunner:
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
     def encode(self, frames: torch.Tensor, stage: ProgressStage, run: Run | None = None) -> torch.Tensor:
-        """Encode ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
-
-        Args:
-            frames: pictures in order.
-            stage: in a sentence, such as ``encoding video``.
-            run: encodes in another way than ``vae.encode``; returns the moments on the device.
-        """
+        """Encode frames as :func:`encoded_moments` says."""
 
         def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
             return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
@@ -252,11 +240,10 @@ class VaeRunner:
                 if casts_wrongly(self.device, method.dtype):
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
                     raise InvalidOutputError(CAST)
-                exact = transfer_for(self.device, pipeline.precision.vae)
+                needed = int(SPARE * self.plan.needed_bytes(method))
+                own = method.dtype is pipeline.precision.vae
                 hold = (
-                    pipeline.offloader.hold("vae", int(SPARE * self.plan.needed_bytes(method)), self.progress)
-                    if method.dtype is pipeline.precision.vae
-                    else _in_fp32(pipeline, exact, self.progress)
+                    pipeline.offloader.hold("vae", needed, self.progress) if own else _in_fp32(pipeline, self.progress)
                 )
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, method.tile))
@@ -285,14 +272,10 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """Error for the user when nothing is left to try, in torch's own class if memory was the cause.
-
-        None where the error says it best: it is not a matter of the device.
-        """
+        """Error when nothing is left to try, in torch's own class for memory; None where ``error`` says it best."""
         if kind == MEMORY:
-            other = (
-                "decode again with method auto" if self.plan.form.method == FULL else "make a smaller or shorter video"
-            )
+            again, less = "decode again with method auto", "make a smaller or shorter video"
+            other = again if self.plan.form.method == FULL else less
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
             short, expected = f"{text}; no room for {stage} {self.plan.method}", "more free memory"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
@@ -300,11 +283,8 @@ class VaeRunner:
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
-        fix = (
-            "Sample again in fp32, or download the VAE again"
-            if self.plan.automatic
-            else "Choose precision auto or fp32"
-        )
+        anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"
+        fix = anew if self.plan.automatic else choose
         return UnsupportedError(
             f"{what} while {stage} {self.plan.method}{layer}",
             expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
@@ -349,18 +329,7 @@ def decoding(
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    cells = (shape[2], shape[3], shape[4])
-    size, tile = decoder_size(pipeline, cells), pipeline.spec.sizes.tile_for(cells)
-    return VaeRunner(Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
-
-
-def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> VaeRunner:
-    """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
-    count, rows, columns = frames.shape[:3]
-    return VaeRunner(
-        Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile),
-        progress,
-    )
+    return VaeRunner(decoder_ladder(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
@@ -370,20 +339,32 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 
 def encoded_moments(
-    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage, tile: int = 0
+    pipeline: Pipeline,
+    frames: torch.Tensor,
+    progress: Progress,
+    stage: ProgressStage,
+    tile: int = 0,
+    run: Run | None = None,
 ) -> torch.Tensor:
-    """Encode ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
-    with encoding(pipeline, frames, progress, tile) as passes:
-        return passes.encode(frames, stage)
+    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
+
+    Args:
+        stage: in a sentence, such as ``encoding video``.
+        run: encodes in another way than ``vae.encode``; returns the moments on the device.
+    """
+    count, rows, columns = frames.shape[:3]
+    size, form = (count, rows, columns), DecodeRequest()
+    plan = Ladder(pipeline=pipeline, coder="encoder", size=size, form=form, advised=tile)
+    with VaeRunner(plan, progress) as passes:
+        return passes.encode(frames, stage, run)
 
 
 def encoded(
     pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
 ) -> torch.Tensor:
-    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU.
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
 
     Args:
-        frames: (F, H, W, 3) in 0..1.
         mode: take the distribution's mode instead of a draw from ``seed``.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -424,8 +405,9 @@ def make_contiguous(module: nn.Module) -> int:
 
 
 @contextmanager
-def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
+def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
     """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
     module = pipeline.parts.read("vae", progress)
     host_weights = {name: tensor.data for name, tensor in _named(module)}
@@ -449,7 +431,7 @@ def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     """A VAE of its own from disk, in fp32 on the CPU: no hook of an offloader would let the first one stay there.
 
-    It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
+    Of all rewrites only the attention is replaced, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
     replace_attention(module, _attend)

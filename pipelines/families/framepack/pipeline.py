@@ -67,10 +67,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt.
-
-    A section without text gets the first prompt.
-    """
+    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's."""
     from diffusers import HunyuanVideoFramepackPipeline
 
     texts = tuple(text for text in request.sections if text.strip())
@@ -123,12 +120,10 @@ def sample(
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
-    The prompt of a section is the one of its place in the film, the first prompt where there is none. ``end_strength``
-    times the end image's own strength scales its latents, the only thing the last section sees of it: 1 is upstream's
-    video, 0 the one without an end image.
-
-    Single-frame mode samples one latent frame, which takes the place of the last one of the first window, and
-    returns it alone. It was found on the FramePack I2V checkpoint.
+    The prompt of a section is the one of its place in the film, else the first. ``end_strength`` times the end image's
+    own scales its latents, the only thing the last section sees of it: 1 is upstream's video, 0 the one without an end
+    image. Single-frame mode samples one latent frame, in the place of the last one of the first window, and returns it
+    alone; it was found on the FramePack I2V checkpoint.
 
     Args:
         keeper: given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
@@ -165,7 +160,8 @@ def sample(
             history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, safeguards))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.save(key(), index, plan.count, latents, history.standing(state_of(generator)))
+                standing = SectionState(history.latents, tuple(history.lengths), state_of(generator))
+                keeper.save(key(), index, plan.count, latents, standing)
     return latents
 
 
@@ -216,14 +212,14 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 
 def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    """Restore ``history`` and ``generator`` from an earlier sampling of the same video, and notify the user."""
+    """Restore ``history`` and ``generator`` from an earlier sampling of the same video."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
     wanted[2] = standing.lengths[-1]
     if list(standing.latents.shape) != wanted:
         return
-    history.resume(standing)
+    history.latents, history.lengths = standing.latents, list(standing.lengths)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
@@ -255,10 +251,8 @@ def _section(
     progress: Progress,
     safeguards: Safeguards,
 ) -> torch.Tensor:
-    """The latents of one section on the CPU, from ``noise``."""
     levels = _levels_for(pipeline, noise)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, noise.device)
-
     guidance = Guidance(settings, len(schedule))
 
     def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
@@ -306,7 +300,7 @@ def _forward(
 
 
 def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
-    """Frames sampled so far, in core's space; of an unfinished video that began at its end all frames count."""
+    """Frames sampled so far; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:

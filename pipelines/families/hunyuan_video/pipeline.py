@@ -1,10 +1,8 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-The ways are distinguished by the transformer's own configuration. ``token_replace`` puts the picture in the place of
-the first latent frame and leaves it there. ``latent_concat`` (33 channels) gives the transformer the picture and a mask
-beside the noise, and its first 4 pixel frames are thrown away, here as upstream: ``frames`` is what upstream calls
-``num_frames``, so that one setting means one video in both, and 4 fewer come back. ``picture_concat`` (32 channels,
-SkyReels) gives it the picture alone beside the noise, and its text encoder is that of text to video.
+``token_replace`` puts the picture in the place of the first latent frame. ``latent_concat`` (33 channels) gives the
+transformer the picture and a mask beside the noise, and its first 4 pixel frames are thrown away: ``frames`` is
+upstream's ``num_frames``, and 4 fewer come back. ``picture_concat`` (32 channels, SkyReels) gives it the picture alone.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ IMAGE = "image_latents"
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
-    """The family's defaults, with guidance 0 where the checkpoint takes none.
+    """The family's defaults, with guidance 0 where the checkpoint takes none; SkyReels' own guidance and length.
 
-    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1. SkyReels gets 1 and
-    the length it was trained on.
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
     """
     defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
@@ -73,7 +70,6 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe of the variant."""
     return SPEC.recipes.known[pipeline.variant]
 
 
@@ -115,9 +111,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         progress.notify("the prompt's image has no effect: the text encoder of this checkpoint reads text alone")
     if pipeline.variant == SKYREELS and not request.text.startswith(SKYREELS_RATE.strip()):
         progress.notify(f"SkyReels was trained on texts that begin with {SKYREELS_RATE!r}")
-    pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
-    if looks:
-        sight = _sight(pipeline, request)
+    pipe = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline
+    sight = _sight(pipeline, request) if looks else None
     positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
     return Prompt(SPEC.id, positive, negative)
 
@@ -127,10 +122,7 @@ prompt_from_core = llama_from_core
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
-    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space.
-
-    Without a draw, except for SkyReels, whose publisher draws.
-    """
+    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, drawn only for SkyReels."""
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
@@ -201,18 +193,15 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away.
-
-    In Tencent's tiles where the whole does not fit.
-    """
+    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
     return fallback.decode(pipeline, latents, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     """The picture for the prompt, and a black one for the negative prompt.
 
-    The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
-    gives the negative prompt of a token-replace model every second state where the model was trained with every fourth.
+    The negative prompt keeps as many picture states as the prompt: upstream's own call forgets it, and gives that of a
+    token-replace model every second state where the model was trained with every fourth.
     """
     from PIL import Image
 
@@ -259,7 +248,6 @@ def _predictor(
     given: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
 ) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = torch.full((1,), settings.guidance, device=device)
 
@@ -312,5 +300,4 @@ def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 
 
 def _later(latents: torch.Tensor) -> torch.Tensor:
-    """All latent frames but the first."""
     return latents[:, :, 1:]

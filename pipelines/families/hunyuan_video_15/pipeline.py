@@ -71,7 +71,6 @@ def task_of(config: Mapping[str, Any]) -> str:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Qwen and ByT5 embeddings of both texts."""
     positive, negative = qwen_embeds(pipeline, request, progress)
     return Prompt(SPEC.id, positive, negative)
 
@@ -157,8 +156,7 @@ def sample(
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     """The velocity, noise minus data.
 
-    Without a picture there are no states, where upstream passes 729 of zeros and masks them: both tell the transformer
-    "text to video".
+    Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer "text to video".
     """
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
@@ -175,14 +173,10 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         encoder_hidden_states_2=glyph_embeds,
-        encoder_attention_mask_2=_all_valid(glyph_embeds),
+        encoder_attention_mask_2=glyph_embeds.new_ones(glyph_embeds.shape[:2], dtype=torch.bool),
         image_embeds=vision,
         return_dict=False,
     )[0]
-
-
-def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
 def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:

@@ -1,13 +1,8 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
-Three recipes, each equal to one of upstream's pipelines:
-
-- ``LTXPipeline``: text, with a folder of that pipeline (0.9.0, 0.9.1);
-- ``LTXImageToVideoPipeline``: there, one image at frame 0 with strength 1;
-- ``LTXConditionPipeline``: a folder of that pipeline (0.9.5 and later), and any other images and clips elsewhere. Such
-  a folder's dynamic shift, which that pipeline refuses, is off then; its text stays encoded as ``LTXPipeline`` does.
-
-Steps, guidance and schedule of each variant are those of Lightricks' own configurations: ``RECIPES`` in ``spec.py``.
+``LTXPipeline``, for a folder of that pipeline (0.9.0, 0.9.1), there with one image at frame 0 and strength 1
+``LTXImageToVideoPipeline``; ``LTXConditionPipeline`` for its folders (0.9.5 and later), and for any other images and
+clips, with the folder's dynamic shift off, which it refuses. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``.
 """
 
 from __future__ import annotations
@@ -44,16 +39,8 @@ from ...base import (
 from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
-from ...sampling.loop import (
-    Predict,
-    denoise,
-    held_transformer,
-    latent_shape,
-    noise_for,
-    safeguards_of,
-    sampled_latents,
-)
-from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...sampling import loop
+from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, read_between, schedule_for
 from ...settings import guidance_steps, recipe_of
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
@@ -69,10 +56,7 @@ PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the ot
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe of the variant, and of this size where its sizes differ.
-
-    A transformer that lacks the blocks it names, of an unpublished size, runs without STG.
-    """
+    """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
     recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
@@ -157,7 +141,8 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
 
     encoded = conditions.encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"))
     drawn = DiagonalGaussianDistribution(encoded[conditions.MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, encoded[conditions.MEAN], encoded[conditions.STD], _scaling(pipeline))
+    scale = conditions.scaling(pipeline)
+    return LTXPipeline._normalize_latents(drawn, encoded[conditions.MEAN], encoded[conditions.STD], scale)
 
 
 def sample(
@@ -201,21 +186,21 @@ def sample(
         own = slice(start.outside, start.outside + math.prod(video.shape[2:]))
         return LTXPipeline._unpack_latents(tokens[:, own], *video.shape[2:])
 
-    with held_transformer(pipeline, settings, progress) as transformer:
+    with loop.held_transformer(pipeline, settings, progress) as transformer:
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
-        tokens = denoise(
+        tokens = loop.denoise(
             stepper.initial(),
             schedule,
             predict,
             progress=progress,
-            safeguards=safeguards_of(pipeline, progress, generator),
+            safeguards=loop.safeguards_of(pipeline, progress, generator),
             noise_mask=conditions.noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,
         )
     mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
-    latents = sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
+    latents = loop.sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
     return replace(latents, task="image" if everything else "text")
 
 
@@ -265,8 +250,8 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
 
-    The noise goes onto the latents as they are sampled, as Lightricks' own code has it. diffusers puts it onto those
-    that its VAE takes, whose channels are scaled.
+    The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
+    its VAE takes, whose channels are scaled.
     """
     from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
@@ -275,7 +260,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     timestep = latents.extra.get("decode_timestep", recipe.decode_timestep)
     if pipeline.configs["vae"].get("timestep_conditioning"):
         level = torch.tensor(latents.extra.get("decode_noise_scale", recipe.decode_noise))
-        samples = (1 - level) * samples + level * noise_for(tuple(samples.shape), generator, HOST)
+        samples = (1 - level) * samples + level * loop.noise_for(tuple(samples.shape), generator, HOST)
         removes = True
     if latents.extra.get("tone_map"):
         samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
@@ -283,7 +268,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
         mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         time = transfer.to_device(torch.tensor([timestep])) if removes else None
-        return LTXPipeline._denormalize_latents(samples, mean, std, _scaling(pipeline)), time
+        return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples, prepare=prepare))
@@ -291,12 +276,10 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 @dataclass(frozen=True, slots=True)
 class LtxGuidance:
-    """Guidance that ``settings`` ask of each step of a schedule with these noise ``levels``.
-
-    By the prompt, and away from a prediction in which some blocks do not attend (STG).
+    """Guidance by the prompt, and away from a prediction in which some blocks do not attend (STG), by noise ``levels``.
 
     Source: Lightricks/LTX-Video, ``LTXVideoPipeline.__call__``; Hyung et al., Spatiotemporal Skip Guidance for Enhanced
-    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection.
+    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection of ``star``.
     """
 
     settings: SampleSettings
@@ -349,7 +332,7 @@ def _within(recipe: Recipe, count: int) -> Recipe:
 def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
     """``transformer`` whose ``blocks`` take each video token's own value in place of attention.
 
-    What is compiled runs as it is written meanwhile: its graphs hold the attention.
+    Compiled graphs hold the attention: they run uncompiled meanwhile.
     """
     if not blocks:
         yield
@@ -362,7 +345,6 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
 
 
 def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Attention output of tokens that each see themselves alone."""
     values: torch.Tensor = attention.to_v(hidden_states)
     for layer in attention.to_out:
         values = layer(values)
@@ -376,7 +358,7 @@ def _predictor(
     guidance: LtxGuidance,
     stepper: conditions.TokenStepper,
     group: Group | None,
-) -> Predict:
+) -> loop.Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
     text = placed(batched(prompt, guidance.settings.cfg > 1.0), stepper.start.tokens.device, dtype)
 
@@ -417,31 +399,16 @@ def _is_condition(pipeline: Pipeline) -> bool:
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 
 
-def _scaling(pipeline: Pipeline) -> float:
-    return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
-
-
 def _schedule(
     config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling.
-
-    Args:
-        config: the scheduler's own.
-        conditioned: whether it is the one of ``LTXConditionPipeline``.
-        recipe: has the noise levels of a distilled model, and what is left out.
-    """
+    """The schedule for one sampling; ``conditioned`` for that of ``LTXConditionPipeline``."""
     if not conditioned and recipe.timesteps is None:
-        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
+        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(loop.latent_shape(SPEC, 1, settings)))
     else:
-        levels = _linear_quadratic if recipe.timesteps is None else partial(_stretched, recipe.timesteps)
-        if recipe.skip_first or recipe.skip_last:
-            levels = partial(_part, levels, recipe)
+        levels = partial(_fixed, recipe, bool(settings.shift))
         if config.get("use_dynamic_shifting"):
             config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}
-        if settings.shift:
-            # A shift acts on noise levels only: given as timesteps, the transformer would see other ones.
-            levels = partial(_as_sigmas, levels)
     return schedule_for(config, settings, settings.steps, levels, device)
 
 
@@ -455,27 +422,16 @@ def _shifted(config: Mapping[str, Any], tokens: int, steps: int) -> Levels:
     return Levels(sigmas=numpy.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
 
 
-def _linear_quadratic(steps: int) -> Levels:
-    """``LTXConditionPipeline``'s schedule."""
+def _fixed(recipe: Recipe, shifted: bool, steps: int) -> Levels:
+    """The recipe's own levels, else ``LTXConditionPipeline``'s; without the share of steps that the recipe skips."""
     from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
 
-    return Levels(timesteps=(linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist())
-
-
-def _part(levels: Callable[[int], Levels], recipe: Recipe, steps: int) -> Levels:
-    """``levels`` without the steps that the recipe leaves out, as large a share of another number of steps."""
+    if recipe.timesteps is None:
+        times = (linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist()
+    else:
+        times = [level * TRAIN_TIMESTEPS for level in read_between(recipe.timesteps, steps)]
     first, last = (round(skip * steps / recipe.steps) for skip in (recipe.skip_first, recipe.skip_last))
-    return Levels(timesteps=(levels(steps).timesteps or ())[first : steps - last])
-
-
-def _stretched(fixed: Sequence[float], steps: int) -> Levels:
-    """The fixed noise levels as timesteps; read between them where another number of steps is asked."""
-    import numpy
-
-    places = numpy.linspace(0, len(fixed) - 1, steps)
-    read = numpy.interp(places, range(len(fixed)), fixed) * TRAIN_TIMESTEPS
-    return Levels(timesteps=read.tolist())
-
-
-def _as_sigmas(levels: Callable[[int], Levels], steps: int) -> Levels:
-    return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in levels(steps).timesteps or ()])
+    times = times[first : steps - last]
+    if shifted:  # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
+        return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times])
+    return Levels(timesteps=times)

@@ -26,7 +26,7 @@ from ...base import (
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import TIME
-from ...sampling.schedules import Guidance, Levels, schedule_for
+from ...sampling.schedules import Guidance, Levels, read_between, schedule_for
 from ...settings import recipe_of
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decode as decode
@@ -45,7 +45,6 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of T5."""
     return t5_forwards(pipeline, request, _zeroed(pipeline))
 
 
@@ -73,7 +72,7 @@ def sample(
     mean, std, scale = _statistics(pipeline)
     recipe = recipe_of(pipeline)
     trained = None if recipe is None else recipe.timesteps
-    levels = _levels if trained is None else partial(_between, trained)
+    levels = partial(_levels, trained)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
@@ -123,19 +122,13 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return -output.float()  # the model predicts data minus noise
 
 
-def _levels(steps: int) -> Levels:
-    """Genmo's schedule: linear to a small noise for half of the steps, then quadratic to the clean video."""
+def _levels(trained: Sequence[float] | None, steps: int) -> Levels:
+    """A distilled model's levels; else Genmo's: linear to a small noise for half of the steps, then quadratic."""
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 
-    return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
-
-
-def _between(trained: Sequence[float], steps: int) -> Levels:
-    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
-    import numpy
-
-    places = numpy.linspace(0, len(trained) - 1, steps)
-    return Levels(sigmas=numpy.interp(places, range(len(trained)), trained).tolist())
+    if trained is None:
+        return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
+    return Levels(sigmas=read_between(trained, steps))
 
 
 def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
