@@ -46,11 +46,7 @@ class Exhibit:
 
 
 def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
-    """The clip of a demo model, written into ``folder`` under its name; one of two seeds has to show the scene.
-
-    Args:
-        number: of the scene among :data:`ASKED`.
-    """
+    """The clip of a demo model of scene ``number``, written into ``folder``; one of two seeds has to show the scene."""
     pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
     asked, other = ASKED[number % len(ASKED)], ASKED[(number + 1) % len(ASKED)]
     clip, second, reseeded = (

@@ -34,9 +34,6 @@ def sampled(
     Args:
         seed: of the first; each further one has the next.
         sample: makes the video of an index, with its seed.
-
-    Raises:
-        InputError: a batch of none, or of more than the widget takes.
     """
     require_range("batch_size", batch_size, 1, MOST_VIDEOS, "videos")
     count = batch_size * starts

@@ -62,11 +62,7 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
 
 
 def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is.
-
-    Raises:
-        InputError: no tensor of five dimensions, or more than one video.
-    """
+    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is."""
     samples = latent.get("samples")
     if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
         shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__

@@ -46,11 +46,7 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
 
 
 def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled.
-
-    Raises:
-        UnsupportedError: an architecture that is not a family of ours. CheckpointError: a tensor that is not as named.
-    """
+    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled."""
     family, kind = _architecture(path, metadata)
     name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
@@ -72,12 +68,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 
 
 def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Prompt:
-    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative.
-
-    Raises:
-        UnsupportedError: an architecture that is not a family of ours. CheckpointError: an embedding is missing or
-            strange.
-    """
+    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative."""
     family, kind = _architecture(path, metadata)
     own = {_bare(name): tensor for name, tensor in tensors.items()}
     missing = [name for name in (*kind.text, *([kind.mask] if kind.mask else ())) if name not in own]
@@ -109,13 +100,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
     """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
 
-    Args:
-        name: of the training item.
-        dtype: one of :data:`DTYPES`; what was loaded from a cache keeps its own.
-
-    Raises:
-        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-        InputError: a name that is not a file name. CheckpointError: the file cannot be written.
+    What was loaded from a cache keeps its dtype with the first of :data:`DTYPES`.
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = _architecture_of(str(known.get("family", "")), "latents")
@@ -168,14 +153,8 @@ def _write_latents(
 def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
     """Write the positive embeddings of a prompt as a text cache and return its path; all ranges of a video share it.
 
-    One that was loaded from such a cache is written as it was read, padding included.
-
-    Args:
-        caption: the text it was made of; empty takes what the prompt knows.
-        dtype: one of :data:`DTYPES`.
-
-    Raises:
-        UnsupportedError: a family without an architecture there. InputError: a name that is not a file name.
+    One that was loaded from such a cache is written as it was read, padding included. An empty ``caption`` is what the
+    prompt knows of its text.
     """
     kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
@@ -208,15 +187,12 @@ def save_item(
     cut: Cut | None = None,
     notify: Callable[[str], None] = lambda _text: None,
 ) -> list[Path]:
-    """Write what there is of one training item, and return the paths.
-
-    Args:
-        cut: makes FramePack's sections of the latents.
-        notify: called with how many there are and what is left out.
+    """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
 
     Raises:
-        InputError: neither latents nor a prompt, or latents and a prompt of two architectures.
-            Otherwise as :func:`save_latent_cache` and :func:`save_text_cache`.
+        InputError: neither latents nor a prompt, both of two architectures, or a name that is not a file name.
+        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
+        CheckpointError: a file cannot be written.
     """
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")

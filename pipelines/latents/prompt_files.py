@@ -22,11 +22,7 @@ TEXTS = ("text", "negative_text")
 
 
 def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Path:
-    """Write a prompt with its negative and its section prompts; returns ``path``.
-
-    Raises:
-        InputError: NaN or infinity in it. CheckpointError: the file cannot be written.
-    """
+    """Write a prompt with its negative and its section prompts, all finite; returns ``path``."""
     origin = origin or Origin()
     tensors = _named(EMBEDS, prompt.embeds) | _named(NEGATIVE, prompt.negative or {})
     for index, section in enumerate(prompt.sections):
@@ -43,8 +39,7 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
 
     Raises:
-        CheckpointError: damaged, changed while it was read, or no prompt. InputError: a newer version of this pack
-            wrote it, or NaN and infinity in it.
+        CheckpointError: damaged, changed meanwhile, or no prompt. InputError: a newer version, or NaN and infinity.
     """
     tensors, metadata = read_record(path, "a prompt")
     if metadata.keys() >= {"architecture", "caption1"}:

@@ -108,19 +108,15 @@ def by_date(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
-    """The saved LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
-
-    Args:
-        family: whose newest; empty for the newest of all.
-
-    Raises:
-        CheckpointError: none of that id is saved.
-    """
+    """The saved LATENT at :func:`path_of` these; an unfinished video is as far as it came."""
     return load_latent(path_of(folder, name, family), notify)
 
 
 def path_of(folder: Path, name: str, family: str = "") -> Path:
-    """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
+    """The file of an id from :func:`listing`, or of the newest for ``newest``; nothing else can be named.
+
+    Args:
+        family: whose newest; empty for the newest of all.
 
     Raises:
         CheckpointError: none of that id is saved.

@@ -97,11 +97,7 @@ class SavedSteps:
 
 
 def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
-    """The state in a file that may have been edited.
-
-    Raises:
-        ValueError, LookupError, RuntimeError: it cannot be one of this sampling.
-    """
+    """The state in a file that may have been edited; ValueError, LookupError or RuntimeError where it cannot be one."""
     if record.get("kind") != KIND or record.get("version") != VERSION or record.get("key") != key:
         raise ValueError("another kind of file, or of another sampling")
     solver: dict[str, Any] = {}

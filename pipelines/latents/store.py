@@ -50,8 +50,7 @@ def save_latent(
     """Write a LATENT, from any device; returns ``path``.
 
     Args:
-        notify: called with how many values were clamped.
-        not_finite: ``refuse`` or ``clamp``.
+        not_finite: ``refuse`` or ``clamp``, which is said.
 
     Raises:
         InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
@@ -89,9 +88,6 @@ def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
     """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-
-    Args:
-        dtype: one of :data:`DTYPES`; ``float32`` widens on the host.
 
     Raises:
         CheckpointError: damaged, changed while it was read, or no latents. InputError: a newer version of this pack

@@ -54,11 +54,7 @@ def guidance_of(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
 
 
 def required(value: torch.Tensor | None, name: str, fix: str) -> torch.Tensor:
-    """``value``, which the CONDITIONING must have.
-
-    Raises:
-        InputError: it has none.
-    """
+    """``value``, which the CONDITIONING must have."""
     if value is None:
         raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value

@@ -26,9 +26,8 @@ from ..pipeline import Pipeline, make_room_and_retry
 from ..settings import STEP_CACHE
 from ..sizes import TRANSFORMER, beside_transformer
 from .resume import Steps
-from .schedules import Schedule
+from .schedules import Predict, Schedule
 
-Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
 SAMPLING = ProgressStage("sampling")
 RESUMABLE = replace(SAMPLING, resumable=True)

@@ -6,15 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...compat.errors import InputError
-from ...compat.guidance import Branch, both, classifier_free_guidance
+from ...compat.guidance import both, classifier_free_guidance
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
+Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # from latents, timestep and index
 PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
     "shift": 1.0,
     "use_dynamic_shifting": False,
@@ -199,9 +201,19 @@ class Guidance:
         settings = self.settings
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
 
-    def predict(self, index: int, group: Group | None, cond: Branch, uncond: Branch) -> torch.Tensor:
-        """The prediction of step ``index``, guided where guidance acts; each branch is a call of the transformer."""
-        return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+    def over(self, group: Group | None, branch: Callable[..., torch.Tensor], names: Sequence[str]) -> Predict:
+        """From (latents, timestep, index) to the guided prediction.
+
+        Args:
+            branch: calls the transformer, from a name, latents, timestep and index.
+            names: of the branches with the prompt and without it.
+        """
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            cond, uncond = (partial(branch, name, latents, time, index) for name in names)
+            return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+
+        return predict
 
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         """The guided prediction; rescaled to the spread of ``cond`` by the share that was asked for.

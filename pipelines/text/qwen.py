@@ -111,11 +111,7 @@ class Chat:
         return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
 
     def length(self, text: str) -> int:
-        """Tokens of the whole chat around ``text``.
-
-        Raises:
-            InputError: none are left after the crop.
-        """
+        """Tokens of the whole chat around ``text``, of which some must be left after the crop."""
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
         chats: Any = format_text_input([text], self.system)

@@ -39,11 +39,7 @@ def held_t5(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> It
 
 
 def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
-    """``text``, or what ``room`` tokens hold of its beginning, the tokenizer's own included; what is left out is said.
-
-    Raises:
-        InputError: no room at all.
-    """
+    """``text``, or what ``room`` tokens hold of its beginning, with the tokenizer's own; what is left out is said."""
     whole, text = text, beginning(tokenizer, text, room, progress.check)
     total, more = len(tokenizer(text, verbose=False)["input_ids"]), "more than " if len(text) < len(whole) else ""
     if total <= room:

@@ -110,9 +110,6 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
 
     Compiled blocks run as they are, since a graph would hold what is remembered now.
-
-    Raises:
-        ValueError: a decoder without causal layers, which cannot be cut in time.
     """
     with Undo() as undo:
         for layer in vae.decoder.modules():
@@ -136,10 +133,7 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """The first frame of a video becomes one frame, each later one two.
-
-    Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
-    """
+    """The first frame of a video becomes one frame, each later one two: the second half of diffusers' forward."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange

@@ -97,11 +97,7 @@ def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
 
 
 def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Network]:
-    """The first file in ``folders``, or in ``vae_approx`` below, with a tiny decoder of the family; and its network.
-
-    Raises:
-        UnsupportedError: none is published for this family. CheckpointError: no file that fits, or a damaged one.
-    """
+    """The first file in ``folders``, or in ``vae_approx`` below, with the family's tiny decoder; and its network."""
     rows = spec.published.tiny_decoders
     if not rows:
         raise UnsupportedError(

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat import output_check
 from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
@@ -21,35 +22,13 @@ from ...compat.doctor import examine, not_finite, one_colour
 from ...compat.errors import UnsupportedError, first_line, remember
 from ...compat.memory.parts import Undo
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
-from ...compat.output_check import (
-    BROKEN,
-    CAST,
-    COLOUR,
-    InvalidOutputError,
-    Validator,
-    checked_parts,
-    fault_in_frames,
-    fault_in_latents,
-    is_flat,
-    require_finite,
-)
+from ...compat.output_check import BROKEN, CAST, COLOUR, InvalidOutputError, Validator, checked_parts, require_finite
 from ...compat.transforms.order import replace_attention
 from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import (
-    CHUNKED,
-    FULL,
-    METHODS,
-    ON_CPU,
-    STREAMING,
-    STRIDE,
-    DecodeRequest,
-    Ladder,
-    checked_request,
-    decoder_ladder,
-)
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, decoder_ladder
 from .tiled import RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
@@ -58,8 +37,8 @@ LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = tuple(
     f"tile_{kind}_{side}" for kind in ("sample_min", "sample_stride", "latent_min") for side in ("height", "width")
 )
-Run = Callable[[Any, Transfer], torch.Tensor]
-Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
+Run = Callable[[Any, Transfer], Tensor]
+Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 
 class VaeRunner:
@@ -88,9 +67,7 @@ class VaeRunner:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def decode(
-        self, samples: torch.Tensor, progress: Progress | None = None, prepare: Prepare | None = None
-    ) -> torch.Tensor:
+    def decode(self, samples: Tensor, progress: Progress | None = None, prepare: Prepare | None = None) -> Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
 
         Args:
@@ -101,10 +78,10 @@ class VaeRunner:
         """
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
-        plain = is_flat(samples)  # flat latents may well decode to one colour
+        plain = output_check.is_flat(samples)  # flat latents may well decode to one colour
 
-        def validate(video: torch.Tensor) -> str:
-            fault = fault_in_frames(video, plan.ratios[0])
+        def validate(video: Tensor) -> str:
+            fault = output_check.fault_in_frames(video, plan.ratios[0])
             return "" if plain and fault == COLOUR else fault
 
         def smaller(side: int) -> int:
@@ -129,7 +106,7 @@ class VaeRunner:
             together=together,
         )
 
-        def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def run(vae: Any, transfer: Transfer) -> Tensor:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
@@ -140,7 +117,7 @@ class VaeRunner:
             watch.notify(f"decoded {method}{seams}")
         return video
 
-    def region(self, task: RegionTask) -> torch.Tensor:
+    def region(self, task: RegionTask) -> Tensor:
         """Frames of a region that the leader of a group hands out, in the form that it says."""
         if self._open is None or self.plan.method != task.method:
             self._close()
@@ -150,16 +127,16 @@ class VaeRunner:
         time = None if task.time is None else self._transfer.to_device(task.time)
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
-    def encode(self, frames: torch.Tensor, stage: ProgressStage, run: Run | None = None) -> torch.Tensor:
+    def encode(self, frames: Tensor, stage: ProgressStage, run: Run | None = None) -> Tensor:
         """Encode frames as :func:`encoded_moments` says."""
 
-        def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def usual(vae: Any, transfer: Transfer) -> Tensor:
             return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
 
-        def validate(moments: torch.Tensor) -> str:
-            return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
+        def validate(moments: Tensor) -> str:
+            return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
 
-        def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def watching(vae: Any, transfer: Transfer) -> Tensor:
             with watched(vae.encoder, self.progress, stage):
                 return (run or usual)(vae, transfer)
 
@@ -167,7 +144,7 @@ class VaeRunner:
 
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the result of ``run`` once ``validate`` finds no fault in it."""
         plan = self.plan
         while True:
@@ -197,7 +174,7 @@ class VaeRunner:
             if after is not None and not others:
                 plan.method = after
 
-    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> torch.Tensor:
+    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> Tensor:
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
@@ -214,7 +191,7 @@ class VaeRunner:
     def _validated(self, validate: Validator) -> Validator:
         """Apply ``validate`` to a part, where something may be changed."""
 
-        def validated(part: torch.Tensor) -> str:
+        def validated(part: Tensor) -> str:
             fault = validate(part)
             # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
             return fault if fault == BROKEN or (self.plan.automatic and not self._most_exact()) else ""
@@ -311,10 +288,7 @@ def watched(module: nn.Module, progress: Progress, stage: ProgressStage) -> Iter
 
 
 def decoding(
-    pipeline: Pipeline,
-    shape: torch.Size | tuple[int, ...],
-    progress: Progress,
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: DecodeRequest | None = None
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
 
@@ -322,7 +296,7 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    form = checked_request(form or DecodeRequest(), pipeline.spec.sizes.ratio)
+    form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
@@ -332,20 +306,15 @@ def decoding(
     return VaeRunner(decoder_ladder(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1 of latents that are in the VAE's own space; ``form`` None is ``auto``."""
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples))
 
 
 def encoded_moments(
-    pipeline: Pipeline,
-    frames: torch.Tensor,
-    progress: Progress,
-    stage: ProgressStage,
-    tile: int = 0,
-    run: Run | None = None,
-) -> torch.Tensor:
+    pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Run | None = None
+) -> Tensor:
     """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
 
     Args:
@@ -360,8 +329,8 @@ def encoded_moments(
 
 
 def encoded(
-    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
-) -> torch.Tensor:
+    pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
+) -> Tensor:
     """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
 
     Args:
@@ -374,7 +343,7 @@ def encoded(
     return distribution.mode() if mode else distribution.sample(generator_for(seed))
 
 
-def unsigned(video: torch.Tensor) -> torch.Tensor:
+def unsigned(video: Tensor) -> Tensor:
     """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
     return to_host((video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous())
 
@@ -424,7 +393,7 @@ def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
                 tensor.data = host_weights[name]
 
 
-def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
@@ -438,7 +407,5 @@ def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     return module
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)

@@ -152,9 +152,8 @@ Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squa
 
 
 def merge_moments(before: Moments, piece: Moments) -> Moments:
-    """The moments of two pieces together, in fp64.
-
-    Source: Chan, Golub and LeVeque, Algorithms for Computing the Sample Variance (1983).
+    """The moments of two pieces together, in fp64. Source: Chan, Golub and LeVeque, Algorithms for Computing the
+    Sample Variance (1983).
     """
     (count, mean, squares), (more, own_mean, own_squares) = before, piece
     total, apart = count + more, own_mean - mean
@@ -235,10 +234,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
 
 
 def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """HunyuanVideo and FramePack.
-
-    Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls.
-    """
+    """HunyuanVideo and FramePack. Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls."""
     decoder = vae.decoder
     stream.groups, stream.per_frame = decoder.conv_norm_out.num_groups, False
     x = stream.walk(lambda z: decoder.conv_in(vae.post_quant_conv(z)), latents, halo=1)
@@ -270,10 +266,7 @@ def _blocks(
 
 
 def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """Mochi, whose first frame becomes one.
-
-    Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls; what is dropped, and where, is Genmo's.
-    """
+    """Mochi, whose first frame becomes one. Source: diffusers ``MochiDecoder3D.forward``; Genmo's for what drops."""
     decoder = vae.decoder
     stream.groups, stream.per_frame = next(m.num_groups for m in decoder.modules() if isinstance(m, nn.GroupNorm)), True
 
@@ -293,10 +286,7 @@ def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
 
 
 def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """HunyuanVideo 1.5, whose norms are per voxel.
-
-    Source: diffusers ``HunyuanVideo15Decoder3D.forward``.
-    """
+    """HunyuanVideo 1.5, whose norms are per voxel. Source: diffusers ``HunyuanVideo15Decoder3D.forward``."""
     decoder = vae.decoder
 
     def local(stream: Stream, resnet: Any, x: Activation) -> Activation:
@@ -308,10 +298,7 @@ def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activat
 
 
 def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> Activation:
-    """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere.
-
-    Source: diffusers ``LTXVideoDecoder3d.forward`` and the blocks it calls.
-    """
+    """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere."""
     decoder = vae.decoder
     if decoder.timestep_scale_multiplier is not None and time is not None:
         time = time * decoder.timestep_scale_multiplier

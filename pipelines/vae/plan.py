@@ -43,11 +43,7 @@ class DecodeRequest:
 
 
 def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
-    """``form``, whose values are in range for latents of ``cell`` pixels.
-
-    Raises:
-        InputError: an unknown method, or a tile, overlap or count of frames out of range.
-    """
+    """``form``, whose values must be in range for latents of ``cell`` pixels."""
     require_choice("decode method", form.method, METHODS, "Choose auto.")
     if form.frames < 0 or form.tile < 0:
         raise InputError(
@@ -191,10 +187,7 @@ class Ladder:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
-        """The method to try after the one under way failed; None when nothing allowed is left.
-
-        After memory ran out, a method that is forecast to need as much is left out.
-        """
+        """The method to try after the one under way failed, which after a shortage needs less; None for none."""
         methods, failed = self.methods, self.method
         if kind == MEMORY and (needed := self.needed_bytes(failed)):
             kept = (each.on_host or each.key == failed.key or self.needed_bytes(each) < needed for each in methods)
@@ -305,8 +298,12 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMet
 def decoder_ladder(
     pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None
 ) -> Ladder:
-    """The methods for latents of so many frames, rows and columns, begun as the family advises."""
-    sizes = pipeline.spec.sizes
+    """The methods for latents of so many frames, rows and columns, begun as the family advises.
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count of frames out of range.
+    """
+    sizes, form = pipeline.spec.sizes, checked_request(form, pipeline.spec.sizes.ratio)
     size = (cells[0] - 1) * sizes.stride + 1, cells[1] * sizes.ratio, cells[2] * sizes.ratio
     tile = sizes.tile_for(cells)
     return Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile, room=room)

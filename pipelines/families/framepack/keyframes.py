@@ -57,11 +57,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
-    """Weight of the end image; 0 without one.
-
-    Raises:
-        InputError: no start image.
-    """
+    """Weight of the end image; 0 without one. A start image there must be."""
     if image is None or START not in image.tensors:
         raise InputError(
             "no start image for FramePack",

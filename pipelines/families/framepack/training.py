@@ -33,11 +33,7 @@ CLEAN = {
 
 
 def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
-    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out.
-
-    Raises:
-        InputError: a window or order out of range, or a film that is too short.
-    """
+    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
     if not 1 <= window <= LARGEST_WINDOW or order not in SECTION_ORDERS:
         raise InputError(
             f"window {window}, order {order!r}",

@@ -9,46 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from ....compat.device.execution import generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
-from ...base import (
-    EMBEDS,
-    MASK,
-    POOLED,
-    Call,
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.schedules import Guidance, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Predict, even_levels, schedule_for
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae import fallback
-from ...vae.fallback import encoded
 from ...vae.plan import DecodeRequest
-from .spec import (
-    CHANNELS,
-    LATENT_CONCAT,
-    PICTURE_CONCAT,
-    SKYREELS,
-    SPEC,
-    TEMPORAL_RATIO,
-    TOKEN_REPLACE,
-    image_condition,
-)
+from .spec import CHANNELS, LATENT_CONCAT, PICTURE_CONCAT, SKYREELS, SPEC, TOKEN_REPLACE, image_condition
 
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
@@ -126,13 +104,13 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
-    latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
+    latents = fallback.encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, which is the VAE's own."""
-    return encoded(pipeline, frames, seed, progress)
+    return fallback.encoded(pipeline, frames, seed, progress)
 
 
 def sample(
@@ -226,7 +204,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
 
 
 def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
-    least = TEMPORAL_RATIO + 1
+    least = SPEC.sizes.stride + 1
     if kind is not None and settings.frames < least:
         raise InputError(
             f"frames {settings.frames} for {SPEC.title} image to video",
@@ -247,32 +225,27 @@ def _predictor(
     settings: SampleSettings,
     given: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
-) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+) -> Predict:
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = torch.full((1,), settings.guidance, device=device)
+    texts = {"cond": placed(prompt.embeds, device, dtype)}
+    if settings.cfg > 1.0:
+        texts["uncond"] = placed(prompt.negative, device, dtype)
 
-    def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
+        text = texts[name]
         call = Call(
             latents=given(latents).to(dtype),
             time=time.expand(1),
-            embeds=embeds[EMBEDS],
-            mask=embeds[MASK],
-            pooled=embeds[POOLED],
+            embeds=text[base.EMBEDS],
+            mask=text[base.MASK],
+            pooled=text[base.POOLED],
             guidance=guidance,
         )
         with transformer.cache_context(name):
             return call_transformer(pipeline, transformer, call)[:, :, -latents.shape[2] :]
 
-    positive = placed(prompt.embeds, device, dtype)
-    negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
-
-    cfg = Guidance(settings, steps)
-
-    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        cond = partial(branch, "cond", positive, latents, time)
-        return cfg.predict(index, pipeline.run.group, cond, partial(branch, "uncond", negative, latents, time))
-
-    return predict
+    return Guidance(settings, steps).over(pipeline.run.group, branch, ("cond", "uncond"))
 
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -176,11 +176,7 @@ def encoded_moments(
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said.
-
-    Raises:
-        InputError: a picture that starts after the end.
-    """
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said."""
     if image is None:
         return ()
     anchors = []

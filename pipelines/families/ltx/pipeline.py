@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....compat.device.execution import HOST, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
@@ -24,18 +24,8 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import (
-    EMBEDS,
-    MASK,
-    Call,
-    ImageCondition,
-    Latents,
-    Progress,
-    ProgressStage,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, ImageCondition, Latents, Progress, ProgressStage, Prompt, PromptRequest, SampleSettings
 from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
@@ -93,9 +83,6 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
 def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     """Padding of rows and columns by the VAE at ``place``; empty if its file names none, which means zeros.
 
-    Raises:
-        CheckpointError: a padding that the decode forms have no equal of.
-
     Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``.
     """
     mode = evidence.config.get(SPATIAL_PADDING, evidence.note("config", "vae", SPATIAL_PADDING))
@@ -134,7 +121,7 @@ prompt_from_core = t5_from_core
 encode_image = conditions.encode_image
 
 
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
     """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -182,7 +169,7 @@ def sample(
         renews=renews,
     )
 
-    def unpacked(tokens: torch.Tensor) -> torch.Tensor:
+    def unpacked(tokens: Tensor) -> Tensor:
         own = slice(start.outside, start.outside + math.prod(video.shape[2:]))
         return LTXPipeline._unpack_latents(tokens[:, own], *video.shape[2:])
 
@@ -220,11 +207,11 @@ def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
             yield 1
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, for a sampler of core's."""
     from diffusers import LTXPipeline
 
-    rows, _, frames, height, width = call.latents.shape
+    frames, height, width = call.latents.shape[2:]
     size = SampleSettings(
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
@@ -232,22 +219,12 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     start = (conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start)(
         video, None, (), torch.Generator()
     )
-    place = {
-        name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
-        for name, value in start.place.items()
-    }
-    output: torch.Tensor = transformer(
-        hidden_states=LTXPipeline._pack_latents(call.latents),
-        encoder_hidden_states=call.embeds,
-        timestep=call.time,
-        encoder_attention_mask=call.valid,
-        return_dict=False,
-        **place,
-    )[0]
+    tokens = LTXPipeline._pack_latents(call.latents)
+    output = _velocity(transformer, start.place, tokens, call.time, call.embeds, call.valid)
     return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
 
     The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
@@ -265,7 +242,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     if latents.extra.get("tone_map"):
         samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
 
-    def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def prepare(vae: Any, transfer: Transfer) -> tuple[Tensor, Tensor | None]:
         mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         time = transfer.to_device(torch.tensor([timestep])) if removes else None
         return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
@@ -293,7 +270,7 @@ class LtxGuidance:
         acts = self.settings.cfg_start <= share < self.settings.cfg_end
         return row if acts else replace(row, cfg=1.0)
 
-    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], Tensor]) -> Tensor:
         """The guided prediction (1, N, 128), fp32.
 
         Args:
@@ -344,8 +321,8 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
         yield
 
 
-def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    values: torch.Tensor = attention.to_v(hidden_states)
+def _values(attention: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    values: Tensor = attention.to_v(hidden_states)
     for layer in attention.to_out:
         values = layer(values)
     return values
@@ -362,33 +339,37 @@ def _predictor(
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
     text = placed(batched(prompt, guidance.settings.cfg > 1.0), stepper.start.tokens.device, dtype)
 
-    def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+    def predict(tokens: Tensor, time: Tensor, index: int) -> Tensor:
         times = stepper.times(time)
 
-        def forward(rows: slice, blocks: tuple[int, ...]) -> torch.Tensor:
-            texts = {name: tensor[rows] for name, tensor in text.items()}
-            copies = len(texts[EMBEDS])
-            place = {
-                name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-                for name, value in stepper.start.place.items()
-            }
+        def forward(rows: slice, blocks: tuple[int, ...]) -> Tensor:
+            embeds, mask = text[base.EMBEDS][rows], text[base.MASK][rows]
+            copies = len(embeds)
+            inputs = torch.cat([tokens] * copies).to(dtype), torch.cat([times] * copies)
             branch = "without_attention" if blocks else "cond_uncond"
             with transformer.cache_context(branch), _without_attention(transformer, blocks):
-                output: torch.Tensor = transformer(
-                    hidden_states=torch.cat([tokens] * copies).to(dtype),
-                    encoder_hidden_states=texts[EMBEDS],
-                    timestep=torch.cat([times] * copies),
-                    encoder_attention_mask=texts[MASK],
-                    return_dict=False,
-                    **place,
-                )[0]
-            return output.float()
+                return _velocity(transformer, stepper.start.place, *inputs, embeds, mask).float()
 
         output = guidance.guided(index, by_halves(group, forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if times.shape[1] == 1 else output * (times / time).unsqueeze(-1)
 
     return predict
+
+
+def _velocity(
+    transformer: Any, place: Mapping[str, Any], tokens: Tensor, times: Tensor, embeds: Tensor, mask: Tensor
+) -> Tensor:
+    """The velocity of tokens (B, N, 128), all of which are in the one ``place``."""
+    rows = {name: value for name, value in place.items() if isinstance(value, Tensor)}
+    return transformer(
+        hidden_states=tokens,
+        encoder_hidden_states=embeds,
+        timestep=times,
+        encoder_attention_mask=mask,
+        return_dict=False,
+        **{**place, **{name: value.expand(len(tokens), *value.shape[1:]) for name, value in rows.items()}},
+    )[0]
 
 
 def _is_condition(pipeline: Pipeline) -> bool:

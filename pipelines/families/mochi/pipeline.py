@@ -11,18 +11,8 @@ import torch
 
 from ....compat.device.execution import generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
-from ...base import (
-    EMBEDS,
-    MASK,
-    Call,
-    Forwards,
-    ImageCondition,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import TIME
@@ -63,10 +53,7 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
-    """Latents (1, 12, T, H / 8, W / 8) in core's space.
-
-    Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
-    """
+    """Latents (1, 12, T, H / 8, W / 8) in core's space. Source: diffusers ``MochiPipeline.__call__``, equal in fp32."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     generator = generator_for(settings.seed)
     mean, std, scale = _statistics(pipeline)
@@ -85,13 +72,13 @@ def sample(
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             def run(rows: slice) -> torch.Tensor:
                 texts = {name: tensor[rows] for name, tensor in text.items()}
-                model_input = torch.cat([latents] * len(texts[EMBEDS])).to(dtype)
+                model_input = torch.cat([latents] * len(texts[base.EMBEDS])).to(dtype)
                 with transformer.cache_context("cond_uncond"):
                     output: torch.Tensor = transformer(
                         hidden_states=model_input,
-                        encoder_hidden_states=texts[EMBEDS],
+                        encoder_hidden_states=texts[base.EMBEDS],
                         timestep=time.expand(model_input.shape[0]).to(dtype),
-                        encoder_attention_mask=texts[MASK],
+                        encoder_attention_mask=texts[base.MASK],
                         return_dict=False,
                     )[0]
                 return output.float()
